@@ -1,0 +1,329 @@
+"""What an operator was asked for, checked once: the records that every backend receives.
+
+B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from mgk.features import FEATURE_MAPS
+
+SIMILARITIES = {"gaussian": 1.0, "dot": 0.0}
+ASSIGNMENTS = ("soft", "hard")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences lying one after another: sequence n has rows cu_seqlens[n] to cu_seqlens[n + 1]."""
+
+    cu_seqlens_q: Tensor  # int32 [N + 1]
+    cu_seqlens_k: Tensor  # int32 [N + 1]
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+@dataclass(frozen=True)
+class MixtureCall:
+    """A checked call of mgk_attention or smgk_attention."""
+
+    query: Tensor  # [B, H, L, D]
+    keys: Tensor  # [B, Hk, M, S, D]; [B, Hk, S, D] when shift is given
+    value: Tensor  # [B, Hk, S, E]
+    shift: Tensor | None  # [Hk, M, D]: k_jr = k_j + b_r
+    attn_mask: Tensor | None  # 4-d, bool (True = attend) or float, broadcastable to [B, H, L, S]
+    causal: str | None  # None, "top-left", "bottom-right"
+    dropout_p: float
+    scale: float | Tensor  # 1/σ²: one number, or 4-d and broadcastable to [B, Hk, M, S]
+    log_prior: Tensor | None  # 4-d, broadcastable to [B, Hk, M, S]; None is uniform, log(1/M)
+    tau: float | Tensor  # 1 is Eq. 9, 0 is Eq. 8; or a tensor [Hk]
+    hard: bool  # Eq. 12: log_prior is ignored
+    packed: Packed | None
+    return_weights: bool
+    return_lse: bool
+
+    @property
+    def components(self) -> int:
+        return self.keys.shape[2] if self.shift is None else self.shift.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.query.shape[1] // self.keys.shape[1]
+
+    @property
+    def equal_scale(self) -> bool:
+        """True when 1/σ² is the same for all components and keys of a head: ‖q‖² then cancels in the softmax."""
+        return not isinstance(self.scale, Tensor) or self.scale.shape[2:] == (1, 1)
+
+    def component_keys(self, dtype: torch.dtype) -> Tensor:
+        """The component keys k_jr, [B, Hk, M, S, D], in the type to compute in."""
+        keys = self.keys.to(dtype)
+        # Added in that type, so that half precision does not round the sum of key and shift.
+        return keys if self.shift is None else keys.unsqueeze(2) + self.shift.to(dtype).unsqueeze(-2)
+
+    def tensors(self) -> Iterable[Tensor]:
+        fields = (self.query, self.keys, self.value, self.shift, self.attn_mask, self.scale, self.log_prior, self.tau)
+        return (field for field in fields if isinstance(field, Tensor))
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """A checked call of mlk_attention or smlk_attention."""
+
+    query: Tensor  # [B, H, L, D]
+    keys: Tensor  # [B, Hk, M, S, D]; [B, Hk, S, D] when shift is given
+    value: Tensor  # [B, Hk, S, E]
+    shift: Tensor | None  # [Hk, M, D]
+    log_prior: Tensor | None  # 4-d, broadcastable to [B, Hk, M, S]; None is uniform, log(1/M)
+    feature_map: Callable[[Tensor], Tensor]
+    key_mask: Tensor | None  # bool [B, S], True = attend
+    causal: bool
+    cu_seqlens: Tensor | None  # int32 [N + 1]
+    initial_state: tuple[Tensor, ...] | None
+    return_state: bool
+    return_weights: bool
+    normalise: bool = True  # False leaves out Eq. 14's denominator, as the authors' LRA code does
+
+    components = MixtureCall.components
+    group = MixtureCall.group
+    component_keys = MixtureCall.component_keys
+
+
+def fail(name: str, message: str) -> NoReturn:
+    raise ValueError(f"{name} {message}")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
+    """The value, if it is one of the known names; otherwise a ValueError that lists them."""
+    known = list(known)
+    if not isinstance(value, str) or value not in known:
+        fail(name, f"must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+def number(name: str, value: Any, least: float = -math.inf, below: float = math.inf, *, above: bool = False) -> float:
+    """The value as a float in [least, below), or in (least, below) with `above`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail(name, f"must be a number, got {type(value).__name__}")
+    result = float(value)
+    if math.isnan(result) or math.isinf(result) or not least <= result < below or (above and result == least):
+        bounds = "finite" if least == -math.inf else f"{'more than' if above else 'at least'} {least:g}"
+        bounds += "" if below == math.inf else f" and below {below:g}"
+        fail(name, f"must be {bounds}, got {value!r}")
+    return result
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        fail(name, f"must be True or False, got {value!r}")
+    return value
+
+
+def positive_integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        fail(name, f"must be a positive integer, got {value!r}")
+    return value
+
+
+def check_tensor(name: str, value: Any, dims: str | None = None, *, like: Tensor | None = None) -> Tensor:
+    """A floating-point tensor of as many dimensions as `dims` names ('B H L D'), on the device of `like`."""
+    if not isinstance(value, Tensor):
+        fail(name, f"must be a tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        fail(name, f"must be a floating-point tensor, got {value.dtype}")
+    if dims is not None and value.dim() != len(dims.split()):
+        fail(name, f"must have shape [{dims}], got {_shape(value)}")
+    if like is not None and value.device != like.device:
+        fail(name, f"is on {value.device} but query is on {like.device}: move it there")
+    return value
+
+
+def _broadcasts(tensor: Tensor, target: tuple[int, ...]) -> bool:
+    return all(have in (1, want) for have, want in zip(tensor.shape, target, strict=True))
+
+
+def _spread(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Tensor:
+    """The tensor with leading ones up to four dimensions, checked to broadcast to `target`."""
+    if tensor.dim() <= 4:
+        spread = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+        if _broadcasts(spread, target):
+            return spread
+    fail(name, f"must broadcast to [{dims}] = {list(target)}, got {_shape(tensor)}")
+
+
+def check_query_keys_value(
+    query: Any, keys: Any, value: Any, shift: Any | None, shifted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    name = "key" if shifted else "keys"
+    query = check_tensor("query", query, "B H L D")
+    keys = check_tensor(name, keys, "B Hk S D" if shifted else "B Hk M S D", like=query)
+    value = check_tensor("value", value, "B Hk S E", like=query)
+    if torch.is_autocast_enabled(query.device.type):
+        autocast = torch.get_autocast_dtype(query.device.type)
+        query, keys, value = (x.to(autocast) for x in (query, keys, value))
+    for which, x in ((name, keys), ("value", value)):
+        if x.dtype != query.dtype:
+            fail(which, f"has dtype {x.dtype} but query has {query.dtype}: give all three the same")
+    batch, heads, _, width = query.shape
+    key_heads, length = keys.shape[1], keys.shape[-2]
+    if width == 0:
+        fail("query", f"must have a head width of at least 1, got {_shape(query)}")
+    if keys.shape[0] != batch or keys.shape[-1] != width:
+        fail(name, f"must have query's batch {batch} and head width {width}, got {_shape(keys)}")
+    if key_heads == 0 or heads % key_heads:
+        fail(name, f"has {key_heads} heads, which must divide query's {heads}")
+    if value.shape[:3] != (batch, key_heads, length):
+        fail("value", f"must have shape [{batch}, {key_heads}, {length}, E] to go with {name}, got {_shape(value)}")
+    if shifted:
+        shift = check_tensor("shift", shift, "Hk M D", like=query)
+        if shift.shape[0] != key_heads or shift.shape[1] == 0 or shift.shape[2] != width:
+            fail("shift", f"must have shape [Hk, M, D] = [{key_heads}, M, {width}], got {_shape(shift)}")
+    elif keys.shape[2] == 0:
+        fail(name, f"must have at least one component, got {_shape(keys)}")
+    return query, keys, value, shift
+
+
+def check_log_prior(log_prior: Any, query: Tensor, target: tuple[int, int, int, int]) -> Tensor | None:
+    if log_prior is None:
+        return None
+    return _spread("log_prior", check_tensor("log_prior", log_prior, like=query), target, "B, Hk, M, S")
+
+
+def check_scale(scale: Any, query: Tensor, target: tuple[int, int, int, int]) -> float | Tensor:
+    if scale is None:
+        return 1 / math.sqrt(query.shape[-1])
+    if not isinstance(scale, Tensor):
+        return number("scale", scale, 0, above=True)
+    scale = check_tensor("scale", scale, like=query)
+    if scale.dim() <= 2:
+        # [Hk, M] reads as one 1/σ² per head and component.
+        heads, components = target[1:3]
+        padded = scale.reshape((1,) * (2 - scale.dim()) + tuple(scale.shape))
+        if padded.shape[0] in (1, heads) and padded.shape[1] in (1, components):
+            return padded[None, :, :, None]
+        fail("scale", f"must broadcast to [Hk, M] = [{heads}, {components}], got {_shape(scale)}")
+    if scale.dim() == 4 and _broadcasts(scale, target):
+        return scale
+    fail("scale", f"must broadcast to [Hk, M] or to [B, Hk, M, S] = {list(target)}, got {_shape(scale)}")
+
+
+def check_similarity(similarity: Any, query: Tensor, key_heads: int) -> float | Tensor:
+    if isinstance(similarity, str):
+        return SIMILARITIES[one_of("similarity", similarity, SIMILARITIES)]
+    if not isinstance(similarity, Tensor):
+        return number("similarity", similarity)
+    tau = check_tensor("similarity", similarity, like=query)
+    if tau.dim() > 1 or tau.numel() not in (1, key_heads):
+        fail("similarity", f"as a tensor must have shape [Hk] = [{key_heads}], got {_shape(tau)}")
+    return tau.expand(key_heads)
+
+
+def check_mask(attn_mask: Any, query: Tensor, length: int) -> Tensor | None:
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        fail("attn_mask", f"must be a tensor, got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        fail("attn_mask", f"must be bool (True = attend) or floating point (added), got {attn_mask.dtype}")
+    if attn_mask.device != query.device:
+        fail("attn_mask", f"is on {attn_mask.device} but query is on {query.device}: move it there")
+    batch, heads, queries, _ = query.shape
+    return _spread("attn_mask", attn_mask, (batch, heads, queries, length), "B, H, L, S")
+
+
+def check_causal(is_causal: Any) -> str | None:
+    if isinstance(is_causal, bool):
+        return "top-left" if is_causal else None
+    if is_causal != "bottom-right":
+        fail("is_causal", f"must be False, True (aligned top-left, as in SDPA) or 'bottom-right', got {is_causal!r}")
+    return "bottom-right"
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> Tensor:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        fail(name, "must be an int32 tensor [N + 1] of offsets")
+    if cu_seqlens.device != query.device:
+        fail(name, f"is on {cu_seqlens.device} but query is on {query.device}: move it there")
+    if cu_seqlens.numel() < 2:
+        fail(name, "must hold at least two offsets, 0 and the total length")
+    if query.shape[0] != 1:
+        fail(name, f"goes with a batch of 1, the sequences one after another; got a batch of {query.shape[0]}")
+    # Reading the offsets of a GPU tensor would stop the stream, and a compiler cannot trace it.
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        offsets = cu_seqlens.tolist()
+        if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+            fail(name, f"must rise from 0 to the total length {length}, got {offsets}")
+    return cu_seqlens
+
+
+def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> Packed | None:
+    for name, limit in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        if limit is not None:
+            positive_integer(name, limit)
+            if cu_q is None or cu_k is None:
+                fail(name, "goes with cu_seqlens_q and cu_seqlens_k, which are not both given")
+    if cu_q is None and cu_k is None:
+        return None
+    for name, given in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if given is None:
+            fail(name, "is missing: packed sequences need cu_seqlens_q and cu_seqlens_k")
+    cu_q = check_cu_seqlens("cu_seqlens_q", cu_q, query, query.shape[2])
+    cu_k = check_cu_seqlens("cu_seqlens_k", cu_k, query, keys.shape[-2])
+    if cu_q.numel() != cu_k.numel():
+        fail("cu_seqlens_k", f"has {cu_k.numel()} offsets but cu_seqlens_q has {cu_q.numel()}")
+    return Packed(cu_q, cu_k, max_q, max_k)
+
+
+def check_feature_map(feature_map: Any) -> Callable[[Tensor], Tensor]:
+    if callable(feature_map):
+        return feature_map  # type: ignore[no-any-return]
+    known = ", ".join(map(repr, FEATURE_MAPS))
+    if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
+        fail("feature_map", f"must be one of {known}, or a callable, got {feature_map!r}")
+    return FEATURE_MAPS[feature_map]
+
+
+def check_key_mask(key_mask: Any, query: Tensor, length: int) -> Tensor | None:
+    if key_mask is None:
+        return None
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        fail("key_mask", "must be a bool tensor [B, S], True = attend")
+    if key_mask.shape != (query.shape[0], length):
+        fail("key_mask", f"must have shape [B, S] = [{query.shape[0]}, {length}], got {_shape(key_mask)}")
+    if key_mask.device != query.device:
+        fail("key_mask", f"is on {key_mask.device} but query is on {query.device}: move it there")
+    return key_mask
+
+
+def check_state(state: Any, query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
+    if state is None:
+        return None
+    wanted = "must be what return_state=True gave: a tuple (Z [B, Hk, F, E], z [B, Hk, F], log weight [B, Hk])"
+    if not isinstance(state, tuple) or len(state) not in (2, 3) or not all(isinstance(x, Tensor) for x in state):
+        fail("initial_state", wanted)
+    batch, heads = query.shape[0], keys.shape[1]
+    shapes_fit = (
+        state[0].dim() == 4
+        and state[0].shape[:2] == (batch, heads)
+        and state[0].shape[3] == value.shape[-1]
+        and state[1].shape == state[0].shape[:3]
+        and all(x.is_floating_point() for x in state)
+    )
+    if not shapes_fit:
+        fail("initial_state", f"{wanted}; got shapes {[_shape(x) for x in state]}")
+    for x in state:
+        if x.device != query.device:
+            fail("initial_state", f"is on {x.device} but query is on {query.device}: move it there")
+    return state

@@ -1,0 +1,84 @@
+"""Feature maps φ for linear attention: φ(q)·φ(k) stands in for the exponential of Eq. 10.
+
+A feature map is a callable [..., D] -> [..., F] with values ≥ 0. One whose values span many orders of magnitude also
+has `key_features`, which returns the features of each token divided by their own maximum, and its logarithm: the
+backends then sum in a common scale without overflow, and without letting the future set the scale of the past.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1. Written out, because elu(x) + 1 rounds to exactly 0 below -17 in fp32."""
+    # The clamp keeps exp finite where it is not selected: inf × 0 would be NaN in the backward.
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "relu": torch.relu}
+
+
+class FAVOR(nn.Module):
+    """Performer's positive random features: E[φ(q)·φ(k)] = exp(scale · q·k), Eq. 8's kernel.
+
+    With similarity="gaussian" the key features carry exp(-scale/2 ‖k‖²) as well: Eq. 9's kernel up to a factor per
+    query, which the normalisation removes. The directions are drawn once, orthogonal in blocks of D, and saved with
+    the weights; `redraw` draws new ones.
+    """
+
+    directions: Tensor  # [F, D]
+
+    def __init__(
+        self, head_dim: int, num_features: int | None = None, *, scale: float | None = None, similarity: str = "dot"
+    ) -> None:
+        super().__init__()
+        if similarity not in ("dot", "gaussian"):
+            raise ValueError(f"similarity must be one of 'dot', 'gaussian', got {similarity!r}")
+        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        self.similarity = similarity
+        features = num_features or max(1, round(head_dim * math.log(max(head_dim, 3))))
+        self.register_buffer("directions", torch.empty(features, head_dim))
+        self.redraw()
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        count, width = self.directions.shape
+        blocks = [torch.linalg.qr(torch.randn(width, width)).Q for _ in range(math.ceil(count / width))]
+        # Rows of an orthogonal matrix have norm 1; those of a Gaussian matrix have the norms drawn here.
+        norms = torch.randn(count, width).norm(dim=-1, keepdim=True)
+        self.directions.copy_(torch.cat(blocks)[:count] * norms)
+
+    def _log_features(self, x: Tensor, norm_weight: float) -> Tensor:
+        x = x * math.sqrt(self.scale)
+        projected = x @ self.directions.to(x.dtype).T
+        return projected - norm_weight * x.square().sum(-1, keepdim=True) - 0.5 * math.log(self.directions.shape[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features of queries, each row scaled to a maximum of 1: the normalisation removes the factor."""
+        logs = self._log_features(x, 0.5)
+        return (logs - logs.amax(-1, keepdim=True).detach()).exp()
+
+    def key_features(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The features of keys over their maximum, [..., F], and the maximum's logarithm, [...]."""
+        logs = self._log_features(x, 1.0 if self.similarity == "gaussian" else 0.5)
+        peak = logs.amax(-1).detach()
+        return (logs - peak.unsqueeze(-1)).exp(), peak
+
+
+class DPFP(nn.Module):
+    """Deterministic parameter-free projection (Schlag et al. 2021): F = 2·D·nu features, products of rectified entries."""
+
+    def __init__(self, nu: int = 1) -> None:
+        super().__init__()
+        if nu < 1:
+            raise ValueError(f"nu must be a positive integer, got {nu!r}")
+        self.nu = nu
+
+    def forward(self, x: Tensor) -> Tensor:
+        rectified = torch.cat([x, -x], dim=-1).relu()
+        return torch.cat([rectified * rectified.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)

@@ -1,0 +1,334 @@
+"""The operators: what they take, what they promise, and which backend runs them.
+
+B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgk import arguments as check
+from mgk.arguments import LinearCall, MixtureCall
+from mgk.kernels import eager, fused, linear, sdpa
+
+
+class Backend(NamedTuple):
+    refuses: Callable[[Any], str | None]  # why it does not cover a call, or None
+    run: Callable[[Any], tuple[Any, Any, Any]]
+
+    @classmethod
+    def of(cls, module: ModuleType) -> Backend:
+        return cls(module.refuses, module.run)
+
+
+# In the order in which `auto` asks them.
+MIXTURE_BACKENDS = {"triton": Backend.of(fused), "sdpa": Backend.of(sdpa), "eager": Backend.of(eager)}
+LINEAR_BACKENDS = {
+    "chunked": Backend(linear.refuses_chunked, linear.run_chunked),
+    "eager": Backend(linear.refuses_eager, linear.run_eager),
+}
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """Which backend `auto` runs, and why not each of the others."""
+
+    backend: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: runs", *(f"{name}: {reason}" for name, reason in self.reasons.items())]
+        return "\n".join(lines)
+
+
+def mgk_attention(
+    query: Tensor,
+    keys: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool | str = False,
+    dropout_p: float = 0.0,
+    scale: float | Tensor | None = None,
+    log_prior: Tensor | None = None,
+    similarity: str | float | Tensor = "gaussian",
+    assignment: str = "soft",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention whose every key is a mixture of M Gaussians (Eq. 8–12), the component keys given independently.
+
+    Args:
+        query: [B, H, L, D].
+        keys: [B, Hk, M, S, D]; Hk divides H, and a group of H/Hk query heads shares keys, value, prior and scale.
+        value: [B, Hk, S, E].
+        attn_mask: broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
+            logits, with a gradient. May come together with is_causal; both apply.
+        is_causal: True aligns the diagonal top-left, as SDPA does; "bottom-right" is for queries at the end of a cache.
+        dropout_p: dropout on the attention weights.
+        scale: 1/σ², a number or broadcastable to [Hk, M] (backend eager: also [B, Hk, M, S]). Default 1/√D.
+        log_prior: log π, broadcastable to [B, Hk, M, S] (so one per head is [Hk, M, 1]); -inf is allowed. It need not
+            be normalised: what it sums to is a weight on the key. Default: uniform, 1/M.
+        similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them: 1 is gaussian, 0 is dot; a number or [Hk].
+        assignment: "soft" (Eq. 10) or "hard" (Eq. 12, which ignores log_prior).
+        cu_seqlens_q, cu_seqlens_k: int32 [N + 1] offsets of N sequences packed along L and S, with B = 1.
+        max_seqlen_q, max_seqlen_k: longest packed sequence; only GPU kernels use them.
+        backend: "auto" runs the fastest that covers the call; a backend named runs or says why not.
+
+    Returns:
+        The output [B, H, L, E]; with return_weights and return_lse a tuple (output, weights [B, H, L, S], lse [B, H, L]),
+        in this order, of those asked for. lse_i = log Σ_j exp ℓ_ij, the query's log likelihood up to constants.
+        A query that may attend to nothing gives zeros, lse -inf and zero gradients.
+    """
+    call = mixture_call(
+        query, keys, value, attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale, log_prior=log_prior,
+        similarity=similarity, assignment=assignment, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_weights=return_weights, return_lse=return_lse,
+    )  # fmt: skip
+    return run_mixture(call, backend)
+
+
+def smgk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shift: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool | str = False,
+    dropout_p: float = 0.0,
+    scale: float | Tensor | None = None,
+    log_prior: Tensor | None = None,
+    similarity: str | float | Tensor = "gaussian",
+    assignment: str = "soft",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention with shifted mixture keys (sMGK): component r of key j is key_j + shift_r.
+
+    key is [B, Hk, S, D] and shift [Hk, M, D]; everything else is as in `mgk_attention`. With similarity="dot" and a
+    prior shared over positions this is plain softmax attention whatever the shifts: they cancel.
+    """
+    call = mixture_call(
+        query, key, value, attn_mask, shift=shift, shifted=True, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
+        log_prior=log_prior, similarity=similarity, assignment=assignment, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_weights=return_weights, return_lse=return_lse,
+    )  # fmt: skip
+    return run_mixture(call, backend)
+
+
+def mlk_attention(
+    query: Tensor,
+    keys: Tensor,
+    value: Tensor,
+    *,
+    log_prior: Tensor | None = None,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu",
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    cu_seqlens: Tensor | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    return_state: bool = False,
+    return_weights: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Linear attention with mixture keys (Eq. 14): φ(q)·Σ_j φ̃_j v_j / φ(q)·Σ_j φ̃_j, φ̃_j = Σ_r π_jr φ(k_jr).
+
+    Args:
+        query, keys, value: [B, H, L, D], [B, Hk, M, S, D], [B, Hk, S, E].
+        log_prior: log π, broadcastable to [B, Hk, M, S]. Default: uniform.
+        feature_map: "elu" (elu + 1), "relu", or a callable [..., D] -> [..., F] such as `FAVOR` and `DPFP`.
+        key_mask: bool [B, S], **True = attend**.
+        is_causal: query i sees keys up to i; needs L = S.
+        cu_seqlens: int32 [N + 1] offsets of N packed sequences, with B = 1 and L = S.
+        initial_state, return_state: the sums over earlier keys, to go on from; constant in size.
+
+    Returns:
+        The output [B, H, L, E]; with return_weights and return_state a tuple (output, weights [B, H, L, S], state), in
+        this order, of those asked for. state is (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR with a log weight [B, Hk].
+        A query whose features meet no key gives zeros.
+    """
+    call = linear_call(
+        query, keys, value, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask, is_causal=is_causal,
+        cu_seqlens=cu_seqlens, initial_state=initial_state, return_state=return_state, return_weights=return_weights,
+    )  # fmt: skip
+    return run_linear(call, backend)
+
+
+def smlk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shift: Tensor,
+    *,
+    log_prior: Tensor | None = None,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu",
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    cu_seqlens: Tensor | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    return_state: bool = False,
+    return_weights: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Linear attention with shifted mixture keys (sMLK): key [B, Hk, S, D], shift [Hk, M, D]; else `mlk_attention`."""
+    call = linear_call(
+        query, key, value, shift=shift, shifted=True, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask,
+        is_causal=is_causal, cu_seqlens=cu_seqlens, initial_state=initial_state, return_state=return_state, return_weights=return_weights,
+    )  # fmt: skip
+    return run_linear(call, backend)
+
+
+def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> BackendChoice:
+    """Which backend `auto` would run for op(*args, **kwargs), and why not each of the others.
+
+    op is one of the four operators or its name, e.g. explain_backend(mgk.smgk_attention, q, k, v, shift).
+    """
+    operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
+    name = check.one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), operators)
+    bound = inspect.signature(operators[name]).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    given.pop("backend")
+    if "key" in given:
+        given.update(keys=given.pop("key"), shifted=True)
+    if name in ("mlk_attention", "smlk_attention"):
+        return _choose(linear_call(**given), LINEAR_BACKENDS)
+    return _choose(mixture_call(**given), MIXTURE_BACKENDS)
+
+
+def mixture_call(
+    query: Any, keys: Any, value: Any, attn_mask: Any = None, *, shift: Any = None, shifted: bool = False,
+    is_causal: Any = False, dropout_p: Any = 0.0, scale: Any = None, log_prior: Any = None,
+    similarity: Any = "gaussian", assignment: Any = "soft", cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, return_weights: Any = False, return_lse: Any = False,
+) -> MixtureCall:  # fmt: skip
+    """The arguments of mgk_attention (or, shifted, of smgk_attention), checked."""
+    query, keys, value, shift = check.check_query_keys_value(query, keys, value, shift, shifted)
+    components = shift.shape[1] if shifted else keys.shape[2]
+    target = (query.shape[0], keys.shape[1], components, keys.shape[-2])
+    return MixtureCall(
+        query=query,
+        keys=keys,
+        value=value,
+        shift=shift,
+        attn_mask=check.check_mask(attn_mask, query, keys.shape[-2]),
+        causal=check.check_causal(is_causal),
+        dropout_p=check.number("dropout_p", dropout_p, 0, 1),
+        scale=check.check_scale(scale, query, target),
+        log_prior=check.check_log_prior(log_prior, query, target),
+        tau=check.check_similarity(similarity, query, keys.shape[1]),
+        hard=check.one_of("assignment", assignment, check.ASSIGNMENTS) == "hard",
+        packed=check.check_packed(query, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        return_weights=check.flag("return_weights", return_weights),
+        return_lse=check.flag("return_lse", return_lse),
+    )
+
+
+def linear_call(
+    query: Any, keys: Any, value: Any, *, shift: Any = None, shifted: bool = False, log_prior: Any = None,
+    feature_map: Any = "elu", key_mask: Any = None, is_causal: Any = False, cu_seqlens: Any = None,
+    initial_state: Any = None, return_state: Any = False, return_weights: Any = False, normalise: bool = True,
+) -> LinearCall:  # fmt: skip
+    """The arguments of mlk_attention (or, shifted, of smlk_attention), checked."""
+    query, keys, value, shift = check.check_query_keys_value(query, keys, value, shift, shifted)
+    components = shift.shape[1] if shifted else keys.shape[2]
+    length = keys.shape[-2]
+    causal = check.flag("is_causal", is_causal)
+    if causal and query.shape[2] != length:
+        check.fail("is_causal", f"needs as many queries as keys, got {query.shape[2]} and {length}")
+    if cu_seqlens is not None:
+        cu_seqlens = check.check_cu_seqlens("cu_seqlens", cu_seqlens, query, length)
+        if query.shape[2] != length:
+            check.fail("cu_seqlens", f"needs as many queries as keys, got {query.shape[2]} and {length}")
+        for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
+            if given:
+                check.fail(name, "does not go with cu_seqlens: packed sequences have no common state")
+    return LinearCall(
+        query=query,
+        keys=keys,
+        value=value,
+        shift=shift,
+        log_prior=check.check_log_prior(log_prior, query, (query.shape[0], keys.shape[1], components, length)),
+        feature_map=check.check_feature_map(feature_map),
+        key_mask=check.check_key_mask(key_mask, query, length),
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        initial_state=check.check_state(initial_state, query, keys, value),
+        return_state=check.flag("return_state", return_state),
+        return_weights=check.flag("return_weights", return_weights),
+        normalise=normalise,
+    )
+
+
+def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
+    """What `auto` runs: the first that covers the call. Who asks for fp64 checks gradients, and gets the equations."""
+    reasons: dict[str, str] = {}
+    chosen = ""
+    for name, backend in backends.items():
+        if chosen:
+            reasons[name] = f"{chosen} covers the call and is faster"
+            continue
+        reason = backend.refuses(call)
+        if reason is None and name != "eager" and call.query.dtype == torch.float64:
+            reason = "auto computes fp64 by the equations"
+        if reason is None:
+            chosen = name
+        else:
+            reasons[name] = reason
+    return BackendChoice(chosen, reasons)
+
+
+def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
+    check.one_of("backend", asked, ["auto", *backends])
+    if asked == "auto":
+        return backends[_choose(call, backends).backend]
+    reason = backends[asked].refuses(call)
+    if reason is not None:
+        check.fail("backend", f"{asked!r} does not cover this call: {reason}. Use 'auto' or 'eager'")
+    return backends[asked]
+
+
+def run_mixture(call: MixtureCall, backend: str) -> Any:
+    chosen = _backend(call, backend, MIXTURE_BACKENDS)
+    if call.keys.shape[-2] == 0:
+        output, lse, weights = _nothing_to_attend(call)
+    else:
+        output, lse, weights = chosen.run(call)
+    return _asked_for(output, (call.return_weights, weights), (call.return_lse, lse))
+
+
+def run_linear(call: LinearCall, backend: str) -> Any:
+    output, state, weights = _backend(call, backend, LINEAR_BACKENDS).run(call)
+    return _asked_for(output, (call.return_weights, weights), (call.return_state, state))
+
+
+def _asked_for(output: Tensor, *extras: tuple[bool, Any]) -> Any:
+    """The output alone, or with the extras that were asked for."""
+    wanted = [extra for asked, extra in extras if asked]
+    return (output, *wanted) if wanted else output
+
+
+def _nothing_to_attend(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
+    """No keys at all: every row is fully masked. The product with the query keeps autograd's graph whole."""
+    nothing = call.query[..., :1] * 0
+    output = nothing.expand(*call.query.shape[:-1], call.value.shape[-1])
+    lse = torch.full(call.query.shape[:-1], -torch.inf, dtype=eager.compute_dtype(call.query.dtype), device=nothing.device)
+    return output, lse, nothing[..., :0]

@@ -1,0 +1,101 @@
+"""The equations themselves as a backend: covers every call, on every device, in blocks of queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mgk import equations
+from mgk.arguments import MixtureCall
+from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
+
+# Elements of one block's logits [B, H, M, rows, S]: 64 MiB in fp32.
+BLOCK_ELEMENTS = 1 << 24
+
+
+def refuses(call: MixtureCall) -> str | None:
+    return None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision is computed in fp32; fp32 and fp64 as they are."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def prepare(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float | Tensor, float | Tensor]:
+    """query, keys [B, H, M, S, D], value, log_prior, scale and tau for the query heads, in the type to compute in."""
+    dtype = compute_dtype(call.query.dtype)
+    group = call.group
+    scale, tau, log_prior = call.scale, call.tau, call.log_prior
+    if isinstance(scale, Tensor):
+        scale = repeat_heads(scale.to(dtype), group)
+    if isinstance(tau, Tensor):
+        tau = tau.to(dtype).repeat_interleave(group)
+    if log_prior is None:
+        log_prior = call.query.new_full((1, 1, 1, 1), 1 / call.components, dtype=dtype).log()
+    log_prior = repeat_heads(log_prior.to(dtype), group)
+    keys, value = (repeat_heads(x, group) for x in (call.component_keys(dtype), call.value.to(dtype)))
+    return call.query.to(dtype), keys, value, log_prior, scale, tau
+
+
+def query_blocks(call: MixtureCall) -> list[slice]:
+    """The queries in blocks that keep the logits under BLOCK_ELEMENTS."""
+    queries = call.query.shape[2]
+    # A compiler sees lengths as symbols, which a loop over blocks would fix: it gets one block.
+    if torch.compiler.is_compiling() or queries == 0:
+        return [slice(0, queries)]
+    per_row = call.query.shape[0] * call.query.shape[1] * call.components * call.keys.shape[-2]
+    rows = max(1, BLOCK_ELEMENTS // max(1, per_row))
+    return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+
+
+def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    with torch.autocast(call.query.device.type, enabled=False):
+        query, keys, value, log_prior, scale, tau = prepare(call)
+        queries, length = query.shape[2], keys.shape[-2]
+        bias = call.attn_mask
+        if bias is not None:
+            bias = None if bias.dtype == torch.bool else bias.to(query.dtype)
+
+        def block(rows: slice, query_rows: Tensor, *tensors: Tensor | None) -> equations.Attended:
+            keys, value, log_prior, scale_tensor, tau_tensor, bias_rows = tensors
+            return equations.mixture_attention(
+                query_rows,
+                keys,
+                value,
+                log_prior,
+                scale=scale if scale_tensor is None else scale_tensor,
+                tau=tau if tau_tensor is None else tau_tensor,
+                hard=call.hard,
+                bias=bias_rows,
+                allowed=allowed_pairs(rows, queries, length, call.attn_mask, call.causal, call.packed, query),
+                dropout_p=call.dropout_p,
+            )
+
+        blocks = query_blocks(call)
+        # Several blocks are recomputed in the backward, so that their weights are never all in memory.
+        recompute = len(blocks) > 1 and torch.is_grad_enabled() and not call.return_weights
+        results = []
+        for rows in blocks:
+            tensors = (
+                query[:, :, rows],
+                keys,
+                value,
+                log_prior,
+                scale if isinstance(scale, Tensor) else None,
+                tau if isinstance(tau, Tensor) else None,
+                None if bias is None else block_of_rows(bias, rows),
+            )
+            if recompute:
+                output, _, lse = checkpoint(block, rows, *tensors, use_reentrant=False)
+                results.append((output, lse, None))
+            else:
+                output, weights, lse = block(rows, *tensors)
+                results.append((output, lse, weights if call.return_weights else None))
+        output, lse, weights = (
+            None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            for parts in zip(*results, strict=True)
+        )
+    dtype = call.query.dtype
+    return output.to(dtype), lse, weights.to(dtype) if weights is not None else None

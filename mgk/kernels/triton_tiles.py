@@ -1,0 +1,263 @@
+"""Tile-level functions that the kernels of every pass share.
+
+Everything is in base 2. A row i is a query, a column j a key, r a component; a score is s_ij = q_i.k_j (or q_i.k_jr) before scaling.
+Row terms and key terms arrive already expanded to [rows, 1] and [1, keys], or to [1, rows] and [keys, 1] in the pass along the keys.
+"""
+
+import triton
+import triton.language as tl
+
+# Keys are prepared in tiles of this many: one reference exponent per tile. Block sizes along the keys divide it.
+TILE = tl.constexpr(128)
+LOG2E = tl.constexpr(1.4426950408889634)
+# Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
+SAFE_RANGE = tl.constexpr(80.0)
+
+
+@triton.jit
+def schedule(n_tiles, n_heads, SECTION):
+    """Program number -> (tile, head). Heads come in sections whose keys fit the L2 cache; in a section, the last tiles (the heavy causal rows) first."""
+    i_p = tl.program_id(0)
+    i_section = i_p // (SECTION * n_tiles)
+    width = min(SECTION, n_heads - i_section * SECTION)
+    rest = i_p - i_section * SECTION * n_tiles
+    return n_tiles - 1 - rest // width, i_section * SECTION + rest % width
+
+
+@triton.jit
+def extent(cu_ptr, i_b, n, PACKED: tl.constexpr):
+    """Batch entry, first position, length and first tile (of TILE) of sequence i_b."""
+    if PACKED:
+        start = tl.load(cu_ptr + i_b)
+        return i_b * 0, start, tl.load(cu_ptr + i_b + 1) - start, start // TILE + i_b
+    else:
+        return i_b, i_b * 0, n, i_b * tl.cdiv(n, TILE)
+
+
+@triton.jit
+def load_scales(scale_ptr, scale, i_h, M: tl.constexpr, SCALE: tl.constexpr):
+    """lambda_r, natural: SCALE is 0 for one number, 1 for one per head, M for one per head and component."""
+    out = ()
+    for r in tl.static_range(M):
+        if SCALE == 0:
+            out = out + (scale,)
+        elif SCALE == 1:
+            out = out + (tl.load(scale_ptr + i_h),)
+        else:
+            out = out + (tl.load(scale_ptr + i_h * M + r),)
+    return out
+
+
+@triton.jit
+def load_rows(ptr, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, BD], zero beyond n_rows and D."""
+    o_d = tl.arange(0, BD)
+    p_row = ptr + o_row[:, None] * stride + o_d[None, :]
+    if MASKED:
+        return tl.load(p_row, mask=(o_row < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif D < BD:
+        return tl.load(p_row, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        return tl.load(p_row)
+
+
+@triton.jit
+def store_rows(ptr, b_x, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr):
+    o_d = tl.arange(0, BD)
+    m_x = (o_row < n_rows)[:, None] & (o_d < D)[None, :]
+    tl.store(ptr + o_row[:, None] * stride + o_d[None, :], b_x.to(ptr.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def load_vectors(ptr, o_x, stride, M: tl.constexpr, AXIS: tl.constexpr):
+    """M vectors, expanded along AXIS."""
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (tl.expand_dims(tl.load(ptr + r * stride + o_x), AXIS),)
+    return out
+
+
+@triton.jit
+def load_shift(shift_ptr, i_h, r: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    o_d = tl.arange(0, BD)
+    return tl.load(shift_ptr + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_terms(b_q, shift_ptr, i_h, lam, tau, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr):
+    """a_ir (base 2): lambda_r q.b_r for shifted keys, and -tau lambda_r |q|^2 / 2 where the scales differ."""
+    b_x = b_q.to(tl.float32)
+    norm = tl.sum(b_x * b_x, 1)
+    out = ()
+    for r in tl.static_range(M):
+        b_a = tl.zeros_like(norm)
+        if SHIFTED:
+            b_a += tl.sum(b_x * load_shift(shift_ptr, i_h, r, M, D, BD)[None, :], 1)
+        if UNEQUAL:
+            b_a -= 0.5 * tau * norm
+        out = out + (b_a * (lam[r] * LOG2E),)
+    return out, norm
+
+
+@triton.jit
+def largest(xs, M: tl.constexpr):
+    out = xs[0]
+    for r in tl.static_range(1, M):
+        out = tl.maximum(out, xs[r])
+    return out
+
+
+@triton.jit
+def smallest(xs, M: tl.constexpr):
+    out = xs[0]
+    for r in tl.static_range(1, M):
+        out = tl.minimum(out, xs[r])
+    return out
+
+
+@triton.jit
+def key_range(stats_ptr, n_tiles):
+    """Over the prepared tiles of a head: largest c, smallest finite c, widest tile, longest key."""
+    high = -float("inf")
+    low = float("inf")
+    width = 0.0
+    norm = 0.0
+    for i_t in range(0, n_tiles, 128):
+        o_t = i_t + tl.arange(0, 128)
+        m_t = o_t < n_tiles
+        b_high = tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf"))
+        b_low = tl.load(stats_ptr + o_t * 4 + 1, mask=m_t, other=float("inf"))
+        high = tl.maximum(high, tl.max(b_high, 0))
+        low = tl.minimum(low, tl.min(b_low, 0))
+        width = tl.maximum(width, tl.max(tl.where(b_low <= b_high, b_high - b_low, 0.0), 0))
+        norm = tl.maximum(norm, tl.max(tl.load(stats_ptr + o_t * 4 + 2, mask=m_t, other=0.0), 0))
+    return high, low, width, norm
+
+
+@triton.jit
+def component_scores(b_q, k_ptr, o_n, stride_m, stride_s, S, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
+                     SHIFTED: tl.constexpr, PRECISION: tl.constexpr):
+    """q.k_j for shifted keys (one product), q.k_jr for independent ones (M products)."""
+    out = ()
+    for r in tl.static_range(1 if SHIFTED else M):
+        b_k = load_rows(k_ptr + r * stride_m, o_n, stride_s, S, D, BD, MASKED)
+        out = out + (tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION),)
+    return out
+
+
+@triton.jit
+def hide(scores, m_valid, M: tl.constexpr):
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (tl.where(m_valid, scores[r], -float("inf")),)
+    return out
+
+
+@triton.jit
+def add_bias(scores, b_bias, lam, M: tl.constexpr):
+    """A float mask joins the scores before scaling, so that every later step is the same."""
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (scores[r] + b_bias / lam[r],)
+    return out
+
+
+@triton.jit
+def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: tl.constexpr, MASK: tl.constexpr):
+    """attn_mask on a tile: o_i and o_j expanded as the tile is. MASK 1: bool, 2: float."""
+    m_in = (o_i < L) & (o_j < S)
+    p_mask = mask_ptr + o_i.to(tl.int64) * stride_l + o_j * stride_s
+    if MASK == 1:
+        return hide(scores, tl.load(p_mask, mask=m_in, other=0) != 0, NS)
+    else:
+        return add_bias(scores, tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32), lam, NS)
+
+
+@triton.jit
+def kept(seed, i_bh, o_i, o_j, L, S, dropout_p):
+    """Which weights a_ij dropout keeps: one draw per (batch and head, i, j), whatever the tile."""
+    o_ij = (i_bh.to(tl.int64) * L + o_i) * S + o_j
+    return tl.rand(seed, o_ij) >= dropout_p
+
+
+@triton.jit
+def exponents(scores, alpha, bias, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
+    """l_ijr (base 2) of a tile: lambda_r s + a_ir + c_jr, one tensor per component."""
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (scores[0 if SHIFTED else r] * (lam[r] * LOG2E) + (alpha[r] + bias[r]),)
+    return out
+
+
+@triton.jit
+def blend(rho, coef, M: tl.constexpr):
+    """sum_r A_ir C_jr / A_i0."""
+    out = coef[0]
+    for r in tl.static_range(1, M):
+        out = out + rho[r - 1] * coef[r]
+    return out
+
+
+@triton.jit
+def ratios(alpha, M: tl.constexpr):
+    """A_ir / A_i0 for r >= 1."""
+    out = ()
+    for r in tl.static_range(1, M):
+        out = out + (tl.exp2(alpha[r] - alpha[0]),)
+    return out
+
+
+@triton.jit
+def gradients(scores, b_g, alpha, rho, coef, ref, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, EXACT: tl.constexpr,
+              UNEQUAL: tl.constexpr, FIRST: tl.constexpr):
+    """Weights p_ij, the score gradients (one tensor for shifted keys, M for independent ones) and, per component r >= FIRST,
+    what sums along a row or a column to the gradient of a_ir or c_jr (up to A_ir / A_i0 or C_jr in the factored form).
+    alpha is a_ir - lse_i; coef is C_jr in the factored form and c_jr otherwise."""
+    parts = ()
+    if not EXACT:
+        b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + (alpha[0] + ref))
+        b_mix = blend(rho, coef, M)
+        b_ge = b_g * b_e
+        b_ds = (b_ge * b_mix,)
+        b_p = b_e * b_mix
+        for r in tl.static_range(FIRST, M):
+            parts = parts + (b_ge,)
+    elif HARD:
+        xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
+        b_x = largest(xs, M)
+        b_p = tl.exp2(b_x)
+        b_all = b_p * b_g
+        ties = tl.zeros_like(b_x)
+        for r in tl.static_range(M):
+            ties += tl.where(xs[r] == b_x, 1.0, 0.0)
+        b_share = b_all / ties
+        b_ds = ()
+        total = tl.zeros_like(b_x)
+        for r in tl.static_range(M):
+            part = tl.where(xs[r] == b_x, b_share, 0.0)
+            if UNEQUAL:
+                total += part * lam[r]
+            if r >= FIRST:
+                parts = parts + (part,)
+            if not SHIFTED:
+                b_ds = b_ds + (part,)
+        if SHIFTED:
+            b_ds = (total if UNEQUAL else b_all,)
+    else:
+        xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
+        b_p = tl.zeros_like(xs[0])
+        b_ds = ()
+        total = tl.zeros_like(xs[0])
+        for r in tl.static_range(M):
+            b_pr = tl.exp2(xs[r])
+            b_p += b_pr
+            part = b_pr * b_g
+            if UNEQUAL:
+                total += part * lam[r]
+            if r >= FIRST:
+                parts = parts + (part,)
+            if not SHIFTED:
+                b_ds = b_ds + (part,)
+        if SHIFTED:
+            b_ds = (total if UNEQUAL else b_p * b_g,)
+    return b_p, b_ds, parts
