@@ -1,6 +1,41 @@
-"""Attention with mixtures of Gaussian keys: half the heads do the work."""
+"""Attention with mixtures of Gaussian keys: half the heads do the work.
 
+Operators: mgk_attention, smgk_attention (Eq. 8–12), mlk_attention, smlk_attention (Eq. 14), explain_backend.
+Layers: Attention, MultiheadAttention, with Variant, VARIANTS and PRESETS to say which kind, and Cache for decoding.
+"""
+
+from mgk.attention import Attention
+from mgk.cache import Cache
 from mgk.features import DPFP, FAVOR
-from mgk.functional import explain_backend, mgk_attention, mlk_attention, smgk_attention, smlk_attention
+from mgk.functional import (
+    BackendChoice,
+    explain_backend,
+    mgk_attention,
+    mlk_attention,
+    smgk_attention,
+    smlk_attention,
+)
+from mgk.multihead import MultiheadAttention
+from mgk.rotary import Rotary
+from mgk.variants import PRESETS, VARIANTS, Preset, Variant
 
-__all__ = ["DPFP", "FAVOR", "explain_backend", "mgk_attention", "mlk_attention", "smgk_attention", "smlk_attention"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "DPFP",
+    "FAVOR",
+    "PRESETS",
+    "VARIANTS",
+    "Attention",
+    "BackendChoice",
+    "Cache",
+    "MultiheadAttention",
+    "Preset",
+    "Rotary",
+    "Variant",
+    "explain_backend",
+    "mgk_attention",
+    "mlk_attention",
+    "smgk_attention",
+    "smlk_attention",
+]

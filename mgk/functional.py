@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mgk import arguments as check
 from mgk.arguments import LinearCall, MixtureCall
-from mgk.kernels import eager, fused, linear, sdpa
+from mgk.kernels import eager, fused, linear, plain, sdpa
 
 
 class Backend(NamedTuple):
@@ -29,7 +29,12 @@ class Backend(NamedTuple):
 
 
 # In the order in which `auto` asks them.
-MIXTURE_BACKENDS = {"triton": Backend.of(fused), "sdpa": Backend.of(sdpa), "eager": Backend.of(eager)}
+MIXTURE_BACKENDS = {
+    "plain": Backend.of(plain),
+    "triton": Backend.of(fused),
+    "sdpa": Backend.of(sdpa),
+    "eager": Backend.of(eager),
+}
 LINEAR_BACKENDS = {
     "chunked": Backend(linear.refuses_chunked, linear.run_chunked),
     "eager": Backend(linear.refuses_eager, linear.run_eager),

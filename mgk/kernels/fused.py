@@ -1,5 +1,98 @@
-"""Placeholder until the fused kernels are in place."""
-def refuses(call):
-    return "the fused kernels are not there yet"
-def run(call):
-    raise NotImplementedError
+"""The fused Triton backend (`backend="triton"`): forward and backward in O(L + S) memory. docs/kernels.md lists what it leaves to others."""
+
+import importlib.util
+import math
+import os
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 256
+MAX_COMPONENTS = 8
+
+
+def refuses(call) -> str | None:
+    """Why the fused kernels do not cover this call, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    query, keys, value = call.query, call.keys, call.value
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the kernels need a CUDA device, query is on {query.device.type}"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) and not torch.is_autocast_enabled(query.device.type):
+        return f"{query.dtype} is not covered (float16, bfloat16 and float32 are)"
+    if call.return_weights:
+        return "the weights are never formed (return_weights=True)"
+    if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
+        return f"head widths above {MAX_WIDTH} are not covered"
+    components = keys.shape[2] if call.shift is None else call.shift.shape[1]
+    if components > MAX_COMPONENTS:
+        return f"more than {MAX_COMPONENTS} components are not covered"
+    if isinstance(call.scale, Tensor) and (call.scale.shape[0] > 1 or call.scale.shape[3] > 1):
+        return "a scale per batch entry or per position is not covered"
+    if call.packed is not None and call.attn_mask is not None:
+        return "attn_mask together with cu_seqlens is not covered"
+    return None
+
+
+def run(call) -> tuple[Tensor, Tensor | None, None]:
+    """Output [B, H, L, E], natural lse [B, H, L] or None, and no weights."""
+    from . import triton_ops  # noqa: F401  registers torch.ops.mgk
+
+    query, keys, value = (_last_contiguous(x) for x in _autocast(call.query, call.keys, call.value))
+    key_heads = value.shape[1]
+    components = keys.shape[2] if call.shift is None else call.shift.shape[1]
+    bias = None if call.hard or call.log_prior is None else call.log_prior
+    constant = 0.0 if call.hard or call.log_prior is not None else -math.log(components)
+    mask = call.attn_mask
+    if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or key_heads == query.shape[1]):
+        bias, mask = _fold(bias, mask), None
+    scale_t = tau_t = None
+    if isinstance(call.scale, Tensor):
+        scale_t = call.scale.float()[0, :, :, 0].expand(key_heads, -1).contiguous()
+    if isinstance(call.tau, Tensor):
+        tau_t = call.tau.float().expand(key_heads).contiguous()
+    seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
+    packed = call.packed
+    out, lse2, _, _ = torch.ops.mgk.mixture_forward(
+        query, keys, value, None if call.shift is None else call.shift.contiguous(), bias, scale_t, tau_t, mask, seed,
+        packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k,
+        1.0 if scale_t is not None else float(call.scale), 0.0 if tau_t is not None else float(call.tau), constant, float(call.dropout_p),
+        {None: 0, "top-left": 1, "bottom-right": 2}[call.causal], call.hard,
+        (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
+    )  # fmt: skip
+    return out, _natural(lse2, query, call, components) if call.return_lse else None, None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fold(bias: Tensor | None, mask: Tensor) -> Tensor:
+    """A mask that is the same for every query joins the log prior, which the kernels read once per key: [B, 1 or H, 1, S] for every component."""
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), device=mask.device) if bias is None else bias
+        return torch.where(mask, zero, -math.inf)
+    return mask.float() if bias is None else bias + mask
+
+
+def _natural(lse2: Tensor, query: Tensor, call, components: int) -> Tensor:
+    """The kernels' lse is base 2, +inf for empty rows and, for equal scales, without the query's norm."""
+    lse = torch.where(torch.isinf(lse2), -math.inf, lse2 * math.log(2))
+    scale = call.scale
+    if isinstance(scale, Tensor):
+        if scale.shape[2] > 1:
+            return lse
+        scale = scale[:, :, 0, :]
+        scale = scale.repeat_interleave(query.shape[1] // scale.shape[1], 1) if scale.shape[1] > 1 else scale
+    tau = call.tau
+    if isinstance(tau, Tensor):
+        tau = tau.repeat_interleave(query.shape[1] // tau.shape[0]).view(1, -1, 1)
+    return lse - tau * scale * 0.5 * query.float().square().sum(-1)

@@ -18,6 +18,8 @@ from mgk.kernels.eager import compute_dtype
 from mgk.kernels.masks import repeat_heads, segments
 
 CHUNK = 64
+# The log weight of no keys at all: finite, so that differences of two are not NaN.
+NOTHING = -1e30
 
 State = tuple[Tensor, ...]  # Z [B, Hk, F, E], z [B, Hk, F], and the log weight they are relative to, [B, Hk]
 
@@ -68,7 +70,7 @@ def _references(log_weight: Tensor | None, state: State | None, causal: bool) ->
         peak = log_weight.cummax(-1).values if causal else log_weight.amax(-1, keepdim=True)
     if state is not None:
         peak = torch.maximum(peak, state[2].unsqueeze(-1))
-    return peak.detach().masked_fill(peak == -math.inf, 0)
+    return peak.detach().clamp(min=NOTHING)
 
 
 def _divide(numerator: Tensor, denominator: Tensor, normalise: bool) -> Tensor:
@@ -194,7 +196,7 @@ def _causal(f: Features, state: State | None, reference: Tensor | None, call: Li
         count = sums.shape[2]
         # Sums of earlier chunks, each brought from its own scale to that of the chunk before this one.
         earlier = torch.ones(count, count, dtype=torch.bool, device=query.device).tril(-1)
-        last = torch.cat([torch.full_like(peak[..., :1], -math.inf), peak[..., :-1]], dim=-1)
+        last = torch.cat([torch.full_like(peak[..., :1], NOTHING), peak[..., :-1]], dim=-1)
         shrink = (peak.unsqueeze(-2) - last.unsqueeze(-1)).masked_fill(~earlier, -math.inf).exp()
         before = (shrink @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
         factors = (weight.unsqueeze(-2) - seen.unsqueeze(-1)).masked_fill(~within, -math.inf).exp()

@@ -69,11 +69,13 @@ def store_rows(ptr, b_x, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexp
 
 
 @triton.jit
-def load_vectors(ptr, o_x, stride, M: tl.constexpr, AXIS: tl.constexpr):
-    """M vectors, expanded along AXIS."""
+def load_vectors(ptr, o_x, stride, n, M: tl.constexpr, AXIS: tl.constexpr, MASKED: tl.constexpr):
+    """M vectors, expanded along AXIS; MASKED: zero beyond n."""
     out = ()
     for r in tl.static_range(M):
-        out = out + (tl.expand_dims(tl.load(ptr + r * stride + o_x), AXIS),)
+        p_x = ptr + r * stride + o_x
+        b_x = tl.load(p_x, mask=o_x < n, other=0.0) if MASKED else tl.load(p_x)
+        out = out + (tl.expand_dims(b_x, AXIS),)
     return out
 
 
@@ -97,6 +99,23 @@ def row_terms(b_q, shift_ptr, i_h, lam, tau, M: tl.constexpr, D: tl.constexpr, B
             b_a -= 0.5 * tau * norm
         out = out + (b_a * (lam[r] * LOG2E),)
     return out, norm
+
+
+@triton.jit
+def columns(xs, b_sub, M: tl.constexpr):
+    """x_r - b_sub, each as a column [rows, 1]."""
+    out = ()
+    for r in tl.static_range(M):
+        out = out + ((xs[r] - b_sub)[:, None],)
+    return out
+
+
+@triton.jit
+def zeros_like_each(b_x, N: tl.constexpr):
+    out = ()
+    for _ in tl.static_range(N):
+        out = out + (tl.zeros_like(b_x),)
+    return out
 
 
 @triton.jit
@@ -174,10 +193,9 @@ def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: t
 
 
 @triton.jit
-def kept(seed, i_bh, o_i, o_j, L, S, dropout_p):
+def kept(seed, i_bh, o_i, o_j, S, dropout_p):
     """Which weights a_ij dropout keeps: one draw per (batch and head, i, j), whatever the tile."""
-    o_ij = (i_bh.to(tl.int64) * L + o_i) * S + o_j
-    return tl.rand(seed, o_ij) >= dropout_p
+    return tl.rand(seed + i_bh, o_i * S + o_j) >= dropout_p
 
 
 @triton.jit

@@ -1,0 +1,119 @@
+"""What a layer remembers between decoding steps: keys and values, or the constant-size state of linear attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from mgk.arguments import fail
+
+
+class Cache(ABC):
+    """Made by `Attention.make_cache` and passed to every forward; each appends its keys."""
+
+    def __init__(self, batch_size: int, max_length: int) -> None:
+        self.batch_size, self.max_length, self.length = batch_size, max_length, 0
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The memory it holds."""
+
+    @abstractmethod
+    def reorder(self, rows: Tensor) -> None:
+        """Makes row n what row rows[n] was, as beam search asks for."""
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets everything; the memory is kept."""
+
+    def _grow(self, batch: int, new: int) -> slice:
+        if batch != self.batch_size:
+            fail("cache", f"was made for a batch of {self.batch_size}, got {batch}")
+        if self.length + new > self.max_length:
+            fail("cache", f"holds {self.length} of at most {self.max_length} tokens: {new} more do not fit")
+        self.length += new
+        return slice(self.length - new, self.length)
+
+    def _check_rows(self, rows: Tensor) -> Tensor:
+        if rows.dim() != 1 or rows.numel() != self.batch_size:
+            fail("rows", f"must be {self.batch_size} indices, one for each row, got shape {list(rows.shape)}")
+        return rows
+
+    def _check_length(self, length: int) -> int:
+        if not 0 <= length <= self.length:
+            fail("length", f"must be between 0 and the {self.length} tokens held, got {length}")
+        return length
+
+
+class KeyValueCache(Cache):
+    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hk, S, E] and, where the prior asks, positions [B, S]."""
+
+    def __init__(self, max_length: int, keys: Tensor, value: Tensor, positions: Tensor | None) -> None:
+        super().__init__(keys.shape[0], max_length)
+        self._buffers = [keys, value] if positions is None else [keys, value, positions]
+        # The axis along which each grows.
+        self._axes = [keys.dim() - 2, 2, 1][: len(self._buffers)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def append(self, keys: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Everything held, the new at the end."""
+        span = self._grow(keys.shape[0], keys.shape[-2])
+        new = (keys, value, positions)
+        held = []
+        for buffer, axis, part in zip(self._buffers, self._axes, new, strict=False):
+            assert part is not None
+            buffer.narrow(axis, span.start, span.stop - span.start).copy_(part)
+            held.append(buffer.narrow(axis, 0, self.length))
+        return held[0].to(keys.dtype), held[1].to(value.dtype), held[2] if len(held) == 3 else None
+
+    def reorder(self, rows: Tensor) -> None:
+        self._check_rows(rows)
+        for buffer in self._buffers:
+            buffer.copy_(buffer.index_select(0, rows))
+
+    def crop(self, length: int) -> None:
+        self.length = self._check_length(length)
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+class StateCache(Cache):
+    """The sums Z and z of linear attention: the same size whatever the length."""
+
+    def __init__(self, batch_size: int, max_length: int, state: tuple[Tensor, ...]) -> None:
+        super().__init__(batch_size, max_length)
+        self._empty = state
+        self.state = state
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.state)
+
+    def replace(self, state: tuple[Tensor, ...], new: int) -> None:
+        self._grow(state[0].shape[0], new)
+        self.state = state
+
+    def reorder(self, rows: Tensor) -> None:
+        self._check_rows(rows)
+        self.state = tuple(part.index_select(0, rows) for part in self.state)
+
+    def crop(self, length: int) -> None:
+        if self._check_length(length) not in (0, self.length):
+            fail("length", f"must be 0 or {self.length}: a sum over tokens cannot forget some of them")
+        if length == 0:
+            self.reset()
+
+    def reset(self) -> None:
+        self.length = 0
+        self.state = tuple(torch.zeros_like(part) for part in self._empty[:2]) + self._empty[2:]

@@ -1,0 +1,54 @@
+"""PyTorch's own attention, for the calls that are plain softmax attention: one component, dot products, no prior."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mgk.arguments import MixtureCall
+
+
+def refuses(call: MixtureCall) -> str | None:
+    if call.components != 1 or isinstance(call.tau, Tensor) or call.tau != 0:
+        return "it computes plain softmax attention: one component and similarity 'dot'"
+    if call.shift is not None or call.log_prior is not None or isinstance(call.scale, Tensor):
+        return "it takes no shift, log_prior or tensor of scales"
+    if call.return_weights or call.return_lse:
+        return "it returns the output alone"
+    if call.packed is not None:
+        return "it has no packed sequences"
+    if call.causal and call.attn_mask is not None:
+        return "it takes a mask or is_causal, not both"
+    if _bottom_right(call):
+        return "it aligns the causal diagonal top-left"
+    return None
+
+
+def _bottom_right(call: MixtureCall) -> bool:
+    """Bottom-right alignment that is neither top-left (as many queries as keys) nor no mask at all (one query)."""
+    queries, length = call.query.shape[2], call.keys.shape[-2]
+    return call.causal == "bottom-right" and queries not in (1, length)
+
+
+def run(call: MixtureCall) -> tuple[Tensor, None, None]:
+    mask = call.attn_mask
+    empty = None
+    if mask is not None:
+        hidden = mask if mask.dtype == torch.bool else mask != -torch.inf
+        empty = ~hidden.any(-1, keepdim=True)
+        # A row that sees nothing is NaN in some of SDPA's kernels: it sees everything here, and is zeroed below.
+        mask = mask | empty if mask.dtype == torch.bool else mask.to(call.query.dtype).masked_fill(empty, 0)
+    assert not isinstance(call.scale, Tensor)
+    queries, length = call.query.shape[2], call.keys.shape[-2]
+    output = F.scaled_dot_product_attention(
+        call.query,
+        call.keys.squeeze(2),
+        call.value,
+        attn_mask=mask,
+        dropout_p=call.dropout_p,
+        is_causal=call.causal == "top-left" or (call.causal == "bottom-right" and queries == length),
+        scale=call.scale,
+        enable_gqa=call.group > 1,
+    )
+    return output if empty is None else output.masked_fill(empty, 0), None, None

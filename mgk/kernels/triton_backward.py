@@ -1,0 +1,363 @@
+"""The backward pass: `gradient_queries` walks along the keys for a tile of queries, then `gradient_keys` along the queries for a tile of keys.
+
+Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_tiles import (
+    LOG2E, SAFE_RANGE, TILE, columns, component_scores, extent, gradients, hide, kept, key_range, largest, load_rows, load_scales, load_shift,
+    load_vectors, mask_scores, ratios, row_terms, schedule, smallest, store_rows, zeros_like_each,
+)  # fmt: skip
+
+
+@triton.jit
+def walk_keys(
+    first, last, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
+    dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_slots,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    NS: tl.constexpr = 1 if SHIFTED else M
+    FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
+    for n in range(first, last, BN):
+        o_n = n + tl.arange(0, BN)
+        scores = component_scores(b_q, k_ptr, o_n, stride_km, stride_ks, S, D, BD, M, MASKED, SHIFTED, PRECISION)
+        b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, MASKED)
+        b_g = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        if MASK:
+            scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
+        if MASKED and CAUSAL:
+            scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
+        if DROPOUT:
+            b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
+        b_g -= delta[:, None]
+        ref = tl.load(stats_ptr + (n // TILE) * 4)
+        ref = tl.where(ref == -float("inf"), 0.0, ref)
+        coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
+        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, ref, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
+        if DMASK:
+            p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
+            tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
+        updated = ()
+        for r in tl.static_range(FIRST, M):
+            part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
+            updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
+        das = updated
+        for r in tl.static_range(NS):
+            b_k = load_rows(k_ptr + r * stride_km, o_n, stride_ks, S, D, BD, MASKED)
+            b_dsr = b_ds[r] * lam[r] if UNEQUAL and not SHIFTED else b_ds[r]
+            acc = tl.dot(b_dsr.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+    return acc, das
+
+
+@triton.jit(do_not_specialize=["L", "S", "n_slots", "n_tiles", "SECTION"])
+def gradient_queries(
+    q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr,
+    dq_ptr, dmask_ptr, rows_ptr, spread_ptr, sums_ptr, scale, tau, dropout_p,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_ob, stride_oh, stride_ol, stride_rows, H, GROUP, L, S, n_slots, n_tiles, n_heads, SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
+    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr,
+    DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta) and this tile's part of d shift, d tau, d scale."""
+    UNEQUAL: tl.constexpr = SCALE > 1
+    FACTORED: tl.constexpr = SHIFTED and not HARD and not UNEQUAL
+    FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
+    i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
+    i_h = i_bh % H
+    i_k = i_h // GROUP
+    i_seq = i_bh // H
+    i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
+    _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
+    if i_m * BM >= n_q:
+        return
+    o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
+    q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
+    do_ptr += i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
+    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
+    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
+    if MASK:
+        mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+    if DMASK:
+        dmask_ptr += (i_b * H + i_h).to(tl.int64) * L * S
+    o_c = (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
+    c_ptr += o_c
+    coef_ptr += o_c
+    stats_ptr += (i_k * n_slots + slot) * 4
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    if TAU:
+        tau = tl.load(tau_ptr + i_k)
+    lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
+
+    o_i = i_m * BM + tl.arange(0, BM)
+    m_i = o_i < n_q
+    b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
+    b_do = load_rows(do_ptr, o_i, stride_ol, n_q, E, BE, True)
+    delta = tl.sum(load_rows(out_ptr + o_row * E, o_i, E, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
+    if DLSE:
+        dlse = tl.load(dlse_ptr + o_row + o_i, mask=m_i & (lse < float("inf")), other=0.0) * LOG2E
+        delta -= dlse
+    else:
+        dlse = tl.zeros_like(delta)
+    a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
+    flat = columns(a, 0.0, M)
+    alpha = columns(a, lse, M)
+    rho = ratios(flat, M)
+    p_rows = rows_ptr + o_row + o_i
+    for r in tl.static_range(M):
+        tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
+    for r in tl.static_range(1, M):
+        tl.store(p_rows + (M + r - 1) * stride_rows, tl.exp2(a[r] - a[0]), mask=m_i)
+    tl.store(p_rows + (2 * M - 1) * stride_rows, delta, mask=m_i)
+    spread = tl.max(largest(a, M) - smallest(a, M), 0)
+    tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
+
+    causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    full = n_k // BN * BN
+    last = n_k
+    if CAUSAL:
+        full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
+        last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
+    _, _, width, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    acc = tl.zeros([BM, BD], tl.float32)
+    das = zeros_like_each(norm, M - FIRST)
+    if FACTORED and (spread + width <= SAFE_RANGE):
+        for MASKED in tl.static_range(2):
+            acc, das = walk_keys(
+                full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr,
+                mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots,
+                M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED, False,
+            )  # fmt: skip
+        das = scaled(das, rho, M)
+    else:
+        for MASKED in tl.static_range(2):
+            acc, das = walk_keys(
+                full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr,
+                mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots,
+                M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED, True,
+            )  # fmt: skip
+
+    # The components' gradients of a row add up to that of its lse, so the first is the rest.
+    if FIRST < M or M == 1:
+        first = dlse
+        for r in tl.static_range(1, M):
+            first -= das[r - 1]
+        das = (first,) + das
+    b_x = b_q.to(tl.float32)
+    o_d = tl.arange(0, BD)
+    i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m
+    p_sums = sums_ptr + (i_row * (H // GROUP) + i_k).to(tl.int64) * (M * D + 1 + M)
+    if SHIFTED:
+        for r in tl.static_range(M):
+            b_r = load_shift(shift_ptr, i_k, r, M, D, BD)
+            acc += das[r][:, None] * b_r[None, :] * (lam[r] if UNEQUAL else 1.0)
+            tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)
+    dtau = 0.0
+    if UNEQUAL:
+        for r in tl.static_range(M):
+            acc -= (das[r] * (tau * lam[r]))[:, None] * b_x
+            dtau -= 0.5 * lam[r] * tl.sum(das[r] * norm, 0)
+            tl.store(p_sums + M * D + 1 + r, tl.sum(das[r] * a[r], 0) / (lam[r] * LOG2E))
+    else:
+        tl.store(p_sums + M * D + 1, tl.sum(tl.sum(acc * b_x, 1), 0))
+        acc *= lam[0]
+    tl.store(p_sums + M * D, dtau)
+    store_rows(dq_ptr + o_row * D, acc, o_i, D, n_q, D, BD)
+
+
+@triton.jit
+def scaled(xs, rho, M: tl.constexpr):
+    out = ()
+    for r in tl.static_range(1, M):
+        out = out + (xs[r - 1] * tl.sum(rho[r - 1], 1),)
+    return out
+
+
+@triton.jit
+def walk_queries(
+    first, last, keys, b_v, coef, ref, lam, dks, dv, dcs, dlams, q_ptr, do_ptr, rows_ptr, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p,
+    stride_ql, stride_ol, stride_ml, stride_mj, stride_rows, L, S,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from registers."""
+    NS: tl.constexpr = 1 if SHIFTED else M
+    for m in range(first, last, BM):
+        o_i = m + tl.arange(0, BM)
+        b_q = load_rows(q_ptr, o_i, stride_ql, L, D, BD, MASKED)
+        b_do = load_rows(do_ptr, o_i, stride_ol, L, E, BE, MASKED)
+        raw = ()
+        for r in tl.static_range(NS):
+            raw = raw + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
+        b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        scores = raw
+        if MASK:
+            scores = mask_scores(scores, mask_ptr, o_i[None, :], o_j[:, None], stride_ml, stride_mj, L, S, lam, NS, MASK)
+        if MASKED:
+            m_valid = (o_i < L)[None, :]
+            if CAUSAL:
+                m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
+            scores = hide(scores, m_valid, NS)
+        alpha = load_vectors(rows_ptr, o_i, stride_rows, L, M if EXACT else 1, 0, MASKED)
+        rho = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M - 1, 0, MASKED)
+        delta = load_vectors(rows_ptr + (2 * M - 1) * stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
+        if DROPOUT:
+            m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
+            b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
+        b_g -= delta[0]
+        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, ref, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
+        updated = ()
+        for r in tl.static_range(M):
+            part = parts[r]
+            if not EXACT and r > 0:
+                part = part * rho[r - 1]
+            updated = updated + (dcs[r] + tl.sum(part, 1),)
+        dcs = updated
+        if UNEQUAL:
+            updated_lams = ()
+            for r in tl.static_range(M):
+                updated_lams = updated_lams + (dlams[r] + tl.sum(parts[r] * raw[0 if SHIFTED else r], 1),)
+            dlams = updated_lams
+        if DROPOUT:
+            b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
+        dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        updated_dks = ()
+        for r in tl.static_range(NS):
+            updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
+        dks = updated_dks
+    return dks, dv, dcs, dlams
+
+
+@triton.jit(do_not_specialize=["L", "S", "n_slots", "n_tiles", "n_query_tiles", "n_query_sums", "SECTION"])
+def gradient_keys(
+    q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, do_ptr, rows_ptr, spread_ptr,
+    dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_ob, stride_oh, stride_ol, stride_rows, H, GROUP, L, S, n_slots, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one after another."""
+    UNEQUAL: tl.constexpr = SCALE > 1
+    FACTORED: tl.constexpr = SHIFTED and not HARD and not UNEQUAL
+    NS: tl.constexpr = 1 if SHIFTED else M
+    i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
+    if CAUSAL:
+        i_n = n_tiles - 1 - i_n
+    HK = H // GROUP
+    i_k = i_bk % HK
+    i_seq = i_bk // HK
+    i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
+    _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
+    if i_n * BN >= n_k:
+        return
+    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
+    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    if TAU:
+        tau = tl.load(tau_ptr + i_k)
+    lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
+    o_j = i_n * BN + tl.arange(0, BN)
+    keys = ()
+    for r in tl.static_range(NS):
+        keys = keys + (load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True),)
+    b_v = load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True)
+    slot_c = (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
+    p_stats = stats_ptr + (i_k * n_slots + slot + i_n * BN // TILE) * 4
+    high = tl.load(p_stats)
+    ref = tl.where(high == -float("inf"), 0.0, high)
+    width = tl.maximum(ref - tl.load(p_stats + 1), 0.0)
+
+    causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    low = 0
+    full = 0
+    whole = n_q // BM * BM
+    if CAUSAL:
+        low = max(i_n * BN - causal_offset, 0) // BM * BM
+        full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
+    dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), NS)
+    dv = tl.zeros([BN, BE], tl.float32)
+    dcs = zeros_like_each(tl.zeros([BN], tl.float32), M)
+    dlams = zeros_like_each(tl.zeros([BN], tl.float32), M if UNEQUAL else 0)
+    for g in range(GROUP):
+        i_h = i_k * GROUP + g
+        i_bh = i_seq * H + i_h
+        o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
+        q_head = q_ptr + i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
+        do_head = do_ptr + i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
+        mask_head = mask_ptr
+        if MASK:
+            mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+        spread = 0.0
+        if FACTORED:
+            for t in range(0, tl.cdiv(n_q, BQ), 128):
+                o_t = t + tl.arange(0, 128)
+                b_spread = tl.load(spread_ptr + i_bh * n_query_tiles + o_t, mask=o_t < tl.cdiv(n_q, BQ), other=0.0)
+                spread = tl.maximum(spread, tl.max(b_spread, 0))
+        if FACTORED and (spread + width <= SAFE_RANGE):
+            coef = load_vectors(coef_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
+            sums = zeros_like_each(tl.zeros([BN], tl.float32), M)
+            for part in tl.static_range(0 if CAUSAL else 1, 3):
+                dks, dv, sums, dlams = walk_queries(
+                    low if part == 0 else (full if part == 1 else max(whole, low)), full if part == 0 else (whole if part == 1 else n_q), keys, b_v, coef, ref,
+                    lam, dks, dv, sums, dlams, q_head, do_head, rows_ptr + o_row, mask_head, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_ol,
+                    stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
+                    False,
+                )  # fmt: skip
+            dcs = accumulate(dcs, sums, coef, M)
+        else:
+            bias = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
+            for part in tl.static_range(0 if CAUSAL else 1, 3):
+                dks, dv, dcs, dlams = walk_queries(
+                    low if part == 0 else (full if part == 1 else max(whole, low)), full if part == 0 else (whole if part == 1 else n_q), keys, b_v, bias, ref,
+                    lam, dks, dv, dcs, dlams, q_head, do_head, rows_ptr + o_row, mask_head, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_ol,
+                    stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
+                    True,
+                )  # fmt: skip
+
+    o_d = tl.arange(0, BD)
+    p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * (M * D + 1 + M)
+    p_dk = dk_ptr + ((i_b * HK + i_k) * NS).to(tl.int64) * S * D + start_k * D
+    p_dbias = dbias_ptr + ((i_b * HK + i_k) * M).to(tl.int64) * S + start_k + o_j
+    dtau = 0.0
+    dscale = 0.0
+    total = tl.zeros([BN, BD], tl.float32)
+    for r in tl.static_range(M):
+        b_kr = keys[0 if SHIFTED else r].to(tl.float32)
+        if SHIFTED:
+            b_kr = tl.where((o_j < n_k)[:, None], b_kr + load_shift(shift_ptr, i_k, r, M, D, BD)[None, :], 0.0)
+        b_pull = dcs[r][:, None] * b_kr
+        square = tl.sum(tl.sum(b_pull * b_kr, 1), 0)
+        dtau -= 0.5 * lam[r] * square
+        tl.store(p_dbias + r * S, dcs[r], mask=o_j < n_k)
+        if SHIFTED:
+            total += b_pull * (lam[r] if UNEQUAL else 1.0)
+            tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_pull, 0), mask=o_d < D)
+        else:
+            store_rows(p_dk + r * S * D, lam[r] * (dks[r] - tau * b_pull), o_j, D, n_k, D, BD)
+        if UNEQUAL:
+            tl.store(p_sums + M * D + 1 + r, tl.sum(dlams[r], 0) - 0.5 * tau * square)
+        else:
+            dscale -= 0.5 * tau * square
+    if SHIFTED:
+        b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
+        store_rows(p_dk, b_dk, o_j, D, n_k, D, BD)
+    tl.store(p_sums + M * D, dtau)
+    if not UNEQUAL:
+        tl.store(p_sums + M * D + 1, dscale)
+    store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
+
+
+@triton.jit
+def accumulate(xs, sums, coef, M: tl.constexpr):
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (xs[r] + sums[r] * tl.sum(coef[r], 1),)
+    return out

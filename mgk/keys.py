@@ -1,0 +1,104 @@
+"""Key layouts: how the keys of a head's M components come from the input (§2.3 of the paper, design options A and B)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgk.variants import Preset
+
+
+class KeyLayout(nn.Module):
+    """Projects [B, S, kdim] to keys; `shift` is None or what the operator adds to them, [Hk, M, D]."""
+
+    def __init__(self, kdim: int, heads: int, components: int, head_dim: int, outputs: int, bias: bool, **place: Any):
+        super().__init__()
+        self.heads, self.components, self.head_dim = heads, components, head_dim
+        self.projection = nn.Linear(kdim, outputs, bias=bias, **place)
+
+    @property
+    def shift(self) -> Tensor | None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The keys before any shift: [B, Hk, M, S, D] or, where the layout has shifts, [B, Hk, S, D]."""
+        raise NotImplementedError
+
+    def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
+        """Starts as the keys of a softmax layer, [Hk·D, kdim] and [Hk·D]."""
+        raise NotImplementedError
+
+
+class IndependentKeys(KeyLayout):
+    """Option A: k_jr = W_r x_j, a projection for each component."""
+
+    def __init__(
+        self, kdim: int, heads: int, components: int, head_dim: int, *, bias: bool, preset: Preset, **place: Any
+    ):
+        super().__init__(kdim, heads, components, head_dim, heads * components * head_dim, bias, **place)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        weight = self.projection.weight.unflatten(0, (self.heads, self.components, self.head_dim))
+        for r in range(self.components):
+            start = torch.empty_like(weight[:, r]).flatten(0, 1)
+            nn.init.xavier_uniform_(start)
+            with torch.no_grad():
+                weight[:, r] = start.unflatten(0, (self.heads, self.head_dim))
+        if self.projection.bias is not None:
+            nn.init.zeros_(self.projection.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.projection(x).unflatten(-1, (self.heads, self.components, self.head_dim))
+        return keys.permute(0, 2, 3, 1, 4)
+
+    @torch.no_grad()
+    def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
+        """Copies that differ by noise which sums to 0 over the components: to first order, nothing changes."""
+        spread = torch.randn(self.heads, self.components, self.head_dim, weight.shape[1]) * noise * weight.std()
+        spread = (spread - spread.mean(1, keepdim=True)).to(weight)
+        copies = weight.unflatten(0, (self.heads, 1, self.head_dim)) + spread
+        self.projection.weight.copy_(copies.flatten(0, 2))
+        if self.projection.bias is not None and bias is not None:
+            copies = bias.unflatten(0, (self.heads, 1, self.head_dim)).expand(-1, self.components, -1)
+            self.projection.bias.copy_(copies.flatten())
+
+
+class ShiftedKeys(KeyLayout):
+    """Option B: k_jr = W x_j + b_r, one projection and M learned shifts."""
+
+    def __init__(
+        self, kdim: int, heads: int, components: int, head_dim: int, *, bias: bool, preset: Preset, **place: Any
+    ):
+        super().__init__(kdim, heads, components, head_dim, heads * head_dim, bias, **place)
+        self.anchored = preset.shifts_anchored
+        self.shifts = nn.Parameter(torch.empty(heads, components, head_dim, **place))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.projection.weight)
+        if self.projection.bias is not None:
+            nn.init.zeros_(self.projection.bias)
+        nn.init.normal_(self.shifts, std=0.5 if self.anchored else 1.0)
+        if self.anchored:
+            with torch.no_grad():
+                self.shifts[:, 0] = 0
+
+    @property
+    def shift(self) -> Tensor:
+        return -self.shifts if self.anchored else self.shifts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+
+    @torch.no_grad()
+    def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
+        """The shifts stay as they were drawn: with τ = 0 they cancel."""
+        self.projection.weight.copy_(weight)
+        if self.projection.bias is not None and bias is not None:
+            self.projection.bias.copy_(bias)
+
+
+KEYS = {"independent": IndependentKeys, "shifted": ShiftedKeys}

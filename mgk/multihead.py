@@ -1,0 +1,170 @@
+"""torch.nn.MultiheadAttention's constructor and forward, with mixture keys inside."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgk.arguments import fail, flag
+from mgk.attention import Attention
+from mgk.variants import Variant
+
+
+class _NotATensor:
+    """Stands where nn.TransformerEncoder looks for a softmax weight: it leaves its fast path on meeting such a type."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented
+
+
+class MultiheadAttention(nn.Module):
+    """A drop-in for nn.MultiheadAttention, also as `self_attn` inside nn.TransformerEncoderLayer.
+
+    The first eleven arguments are torch's; add_bias_kv and add_zero_attn must stay False. The rest, by keyword, are
+    those of `Attention`. As in torch's module, in **both masks True = hidden**.
+    """
+
+    # nn.TransformerEncoder and its layers have fast paths that compute softmax attention from these, past our forward:
+    # with these values they do not take them.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = _NotATensor()
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        head_dim: int | None = None,
+        variant: str | Variant = "smgk",
+        num_components: int = 2,
+        preset: str = "paper",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if flag(name, given):
+                fail(name, "is not offered: mixture keys come from the input alone")
+        self.batch_first = flag("batch_first", batch_first)
+        self.attention = Attention(
+            embed_dim,
+            num_heads,
+            head_dim=head_dim,
+            kdim=kdim,
+            vdim=vdim,
+            variant=variant,
+            num_components=num_components,
+            preset=preset,
+            dropout=dropout,
+            bias=bias,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, self.attention.head_dim
+
+    @property
+    def out_proj(self) -> nn.Linear:
+        return self.attention.out
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query [L, B, E] (or [B, L, E] with batch_first, or [L, E] unbatched); the same for key and value.
+
+        key_padding_mask: [B, S], bool True = hidden, or floating point, added.
+        attn_mask: [L, S] or [B·H, L, S], bool True = hidden, or floating point, added.
+        is_causal: says that attn_mask is the causal mask (torch's hint), or stands for it when there is none.
+        Returns the output and, with need_weights, the weights [B, L, S], or [B, H, L, S] if not averaged.
+        """
+        for name, given in (
+            ("need_weights", need_weights),
+            ("average_attn_weights", average_attn_weights),
+            ("is_causal", is_causal),
+        ):
+            flag(name, given)
+        batched = self._batched(query, key, value)
+        inputs = [x if batched else x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value)]
+        if not self.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        query, key, value = inputs
+        padding, bias = self._padding(key_padding_mask, batched, query, key)
+        # With the hint the mask need not be read, and linear attention can be causal.
+        mask = None if is_causal else self._mask(attn_mask, query, key)
+        if bias is not None:
+            mask = bias if mask is None else _as_float(mask, bias.dtype) + bias
+        result = self.attention.attend(
+            query, key, value, is_causal, padding, mask, None, None, None, need_weights
+        )
+        output, weights = result if need_weights else (result, None)
+        output = output if self.batch_first else output.transpose(0, 1)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            output = output.squeeze(0 if self.batch_first else 1)
+            weights = weights if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def _batched(self, query: Any, key: Any, value: Any) -> bool:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.dim() not in (2, 3):
+                shapes = "[B, L, E]" if self.batch_first else "[L, B, E]"
+                fail(name, f"must be a tensor {shapes}, or [L, E] without a batch")
+            if x.dim() != query.dim():
+                fail(name, f"has {x.dim()} dimensions, but query has {query.dim()}")
+        return bool(query.dim() == 3)
+
+    def _padding(
+        self, mask: Any, batched: bool, query: Tensor, key: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """A bool mask [B, S], or a float bias [B, 1, 1, S]."""
+        if mask is None:
+            return None, None
+        shape = (query.shape[0], key.shape[1])
+        if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
+            fail("key_padding_mask", "must be a bool (True = hidden) or floating-point tensor [B, S]")
+        mask = mask if batched or mask.dim() != 1 else mask.unsqueeze(0)
+        if mask.shape != shape:
+            fail("key_padding_mask", f"must have shape [B, S] = {list(shape)}, got {list(mask.shape)}")
+        return (mask, None) if mask.dtype == torch.bool else (None, mask[:, None, None, :])
+
+    def _mask(self, mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
+        """torch's attn_mask in SDPA's sense, [L, S] or [B, H, L, S]."""
+        if mask is None:
+            return None
+        batch, length = query.shape[:2]
+        one, many = (length, key.shape[1]), (batch * self.num_heads, length, key.shape[1])
+        if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
+            fail("attn_mask", "must be a bool (True = hidden) or floating-point tensor")
+        if mask.shape not in (one, many):
+            fail("attn_mask", f"must have shape [L, S] = {list(one)} or [B·H, L, S] = {list(many)}, got {list(mask.shape)}")
+        mask = mask if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
+        return ~mask if mask.dtype == torch.bool else mask
+
+
+def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True = attend) as one to be added."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)

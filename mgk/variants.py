@@ -1,0 +1,116 @@
+"""A variant is a point on a few axes; the paper's names are rows of one table, and the settings of a code base another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgk.arguments import fail, number, one_of
+
+AXES = {
+    "similarity": ("gaussian", "dot", "between", "linear"),
+    "keys": ("independent", "shifted"),
+    "prior": ("uniform", "learned", "em"),
+    "assignment": ("soft", "hard"),
+    "variance": ("fixed", "learned", "em"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What kind of attention a layer computes.
+
+    similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), "between" (a learned τ per head: 0 is dot, 1 gaussian) or "linear"
+        (Eq. 14).
+    keys: "independent", a projection for each component, or "shifted", one projection and a learned shift for each.
+    prior: "uniform", "learned" by gradient descent, or "em", updated from the responsibilities (Table 4's Soft-E).
+    assignment: "soft" (Eq. 10) or "hard" (Eq. 12).
+    variance: "fixed", "learned" in log space, or "em" (Eq. 13, never below variance_floor); one per head and component.
+    normalise: queries and keys scaled to norm 1 first, as the paper's remark on Eq. 6 has them.
+    components: the number of components where the kind of attention fixes it; None leaves it to num_components.
+    """
+
+    similarity: str = "gaussian"
+    keys: str = "shifted"
+    prior: str = "learned"
+    assignment: str = "soft"
+    variance: str = "fixed"
+    normalise: bool = False
+    components: int | None = None
+    em_momentum: float = 0.0
+    variance_floor: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for axis, known in AXES.items():
+            one_of(axis, getattr(self, axis), known)
+        number("em_momentum", self.em_momentum, 0, 1)
+        number("variance_floor", self.variance_floor, 0, above=True)
+        if self.assignment == "hard":
+            if self.prior != "uniform":
+                fail("prior", "must be 'uniform' with assignment 'hard', which ignores it (Eq. 12)")
+            if self.variance != "fixed":
+                fail("variance", "must be 'fixed' with assignment 'hard', the limit of equal variances going to 0")
+        if self.similarity == "linear":
+            if self.assignment == "hard" or self.prior == "em" or self.variance != "fixed" or self.normalise:
+                fail("similarity", "'linear' goes with a soft assignment, a uniform or learned prior and fixed variance")
+
+
+VARIANTS = {
+    "softmax": Variant("dot", "independent", "uniform", components=1),
+    "linear": Variant("linear", "independent", "uniform", components=1),
+    "mgk": Variant("gaussian", "independent", "learned"),
+    "smgk": Variant("gaussian", "shifted", "learned"),
+    "mlk": Variant("linear", "independent", "learned"),
+    "smlk": Variant("linear", "shifted", "learned"),
+    "mgk-hard": Variant("gaussian", "independent", "uniform", "hard"),
+    "mgk-em": Variant("gaussian", "independent", "em"),
+    "smgk-hard": Variant("gaussian", "shifted", "uniform", "hard"),
+    "smgk-em": Variant("gaussian", "shifted", "em"),
+}
+
+
+@dataclass(frozen=True)
+class LinearForm:
+    """How the linear variants depart from Eq. 14."""
+
+    mix_before_map: bool = False  # φ(Σ π k) instead of Σ π φ(k)
+    normalise: bool = True  # divide by φ(q)·z
+    length_scaled: bool = False  # queries' and keys' features times S^(-1/4) each
+    l1_features: bool = False  # features of each token divided by their sum
+    width_scaled: bool = False  # output times 1/√D
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The settings that the paper leaves to the implementation, as one code base has them."""
+
+    variance_width: int | None = None  # σ² = √width; None is the head width
+    component_scales: tuple[float, ...] | None = None  # factors of 1/σ², one for each component
+    prior_sharing: str = "head"  # one prior per "head", per "layer", or per head and key "position"
+    prior_clamped: bool = False  # π a free number clamped to [0, 1] instead of a point on the simplex
+    shifts_anchored: bool = False  # k − μ_r, μ_1 = 0 and the others N(0, 0.5²), instead of k + b_r, b ~ N(0, 1)
+    max_positions: int | None = None
+    bias: bool = True
+    dropout: float = 0.0
+    linear: LinearForm = LinearForm()
+
+
+PRESETS = {
+    "paper": Preset(),
+    "ref-lra": Preset(
+        variance_width=32,
+        prior_sharing="layer",
+        prior_clamped=True,
+        shifts_anchored=True,
+        dropout=0.1,
+        linear=LinearForm(mix_before_map=True, normalise=False, length_scaled=True),
+    ),
+    "ref-lm": Preset(
+        component_scales=(1.0, 3.0),
+        prior_sharing="position",
+        prior_clamped=True,
+        shifts_anchored=True,
+        max_positions=256,
+        bias=False,
+        linear=LinearForm(l1_features=True, width_scaled=True),
+    ),
+}
