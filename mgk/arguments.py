@@ -5,15 +5,16 @@ B batch, H query heads, Hk key heads, M components, L queries, S keys, D head wi
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mgk.checks import fail, flag, number, one_of, positive_integer
 from mgk.features import FEATURE_MAPS
 
 SIMILARITIES = {"gaussian": 1.0, "dot": 0.0}
@@ -31,23 +32,15 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class MixtureCall:
-    """A checked call of mgk_attention or smgk_attention."""
+class _Inputs:
+    """What mixture and linear attention have in common."""
 
     query: Tensor  # [B, H, L, D]
     keys: Tensor  # [B, Hk, M, S, D]; [B, Hk, S, D] when shift is given
     value: Tensor  # [B, Hk, S, E]
     shift: Tensor | None  # [Hk, M, D]: k_jr = k_j + b_r
-    attn_mask: Tensor | None  # 4-d, bool (True = attend) or float, broadcastable to [B, H, L, S]
-    causal: str | None  # None, "top-left", "bottom-right"
-    dropout_p: float
-    scale: float | Tensor  # 1/σ²: one number, or 4-d and broadcastable to [B, Hk, M, S]
     log_prior: Tensor | None  # 4-d, broadcastable to [B, Hk, M, S]; None is uniform, log(1/M)
-    tau: float | Tensor  # 1 is Eq. 9, 0 is Eq. 8; or a tensor [Hk]
-    hard: bool  # Eq. 12: log_prior is ignored
-    packed: Packed | None
     return_weights: bool
-    return_lse: bool
 
     @property
     def components(self) -> int:
@@ -58,83 +51,47 @@ class MixtureCall:
         """Query heads per key head."""
         return self.query.shape[1] // self.keys.shape[1]
 
-    @property
-    def equal_scale(self) -> bool:
-        """True when 1/σ² is the same for all components and keys of a head: ‖q‖² then cancels in the softmax."""
-        return not isinstance(self.scale, Tensor) or self.scale.shape[2:] == (1, 1)
-
     def component_keys(self, dtype: torch.dtype) -> Tensor:
         """The component keys k_jr, [B, Hk, M, S, D], in the type to compute in."""
         keys = self.keys.to(dtype)
         # Added in that type, so that half precision does not round the sum of key and shift.
         return keys if self.shift is None else keys.unsqueeze(2) + self.shift.to(dtype).unsqueeze(-2)
 
-    def tensors(self) -> Iterable[Tensor]:
-        fields = (self.query, self.keys, self.value, self.shift, self.attn_mask, self.scale, self.log_prior, self.tau)
-        return (field for field in fields if isinstance(field, Tensor))
+
+@dataclass(frozen=True)
+class MixtureCall(_Inputs):
+    """A checked call of mgk_attention or smgk_attention."""
+
+    attn_mask: Tensor | None  # 4-d, bool (True = attend) or float, broadcastable to [B, H, L, S]
+    causal: str | None  # None, "top-left", "bottom-right"
+    dropout_p: float
+    scale: float | Tensor  # 1/σ²: one number, or 4-d and broadcastable to [B, Hk, M, S]
+    tau: float | Tensor  # 1 is Eq. 9, 0 is Eq. 8; or a tensor [Hk]
+    hard: bool  # Eq. 12: log_prior is ignored
+    packed: Packed | None
+    return_lse: bool
+
+    @property
+    def equal_scale(self) -> bool:
+        """True when 1/σ² is the same for all components and keys of a head: ‖q‖² then cancels in the softmax."""
+        return not isinstance(self.scale, Tensor) or self.scale.shape[2:] == (1, 1)
 
 
 @dataclass(frozen=True)
-class LinearCall:
+class LinearCall(_Inputs):
     """A checked call of mlk_attention or smlk_attention."""
 
-    query: Tensor  # [B, H, L, D]
-    keys: Tensor  # [B, Hk, M, S, D]; [B, Hk, S, D] when shift is given
-    value: Tensor  # [B, Hk, S, E]
-    shift: Tensor | None  # [Hk, M, D]
-    log_prior: Tensor | None  # 4-d, broadcastable to [B, Hk, M, S]; None is uniform, log(1/M)
     feature_map: Callable[[Tensor], Tensor]
     key_mask: Tensor | None  # bool [B, S], True = attend
     causal: bool
     cu_seqlens: Tensor | None  # int32 [N + 1]
     initial_state: tuple[Tensor, ...] | None
     return_state: bool
-    return_weights: bool
     normalise: bool = True  # False leaves out Eq. 14's denominator, as the authors' LRA code does
-
-    components = MixtureCall.components
-    group = MixtureCall.group
-    component_keys = MixtureCall.component_keys
-
-
-def fail(name: str, message: str) -> NoReturn:
-    raise ValueError(f"{name} {message}")
 
 
 def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
-
-
-def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
-    """The value, if it is one of the known names; otherwise a ValueError that lists them."""
-    known = list(known)
-    if not isinstance(value, str) or value not in known:
-        fail(name, f"must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return value
-
-
-def number(name: str, value: Any, least: float = -math.inf, below: float = math.inf, *, above: bool = False) -> float:
-    """The value as a float in [least, below), or in (least, below) with `above`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        fail(name, f"must be a number, got {type(value).__name__}")
-    result = float(value)
-    if math.isnan(result) or math.isinf(result) or not least <= result < below or (above and result == least):
-        bounds = "finite" if least == -math.inf else f"{'more than' if above else 'at least'} {least:g}"
-        bounds += "" if below == math.inf else f" and below {below:g}"
-        fail(name, f"must be {bounds}, got {value!r}")
-    return result
-
-
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        fail(name, f"must be True or False, got {value!r}")
-    return value
-
-
-def positive_integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        fail(name, f"must be a positive integer, got {value!r}")
-    return value
 
 
 def check_tensor(name: str, value: Any, dims: str | None = None, *, like: Tensor | None = None) -> Tensor:
@@ -263,7 +220,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> 
     # Reading the offsets of a GPU tensor would stop the stream, and a compiler cannot trace it.
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
             fail(name, f"must rise from 0 to the total length {length}, got {offsets}")
     return cu_seqlens
 
@@ -288,7 +245,7 @@ def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, 
 
 def check_feature_map(feature_map: Any) -> Callable[[Tensor], Tensor]:
     if callable(feature_map):
-        return feature_map  # type: ignore[no-any-return]
+        return feature_map
     known = ", ".join(map(repr, FEATURE_MAPS))
     if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
         fail("feature_map", f"must be one of {known}, or a callable, got {feature_map!r}")
@@ -327,3 +284,67 @@ def check_state(state: Any, query: Tensor, keys: Tensor, value: Tensor) -> tuple
         if x.device != query.device:
             fail("initial_state", f"is on {x.device} but query is on {query.device}: move it there")
     return state
+
+
+def mixture_call(
+    query: Any, keys: Any, value: Any, attn_mask: Any = None, *, shift: Any = None, shifted: bool = False,
+    is_causal: Any = False, dropout_p: Any = 0.0, scale: Any = None, log_prior: Any = None,
+    similarity: Any = "gaussian", assignment: Any = "soft", cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, return_weights: Any = False, return_lse: Any = False,
+) -> MixtureCall:  # fmt: skip
+    """The arguments of mgk_attention (or, shifted, of smgk_attention), checked."""
+    query, keys, value, shift = check_query_keys_value(query, keys, value, shift, shifted)
+    components = shift.shape[1] if shifted else keys.shape[2]
+    target = (query.shape[0], keys.shape[1], components, keys.shape[-2])
+    return MixtureCall(
+        query=query,
+        keys=keys,
+        value=value,
+        shift=shift,
+        attn_mask=check_mask(attn_mask, query, keys.shape[-2]),
+        causal=check_causal(is_causal),
+        dropout_p=number("dropout_p", dropout_p, 0, 1),
+        scale=check_scale(scale, query, target),
+        log_prior=check_log_prior(log_prior, query, target),
+        tau=check_similarity(similarity, query, keys.shape[1]),
+        hard=one_of("assignment", assignment, ASSIGNMENTS) == "hard",
+        packed=check_packed(query, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        return_weights=flag("return_weights", return_weights),
+        return_lse=flag("return_lse", return_lse),
+    )
+
+
+def linear_call(
+    query: Any, keys: Any, value: Any, *, shift: Any = None, shifted: bool = False, log_prior: Any = None,
+    feature_map: Any = "elu", key_mask: Any = None, is_causal: Any = False, cu_seqlens: Any = None,
+    initial_state: Any = None, return_state: Any = False, return_weights: Any = False, normalise: bool = True,
+) -> LinearCall:  # fmt: skip
+    """The arguments of mlk_attention (or, shifted, of smlk_attention), checked."""
+    query, keys, value, shift = check_query_keys_value(query, keys, value, shift, shifted)
+    components = shift.shape[1] if shifted else keys.shape[2]
+    length = keys.shape[-2]
+    causal = flag("is_causal", is_causal)
+    if causal and query.shape[2] != length:
+        fail("is_causal", f"needs as many queries as keys, got {query.shape[2]} and {length}")
+    if cu_seqlens is not None:
+        cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, query, length)
+        if query.shape[2] != length:
+            fail("cu_seqlens", f"needs as many queries as keys, got {query.shape[2]} and {length}")
+        for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
+            if given:
+                fail(name, "does not go with cu_seqlens: packed sequences have no common state")
+    return LinearCall(
+        query=query,
+        keys=keys,
+        value=value,
+        shift=shift,
+        log_prior=check_log_prior(log_prior, query, (query.shape[0], keys.shape[1], components, length)),
+        feature_map=check_feature_map(feature_map),
+        key_mask=check_key_mask(key_mask, query, length),
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        initial_state=check_state(initial_state, query, keys, value),
+        return_state=flag("return_state", return_state),
+        return_weights=flag("return_weights", return_weights),
+        normalise=normalise,
+    )

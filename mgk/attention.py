@@ -5,23 +5,48 @@ B batch, H query heads, Hk key heads, M components, L queries, S keys, D head wi
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mgk import functional
-from mgk.arguments import MixtureCall, check_cu_seqlens, check_feature_map, fail, flag, number, one_of, positive_integer
+from mgk.arguments import MixtureCall, check_cu_seqlens, check_feature_map, linear_call, mixture_call
 from mgk.cache import Cache, KeyValueCache, StateCache
+from mgk.checks import (
+    check_input,
+    check_padding,
+    check_place,
+    check_positions,
+    fail,
+    flag,
+    number,
+    one_of,
+    positive_integer,
+)
+from mgk.conversion import from_softmax
+from mgk.features import L1Features
 from mgk.kernels.masks import segments
 from mgk.kernels.statistics import em_statistics
 from mgk.keys import KEYS, KeyLayout
-from mgk.priors import PRIORS, VARIANCES
+from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance
 from mgk.rotary import Rotary
-from mgk.variants import PRESETS, VARIANTS, Variant
+from mgk.variants import AXES, PRESETS, VARIANTS, Variant
+
+
+@dataclass(frozen=True)
+class How:
+    """How a layer is to attend this time."""
+
+    is_causal: bool
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cache: Cache | None = None
+    need_weights: bool = False
 
 
 class Attention(nn.Module):
@@ -72,7 +97,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        place = _check_place(device, dtype)
+        place = check_place(device, dtype)
         self.variant = variant if isinstance(variant, Variant) else VARIANTS[one_of("variant", variant, VARIANTS)]
         self.preset = PRESETS[one_of("preset", preset, PRESETS)]
         self.embed_dim = positive_integer("embed_dim", embed_dim)
@@ -89,11 +114,14 @@ class Attention(nn.Module):
         self.dropout = self.preset.dropout if dropout is None else number("dropout", dropout, 0, 1)
         bias = self.preset.bias if bias is None else flag("bias", bias)
         self.is_causal = flag("is_causal", is_causal)
-        positions = self.preset.max_positions if max_positions is None else positive_integer("max_positions", max_positions)
+        if max_positions is not None:
+            positive_integer("max_positions", max_positions)
+        positions = max_positions or self.preset.max_positions
         backends = functional.LINEAR_BACKENDS if self.is_linear else functional.MIXTURE_BACKENDS
         self.backend = one_of("backend", backend, ["auto", *backends])
         self.rotary = self._make_rotary(rotary)
-        self.feature_map = check_feature_map(feature_map) if self.is_linear else None
+        # Assigned also where the variant has no use for it, so that a wrong name is found out.
+        self.feature_map = check_feature_map(feature_map)
 
         heads, width, components = self.num_kv_heads, self.head_dim, self.num_components
         self.query = nn.Linear(embed_dim, num_heads * width, bias=bias, **place)
@@ -115,12 +143,12 @@ class Attention(nn.Module):
         return self.variant.similarity == "linear"
 
     def extra_repr(self) -> str:
-        axes = ", ".join(f"{field.name}={getattr(self.variant, field.name)!r}" for field in dataclasses.fields(Variant)[:5])
-        return f"{self.embed_dim}, heads={self.num_heads}, head_dim={self.head_dim}, components={self.num_components}, {axes}"
+        sizes = f"{self.embed_dim}, heads={self.num_heads}, head_dim={self.head_dim}, components={self.num_components}"
+        return ", ".join([sizes, *(f"{axis}={getattr(self.variant, axis)!r}" for axis in AXES)])
 
     def _make_rotary(self, rotary: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
         if rotary is None or callable(rotary):
-            return rotary  # type: ignore[no-any-return]
+            return rotary
         return Rotary(self.head_dim, number("rotary", rotary, 0, above=True))
 
     def forward(
@@ -152,38 +180,27 @@ class Attention(nn.Module):
         Returns:
             [B, L, embed_dim], or with need_weights a tuple of it and the weights.
         """
-        flag("need_weights", need_weights)
-        return self.attend(
-            query, key, value, self.is_causal, key_padding_mask, attn_mask, position_ids, cu_seqlens, cache, need_weights
-        )
+        how = How(self.is_causal, key_padding_mask, attn_mask, cu_seqlens, cache, flag("need_weights", need_weights))
+        return self.attend(query, key, value, how, position_ids)
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        is_causal: bool,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: Cache | None,
-        need_weights: bool,
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, how: How, position_ids: Tensor | None = None
     ) -> Any:
         """`forward`, with causality as an argument."""
-        _check_input("query", query, self.embed_dim)
+        check_input("query", query, self.embed_dim)
         self_attention = key is None
-        key = query if key is None else _check_input("key", key, self.kdim, query)
-        value = key if value is None else _check_input("value", value, self.vdim, query)
+        key = query if key is None else check_input("key", key, self.kdim, query)
+        value = key if value is None else check_input("value", value, self.vdim, query)
         if self_attention and (self.kdim != self.embed_dim or self.vdim != self.embed_dim):
             fail("key", f"is needed: this layer takes keys of width {self.kdim} and values of width {self.vdim}")
         if key.shape[1] != value.shape[1]:
             fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
-        if cu_seqlens is not None:
-            if not self_attention or cache is not None:
+        if how.cu_seqlens is not None:
+            if not self_attention or how.cache is not None:
                 fail("cu_seqlens", "goes with self-attention without a cache")
-            check_cu_seqlens("cu_seqlens", cu_seqlens, query, query.shape[1])
-        q_positions, k_positions = self._positions(query, key, self_attention, position_ids, cu_seqlens, cache)
+            check_cu_seqlens("cu_seqlens", how.cu_seqlens, query, query.shape[1])
+        positions = self._positions(query, position_ids, how)
+        key_positions = positions if self_attention else None
 
         q = self.query(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         keys = self.keys(key)
@@ -191,164 +208,110 @@ class Attention(nn.Module):
         if self.variant.normalise:
             q, keys = nn.functional.normalize(q, dim=-1), nn.functional.normalize(keys, dim=-1)
         if self.rotary is not None:
-            q, keys = self.rotary(q, _count(q_positions, query)), self.rotary(keys, _count(k_positions, key))
-        attend = self._linear if self.is_linear else self._mixture
-        output, weights = attend(
-            q, keys, v, is_causal, key_padding_mask, attn_mask, k_positions, cu_seqlens, cache, need_weights
-        )
+            q, keys = self.rotary(q, _count(positions, query)), self.rotary(keys, _count(key_positions, key))
+        output, weights = (self._linear if self.is_linear else self._mixture)(q, keys, v, key_positions, how)
         output = self.out(output.transpose(1, 2).flatten(2))
-        return (output, weights) if need_weights else output
+        return (output, weights) if how.need_weights else output
 
-    def _positions(
-        self,
-        query: Tensor,
-        key: Tensor,
-        self_attention: bool,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Positions of queries and new keys, [L] or [B, L]; None counts from 0."""
-        positions = position_ids
+    def _positions(self, query: Tensor, position_ids: Tensor | None, how: How) -> Tensor | None:
+        """Positions of the queries, and of the keys of self-attention, [L] or [B, L]; None counts from 0."""
         if position_ids is not None:
-            if not isinstance(position_ids, Tensor) or position_ids.is_floating_point() or position_ids.is_complex():
-                fail("position_ids", "must be an integer tensor [L] or [B, L]")
-            if position_ids.shape not in ((query.shape[1],), (query.shape[0], query.shape[1]), (1, query.shape[1])):
-                fail("position_ids", f"must have shape [L] or [B, L], got {list(position_ids.shape)}")
-            if position_ids.device != query.device:
-                fail("position_ids", f"is on {position_ids.device} but query is on {query.device}: move it there")
-        elif cu_seqlens is not None:
-            positions = segments(cu_seqlens, query.shape[1])[1]
-        elif cache is not None:
-            positions = torch.arange(cache.length, cache.length + query.shape[1], device=query.device)
-        return positions, positions if self_attention else None
-
-    def _log_prior(self, length: int, positions: Tensor | None, normaliser: Tensor | None) -> Tensor | None:
-        log_prior: Tensor | None = self.prior(length, positions)
-        if normaliser is None:
-            return log_prior
-        return normaliser if log_prior is None else log_prior + normaliser
+            return check_positions(position_ids, query)
+        if how.cu_seqlens is not None:
+            return segments(how.cu_seqlens, query.shape[1])[1]
+        if how.cache is not None:
+            return torch.arange(how.cache.length, how.cache.length + query.shape[1], device=query.device)
+        return None
 
     def _mixture(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: Cache | None,
-        need_weights: bool,
+        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
     ) -> tuple[Tensor, Tensor | None]:
-        causal: bool | str = is_causal
-        if cache is not None:
-            held = _for_inference(cache, KeyValueCache, query, keys, value)
+        causal: bool | str = how.is_causal
+        if how.cache is not None:
+            cache = _for_inference(how.cache, KeyValueCache, query, keys, value)
             if positions is not None and positions.dim() == 1:
                 positions = positions.expand(query.shape[0], -1)
-            keys, value, positions = held.append(keys, value, positions)
-            causal = "bottom-right" if is_causal else False
-        length = keys.shape[-2]
+            keys, value, positions = cache.append(keys, value, positions)
+            causal = "bottom-right" if how.is_causal else False
+        length, shift = keys.shape[-2], self.keys.shift
         scale, normaliser = self.variance()
-        call = functional.mixture_call(
+        log_prior = self.prior(length, positions)
+        if normaliser is not None:
+            log_prior = normaliser if log_prior is None else log_prior + normaliser
+        call = mixture_call(
             query,
             keys,
             value,
-            self._mask(query, length, key_padding_mask, attn_mask),
-            shift=self.keys.shift,
-            shifted=self.keys.shift is not None,
+            _attend_mask(how, query, length),
+            shift=shift,
+            shifted=shift is not None,
             is_causal=causal,
             dropout_p=self.dropout if self.training else 0.0,
             scale=scale,
-            log_prior=self._log_prior(length, positions, normaliser),
-            similarity=self.tau if self.tau is not None else self.variant.similarity,
+            log_prior=log_prior,
+            similarity=self.variant.similarity if self.tau is None else self.tau,
             assignment=self.variant.assignment,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            return_weights=need_weights,
+            cu_seqlens_q=how.cu_seqlens,
+            cu_seqlens_k=how.cu_seqlens,
+            return_weights=how.need_weights,
         )
         result = functional.run_mixture(call, self.backend)
         self._update(call, positions)
-        return result if need_weights else (result, None)
+        return result if how.need_weights else (result, None)
 
     def _update(self, call: MixtureCall, positions: Tensor | None) -> None:
         """EM: what this training batch says replaces the prior (and variance) that it has used."""
-        updated = [part for part in (self.prior, self.variance) if hasattr(part, "update")]
+        updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
         if updated and self.training and torch.is_grad_enabled() and not _recomputing():
             statistics = em_statistics(call)
             for part in updated:
                 part.update(statistics, positions)
 
-    def _mask(
-        self, query: Tensor, length: int, key_padding_mask: Tensor | None, attn_mask: Tensor | None
-    ) -> Tensor | None:
-        """One mask in SDPA's sense."""
-        if key_padding_mask is None:
-            return attn_mask
-        attend = ~_check_padding(key_padding_mask, query.shape[0], length, query)[:, None, None, :]
-        if not isinstance(attn_mask, Tensor):
-            return attend if attn_mask is None else attn_mask
-        if attn_mask.dtype == torch.bool:
-            return attn_mask & attend
-        return attn_mask.masked_fill(~attend, -math.inf)
-
     def _linear(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: Cache | None,
-        need_weights: bool,
+        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
     ) -> tuple[Tensor, Tensor | None]:
-        if attn_mask is not None:
+        if how.attn_mask is not None:
             fail("attn_mask", "does not go with linear attention, which forms no weights: use key_padding_mask")
-        form = self.preset.linear
-        length = keys.shape[-2]
-        if key_padding_mask is not None:
-            total = length if cache is None else cache.length + length
-            key_padding_mask = _check_padding(key_padding_mask, query.shape[0], total, query)[:, -length:]
-        state = None
+        form, cache, length = self.preset.linear, how.cache, keys.shape[-2]
         if form.length_scaled:
-            for name, given in (("cache", cache), ("cu_seqlens", cu_seqlens)):
+            for name, given in (("cache", cache), ("cu_seqlens", how.cu_seqlens)):
                 if given is not None:
-                    fail(name, "does not go with preset 'ref-lra', whose linear attention is scaled by the whole length")
+                    fail(
+                        name, "does not go with preset 'ref-lra', whose linear attention is scaled by the whole length"
+                    )
         if cache is not None:
-            state = _for_inference(cache, StateCache, query, keys, value).state
-        log_prior, shift = self._log_prior(length, positions, None), self.keys.shift
+            cache = _for_inference(cache, StateCache, query, keys, value)
+        padding = how.key_padding_mask
+        if padding is not None:
+            total = length if cache is None else cache.length + length
+            padding = check_padding(padding, query.shape[0], total, query)[:, -length:]
+        log_prior, shift = self.prior(length, positions), self.keys.shift
         if form.mix_before_map:
             keys, shift, log_prior = _mix(keys, shift, log_prior), None, None
-        assert self.feature_map is not None
-        call = functional.linear_call(
+        call = linear_call(
             query,
             keys,
             value,
             shift=shift,
             shifted=shift is not None,
             log_prior=log_prior,
-            feature_map=_L1Features(self.feature_map) if form.l1_features else self.feature_map,
-            key_mask=None if key_padding_mask is None else ~key_padding_mask,
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            initial_state=state,
+            feature_map=L1Features(self.feature_map) if form.l1_features else self.feature_map,
+            key_mask=None if padding is None else ~padding,
+            is_causal=how.is_causal,
+            cu_seqlens=how.cu_seqlens,
+            initial_state=None if cache is None else cache.state,
             return_state=cache is not None,
-            return_weights=need_weights,
+            return_weights=how.need_weights,
             normalise=form.normalise,
         )
         results = functional.run_linear(call, self.backend)
         output, *extras = results if isinstance(results, tuple) else (results,)
-        if isinstance(cache, StateCache):
+        if cache is not None:
             cache.replace(extras[-1], length)
         factor = (length**-0.5 if form.length_scaled else 1.0) * (self.head_dim**-0.5 if form.width_scaled else 1.0)
-        weights = extras[0] * factor if need_weights else None
-        output = output * factor if factor != 1.0 else output
-        # Attention weights are dropped in the softmax family; here, as in linear transformers, the output is.
-        return nn.functional.dropout(output, self.dropout, self.training), weights
+        weights = extras[0] * factor if how.need_weights else None
+        # There are no weights to drop entries of: the output's are dropped.
+        return nn.functional.dropout(output * factor, self.dropout, self.training), weights
 
     def make_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache for decoding `batch_size` sequences of up to `max_length` tokens."""
@@ -385,60 +348,10 @@ class Attention(nn.Module):
 
         The similarity becomes "between", with τ = 0 at the start: shifts and a shared prior then cancel, and τ has a
         gradient. Independent keys start as copies that differ by `noise` times the spread of the weights: exact up to
-        the square of the noise. Note that inputs are [B, L, embed_dim] whatever the source's batch_first.
+        the square of the noise (hard: up to the noise). Inputs are [B, L, embed_dim] whatever the source's batch_first.
         """
-        if not isinstance(source, nn.MultiheadAttention):
-            fail("source", f"must be an nn.MultiheadAttention, got {type(source).__name__}")
-        if source.bias_k is not None or source.add_zero_attn:
-            fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not have")
-        target = variant if isinstance(variant, Variant) else VARIANTS[one_of("variant", variant, VARIANTS)]
-        if target.similarity == "linear":
-            fail("variant", "is linear: softmax attention has no exact linear form")
-        if target.components is None:
-            target = dataclasses.replace(target, similarity="between")
-        weight = source.out_proj.weight
-        layer = cls(
-            source.embed_dim,
-            source.num_heads,
-            kdim=source.kdim,
-            vdim=source.vdim,
-            variant=target,
-            num_components=num_components,
-            dropout=source.dropout,
-            bias=source.in_proj_bias is not None,
-            is_causal=is_causal,
-            backend=backend,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        if source.in_proj_weight is not None:
-            weights = source.in_proj_weight.chunk(3)
-        else:
-            weights = (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight)
-        biases = (None,) * 3 if source.in_proj_bias is None else source.in_proj_bias.chunk(3)
-        with torch.no_grad():
-            for projection, index in ((layer.query, 0), (layer.value, 2)):
-                projection.weight.copy_(weights[index])
-                if biases[index] is not None:
-                    projection.bias.copy_(biases[index])
-            layer.keys.load_softmax_keys(weights[1], biases[1], noise)
-            layer.out.weight.copy_(source.out_proj.weight)
-            if source.out_proj.bias is not None:
-                layer.out.bias.copy_(source.out_proj.bias)
-            if layer.tau is not None:
-                layer.tau.zero_()
-        return layer.train(source.training)
-
-
-class _L1Features:
-    """A feature map whose features sum to 1 for each token."""
-
-    def __init__(self, feature_map: Callable[[Tensor], Tensor]) -> None:
-        self.feature_map = feature_map
-
-    def __call__(self, x: Tensor) -> Tensor:
-        features = self.feature_map(x)
-        return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)
+        layer: Attention = from_softmax(cls, source, variant, num_components, is_causal, noise, backend)
+        return layer
 
 
 def _mix(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor:
@@ -450,6 +363,19 @@ def _mix(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor
         return (prior * keys).sum(2, keepdim=True).to(keys.dtype)
     mixed = keys.unsqueeze(2) * prior.sum(-3, keepdim=True) + (prior * shift.unsqueeze(-2)).sum(-3, keepdim=True)
     return mixed.to(keys.dtype)
+
+
+def _attend_mask(how: How, query: Tensor, length: int) -> Tensor | None:
+    """key_padding_mask and attn_mask as one mask in SDPA's sense."""
+    mask = how.attn_mask
+    if how.key_padding_mask is None:
+        return mask
+    attend = ~check_padding(how.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
+    if mask is None:
+        return attend
+    if not isinstance(mask, Tensor):
+        fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
+    return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
 
 
 def _recomputing() -> bool:
@@ -467,35 +393,3 @@ def _for_inference(cache: Any, kind: type, *tensors: Tensor) -> Any:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         fail("cache", "is for inference: wrap the call in torch.no_grad()")
     return cache
-
-
-def _check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Tensor:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        fail(name, f"must be a floating-point tensor [B, L, {width}]")
-    if x.dim() != 3 or x.shape[-1] != width:
-        fail(name, f"must have shape [B, L, {width}], got {list(x.shape)}")
-    if like is not None and x.shape[0] != like.shape[0]:
-        fail(name, f"must have query's batch {like.shape[0]}, got {list(x.shape)}")
-    if like is not None and x.device != like.device:
-        fail(name, f"is on {x.device} but query is on {like.device}: move it there")
-    return x
-
-
-def _check_padding(mask: Any, batch: int, length: int, like: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail("key_padding_mask", "must be a bool tensor [B, S], True = padding")
-    if mask.shape != (batch, length):
-        fail("key_padding_mask", f"must have shape [B, S] = [{batch}, {length}], got {list(mask.shape)}")
-    if mask.device != like.device:
-        fail("key_padding_mask", f"is on {mask.device} but query is on {like.device}: move it there")
-    return mask
-
-
-def _check_place(device: Any, dtype: Any) -> dict[str, Any]:
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        fail("dtype", f"must be a floating-point torch.dtype, got {dtype!r}")
-    try:
-        device = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be a torch device, got {device!r}") from error
-    return {"device": device, "dtype": dtype}

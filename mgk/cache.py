@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from mgk.arguments import fail
+from mgk.checks import fail
 
 
 class Cache(ABC):

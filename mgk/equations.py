@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 
-def safe_softmax(logits: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Softmax and logsumexp over `dims`. Where every logit is -inf: zeros and -inf, with zero gradients."""
-    peak = logits.amax(dims, keepdim=True).detach()
-    peak = peak.masked_fill(peak == -math.inf, 0)
-    exponentials = (logits - peak).exp()
-    total = exponentials.sum(dims, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
-    return exponentials / total, (total.log() + peak).masked_fill(empty, -math.inf).squeeze(dims)
+def safe_softmax(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Softmax and logsumexp over `dim`. Where every logit is -inf: zeros and -inf, with zero gradients."""
+    empty = (logits == -math.inf).all(dim, keepdim=True)
+    logits = logits.masked_fill(empty, 0)
+    return logits.softmax(dim).masked_fill(empty, 0), logits.logsumexp(dim).masked_fill(empty.squeeze(dim), -math.inf)
 
 
 def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
@@ -36,7 +32,7 @@ def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, varia
     if log_prior is not None:
         log_prior = log_prior.unsqueeze(-2)
     logits, _ = component_logits(query, key.unsqueeze(-3), log_prior, scale)
-    return safe_softmax(logits.squeeze(-3), (-1,))[0]
+    return safe_softmax(logits.squeeze(-2), -1)[0]
 
 
 def normalised_posterior(query: Tensor, key: Tensor) -> Tensor:
@@ -48,25 +44,26 @@ def normalised_posterior(query: Tensor, key: Tensor) -> Tensor:
 def component_logits(
     query: Tensor, keys: Tensor, log_prior: Tensor | None = None, scale: float | Tensor = 1.0, tau: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 7–9: ℓ_ijr = log π_jr + λ q_i·k_jr − τ λ/2 (‖q_i‖² + ‖k_jr‖²), [B, H, M, L, S]; at τ = 1, −λ/2 ‖q_i − k_jr‖².
+    """Eq. 7–9: ℓ_ijr = log π_jr + λ q_i·k_jr − τ λ/2 (‖q_i‖² + ‖k_jr‖²), [B, H, L, M, S]; at τ = 1, −λ/2 ‖q_i − k_jr‖².
 
     query [B, H, L, D]; keys [B, H, M, S, D]; log_prior and scale broadcast to [B, H, M, S], tau to [H].
     Where λ is the same for all keys and components, ‖q_i‖² drops out of every softmax; taken along it would only cost
-    precision. It is therefore left out of the logits then, and returned for the logsumexp: [B, H, M or 1, L].
+    precision. It is therefore left out of the logits then, and returned for the logsumexp: [B, H, L], else zeros.
     """
-    query = query.unsqueeze(-3)  # [B, H, 1, L, D]
+    components, keys_per_component = keys.shape[-3:-1]
     scale = torch.as_tensor(scale, dtype=query.dtype, device=query.device)
     tau = torch.as_tensor(tau, dtype=query.dtype, device=query.device)[..., None, None]
     key_term = -0.5 * tau * scale * keys.square().sum(-1)  # [B, H, M, S]
     if log_prior is not None:
         key_term = key_term + log_prior
-    query_norm = query.square().sum(-1)  # [B, H, 1, L]
+    query_norm = query.square().sum(-1)  # [B, H, L]
+    flat_keys = keys.flatten(-3, -2).transpose(-1, -2)  # [B, H, D, M·S]
     if scale.dim() < 2 or scale.shape[-2:] == (1, 1):
-        products = (query * scale.unsqueeze(-1)) @ keys.transpose(-1, -2)
-        return products + key_term.unsqueeze(-2), -0.5 * tau * scale * query_norm
-    query_term = -0.5 * (tau * scale).unsqueeze(-2) * query_norm.unsqueeze(-1)  # [B, H, M, L, S or 1]
-    products = scale.unsqueeze(-2) * (query @ keys.transpose(-1, -2))
-    return products + key_term.unsqueeze(-2) + query_term, torch.zeros_like(query_norm)
+        products = ((query * scale) @ flat_keys).unflatten(-1, (components, keys_per_component))
+        return products + key_term.unsqueeze(-3), -0.5 * (tau * scale)[..., 0] * query_norm
+    products = scale.unsqueeze(-3) * (query @ flat_keys).unflatten(-1, (components, keys_per_component))
+    query_term = -0.5 * (tau * scale).unsqueeze(-3) * query_norm[..., None, None]  # [B, H, L, M, S or 1]
+    return products + key_term.unsqueeze(-3) + query_term, torch.zeros_like(query_norm)
 
 
 class Attended(NamedTuple):
@@ -95,25 +92,25 @@ def mixture_attention(
     """
     logits, query_term = component_logits(query, keys, None if hard else log_prior, scale, tau)
     if hard:
-        logits = logits.amax(-3, keepdim=True)
+        logits = logits.amax(-2, keepdim=True)
     if bias is not None:
-        logits = logits + bias.unsqueeze(-3)
+        logits = logits + bias.unsqueeze(-2)
     if allowed is not None:
-        logits = logits.masked_fill(~allowed.unsqueeze(-3), -math.inf)
-    joint, lse = safe_softmax(logits, (-3, -1))
-    weights = joint.sum(-3)
+        logits = logits.masked_fill(~allowed.unsqueeze(-2), -math.inf)
+    joint, lse = safe_softmax(logits.flatten(-2), -1)
+    weights = joint.unflatten(-1, logits.shape[-2:]).sum(-2)
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
     # With unequal λ the term is in the logits and this one is zero.
-    return Attended(weights @ value, weights, lse + query_term.squeeze(-2))
+    return Attended(weights @ value, weights, lse + query_term)
 
 
 def responsibilities(
     query: Tensor, keys: Tensor, log_prior: Tensor | None, *, scale: float | Tensor, tau: float | Tensor = 1.0
 ) -> Tensor:
-    """Eq. 11: γ_ijr, how far component r of key j answers for query i. [B, H, M, L, S], summing to 1 over r."""
+    """Eq. 11: γ_ijr, how far component r of key j answers for query i. [B, H, L, M, S], summing to 1 over r."""
     logits, _ = component_logits(query, keys, log_prior, scale, tau)
-    return safe_softmax(logits, (-3,))[0]
+    return safe_softmax(logits, -2)[0]
 
 
 class MStep(NamedTuple):
@@ -125,13 +122,13 @@ class MStep(NamedTuple):
 def m_step(query: Tensor, gamma: Tensor, floor: float = 1e-6) -> MStep:
     """Eq. 13 and the prior of §2.3, per key: π = N_jr/N, k_jr = Σ_i γ q_i / N_jr, σ² = Σ_i γ ‖q_i − k_jr‖² / (D N_jr).
 
-    query [B, H, L, D]; gamma [B, H, M, L, S] with zeros for the pairs that do not count. The paper leaves out the D of
+    query [B, H, L, D]; gamma [B, H, L, M, S] with zeros for the pairs that do not count. The paper leaves out the D of
     an isotropic Gaussian in D dimensions. Variances that differ need the normaliser −(D/2) log σ² in Eq. 9 and 11
     (add it to log_prior): without it the iteration collapses.
     """
-    count = gamma.sum(-2)  # N_jr: [B, H, M, S]
+    count = gamma.sum(-3)  # N_jr: [B, H, M, S]
     safe = count.clamp(min=torch.finfo(count.dtype).tiny).unsqueeze(-1)
-    weighted = gamma.transpose(-1, -2)  # [B, H, M, S, L]
+    weighted = gamma.movedim(-3, -1)  # [B, H, M, S, L]
     means = weighted @ query.unsqueeze(-3) / safe
     # Σ γ‖q − k‖² = Σ γ‖q‖² − N‖k‖² at the weighted mean, computed about one query to keep the difference accurate.
     origin = query[..., :1, :].detach()
@@ -153,7 +150,7 @@ def mixed_features(keys: Tensor, log_prior: Tensor | None, feature_map: Callable
 def linear_attention(
     query_features: Tensor, key_features: Tensor, value: Tensor, allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 14, as a weighted mean over keys: output [B, H, L, E] and weights [B, H, L, S]. Rows without weight give 0."""
+    """Eq. 14 as a weighted mean over keys: output [B, H, L, E], weights [B, H, L, S]. Rows without weight give 0."""
     scores = query_features @ key_features.transpose(-1, -2)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, 0)

@@ -71,7 +71,7 @@ class FAVOR(nn.Module):
 
 
 class DPFP(nn.Module):
-    """Deterministic parameter-free projection (Schlag et al. 2021): F = 2·D·nu features, products of rectified entries."""
+    """Deterministic parameter-free projection (Schlag et al. 2021): 2·D·nu features, products of rectified entries."""
 
     def __init__(self, nu: int = 1) -> None:
         super().__init__()
@@ -82,3 +82,14 @@ class DPFP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rectified = torch.cat([x, -x], dim=-1).relu()
         return torch.cat([rectified * rectified.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
+
+
+class L1Features:
+    """A feature map whose features sum to 1 for each token, as the authors' language model has them."""
+
+    def __init__(self, feature_map: Callable[[Tensor], Tensor]) -> None:
+        self.feature_map = feature_map
+
+    def __call__(self, x: Tensor) -> Tensor:
+        features = self.feature_map(x)
+        return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)

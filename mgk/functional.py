@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mgk import arguments as check
-from mgk.arguments import LinearCall, MixtureCall
+from mgk.arguments import LinearCall, MixtureCall, linear_call, mixture_call
+from mgk.checks import fail, one_of
 from mgk.kernels import eager, fused, linear, plain, sdpa
 
 
@@ -93,9 +93,9 @@ def mgk_attention(
         backend: "auto" runs the fastest that covers the call; a backend named runs or says why not.
 
     Returns:
-        The output [B, H, L, E]; with return_weights and return_lse a tuple (output, weights [B, H, L, S], lse [B, H, L]),
-        in this order, of those asked for. lse_i = log Σ_j exp ℓ_ij, the query's log likelihood up to constants.
-        A query that may attend to nothing gives zeros, lse -inf and zero gradients.
+        The output [B, H, L, E]; with return_weights and return_lse a tuple (output, weights [B, H, L, S],
+        lse [B, H, L]), in this order, of those asked for. lse_i = log Σ_j exp ℓ_ij, the query's log likelihood up to
+        constants. A query that may attend to nothing gives zeros, lse -inf and zero gradients.
     """
     call = mixture_call(
         query, keys, value, attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale, log_prior=log_prior,
@@ -133,8 +133,9 @@ def smgk_attention(
     """
     call = mixture_call(
         query, key, value, attn_mask, shift=shift, shifted=True, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
-        log_prior=log_prior, similarity=similarity, assignment=assignment, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_weights=return_weights, return_lse=return_lse,
+        log_prior=log_prior, similarity=similarity, assignment=assignment, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_weights=return_weights,
+        return_lse=return_lse,
     )  # fmt: skip
     return run_mixture(call, backend)
 
@@ -196,7 +197,8 @@ def smlk_attention(
     """Linear attention with shifted mixture keys (sMLK): key [B, Hk, S, D], shift [Hk, M, D]; else `mlk_attention`."""
     call = linear_call(
         query, key, value, shift=shift, shifted=True, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask,
-        is_causal=is_causal, cu_seqlens=cu_seqlens, initial_state=initial_state, return_state=return_state, return_weights=return_weights,
+        is_causal=is_causal, cu_seqlens=cu_seqlens, initial_state=initial_state, return_state=return_state,
+        return_weights=return_weights,
     )  # fmt: skip
     return run_linear(call, backend)
 
@@ -207,7 +209,7 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
     op is one of the four operators or its name, e.g. explain_backend(mgk.smgk_attention, q, k, v, shift).
     """
     operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
-    name = check.one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), operators)
+    name = one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), operators)
     bound = inspect.signature(operators[name]).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -217,70 +219,6 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
     if name in ("mlk_attention", "smlk_attention"):
         return _choose(linear_call(**given), LINEAR_BACKENDS)
     return _choose(mixture_call(**given), MIXTURE_BACKENDS)
-
-
-def mixture_call(
-    query: Any, keys: Any, value: Any, attn_mask: Any = None, *, shift: Any = None, shifted: bool = False,
-    is_causal: Any = False, dropout_p: Any = 0.0, scale: Any = None, log_prior: Any = None,
-    similarity: Any = "gaussian", assignment: Any = "soft", cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
-    max_seqlen_q: Any = None, max_seqlen_k: Any = None, return_weights: Any = False, return_lse: Any = False,
-) -> MixtureCall:  # fmt: skip
-    """The arguments of mgk_attention (or, shifted, of smgk_attention), checked."""
-    query, keys, value, shift = check.check_query_keys_value(query, keys, value, shift, shifted)
-    components = shift.shape[1] if shifted else keys.shape[2]
-    target = (query.shape[0], keys.shape[1], components, keys.shape[-2])
-    return MixtureCall(
-        query=query,
-        keys=keys,
-        value=value,
-        shift=shift,
-        attn_mask=check.check_mask(attn_mask, query, keys.shape[-2]),
-        causal=check.check_causal(is_causal),
-        dropout_p=check.number("dropout_p", dropout_p, 0, 1),
-        scale=check.check_scale(scale, query, target),
-        log_prior=check.check_log_prior(log_prior, query, target),
-        tau=check.check_similarity(similarity, query, keys.shape[1]),
-        hard=check.one_of("assignment", assignment, check.ASSIGNMENTS) == "hard",
-        packed=check.check_packed(query, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        return_weights=check.flag("return_weights", return_weights),
-        return_lse=check.flag("return_lse", return_lse),
-    )
-
-
-def linear_call(
-    query: Any, keys: Any, value: Any, *, shift: Any = None, shifted: bool = False, log_prior: Any = None,
-    feature_map: Any = "elu", key_mask: Any = None, is_causal: Any = False, cu_seqlens: Any = None,
-    initial_state: Any = None, return_state: Any = False, return_weights: Any = False, normalise: bool = True,
-) -> LinearCall:  # fmt: skip
-    """The arguments of mlk_attention (or, shifted, of smlk_attention), checked."""
-    query, keys, value, shift = check.check_query_keys_value(query, keys, value, shift, shifted)
-    components = shift.shape[1] if shifted else keys.shape[2]
-    length = keys.shape[-2]
-    causal = check.flag("is_causal", is_causal)
-    if causal and query.shape[2] != length:
-        check.fail("is_causal", f"needs as many queries as keys, got {query.shape[2]} and {length}")
-    if cu_seqlens is not None:
-        cu_seqlens = check.check_cu_seqlens("cu_seqlens", cu_seqlens, query, length)
-        if query.shape[2] != length:
-            check.fail("cu_seqlens", f"needs as many queries as keys, got {query.shape[2]} and {length}")
-        for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
-            if given:
-                check.fail(name, "does not go with cu_seqlens: packed sequences have no common state")
-    return LinearCall(
-        query=query,
-        keys=keys,
-        value=value,
-        shift=shift,
-        log_prior=check.check_log_prior(log_prior, query, (query.shape[0], keys.shape[1], components, length)),
-        feature_map=check.check_feature_map(feature_map),
-        key_mask=check.check_key_mask(key_mask, query, length),
-        causal=causal,
-        cu_seqlens=cu_seqlens,
-        initial_state=check.check_state(initial_state, query, keys, value),
-        return_state=check.flag("return_state", return_state),
-        return_weights=check.flag("return_weights", return_weights),
-        normalise=normalise,
-    )
 
 
 def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
@@ -302,12 +240,12 @@ def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
 
 
 def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
-    check.one_of("backend", asked, ["auto", *backends])
+    one_of("backend", asked, ["auto", *backends])
     if asked == "auto":
         return backends[_choose(call, backends).backend]
     reason = backends[asked].refuses(call)
     if reason is not None:
-        check.fail("backend", f"{asked!r} does not cover this call: {reason}. Use 'auto' or 'eager'")
+        fail("backend", f"{asked!r} does not cover this call: {reason}. Use 'auto' or 'eager'")
     return backends[asked]
 
 
@@ -335,5 +273,5 @@ def _nothing_to_attend(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
     """No keys at all: every row is fully masked. The product with the query keeps autograd's graph whole."""
     nothing = call.query[..., :1] * 0
     output = nothing.expand(*call.query.shape[:-1], call.value.shape[-1])
-    lse = torch.full(call.query.shape[:-1], -torch.inf, dtype=eager.compute_dtype(call.query.dtype), device=nothing.device)
+    lse = nothing[..., 0].to(eager.compute_dtype(call.query.dtype)) - torch.inf
     return output, lse, nothing[..., :0]

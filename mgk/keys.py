@@ -1,4 +1,4 @@
-"""Key layouts: how the keys of a head's M components come from the input (§2.3 of the paper, design options A and B)."""
+"""Key layouts: how the keys of a head's M components come from the input (§2.3 of the paper, options A and B)."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk.arguments import fail, flag
-from mgk.attention import Attention
+from mgk.attention import Attention, How
+from mgk.checks import fail, flag
 from mgk.variants import Variant
 
 
@@ -114,9 +114,8 @@ class MultiheadAttention(nn.Module):
         mask = None if is_causal else self._mask(attn_mask, query, key)
         if bias is not None:
             mask = bias if mask is None else _as_float(mask, bias.dtype) + bias
-        result = self.attention.attend(
-            query, key, value, is_causal, padding, mask, None, None, None, need_weights
-        )
+        how = How(is_causal, key_padding_mask=padding, attn_mask=mask, need_weights=need_weights)
+        result = self.attention.attend(query, key, value, how)
         output, weights = result if need_weights else (result, None)
         output = output if self.batch_first else output.transpose(0, 1)
         if weights is not None and average_attn_weights:
@@ -135,9 +134,7 @@ class MultiheadAttention(nn.Module):
                 fail(name, f"has {x.dim()} dimensions, but query has {query.dim()}")
         return bool(query.dim() == 3)
 
-    def _padding(
-        self, mask: Any, batched: bool, query: Tensor, key: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _padding(self, mask: Any, batched: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """A bool mask [B, S], or a float bias [B, 1, 1, S]."""
         if mask is None:
             return None, None
@@ -158,7 +155,8 @@ class MultiheadAttention(nn.Module):
         if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
             fail("attn_mask", "must be a bool (True = hidden) or floating-point tensor")
         if mask.shape not in (one, many):
-            fail("attn_mask", f"must have shape [L, S] = {list(one)} or [B·H, L, S] = {list(many)}, got {list(mask.shape)}")
+            wanted = f"[L, S] = {list(one)} or [B·H, L, S] = {list(many)}"
+            fail("attn_mask", f"must have shape {wanted}, got {list(mask.shape)}")
         mask = mask if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
         return ~mask if mask.dtype == torch.bool else mask
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mgk.arguments import fail
+from mgk.checks import fail
 from mgk.kernels.statistics import Statistics
 from mgk.variants import Preset, Variant
 
@@ -24,7 +24,9 @@ def reduce_over_processes(*tensors: Tensor) -> None:
 class UniformPrior(nn.Module):
     """π = 1/M."""
 
-    def __init__(self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any):
+    def __init__(
+        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any
+    ):
         super().__init__()
 
     def forward(self, length: int, positions: Tensor | None) -> Tensor | None:
@@ -59,7 +61,9 @@ class PositionalTable(nn.Module):
 class LearnedPrior(PositionalTable):
     """π a parameter: on the simplex through a softmax over components, or (as the authors' code) clamped to [0, 1]."""
 
-    def __init__(self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any):
+    def __init__(
+        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any
+    ):
         super().__init__(heads, components, positions if preset.prior_sharing == "position" else None)
         self.clamped = preset.prior_clamped
         rows = 1 if preset.prior_sharing == "layer" else heads
@@ -78,11 +82,13 @@ class LearnedPrior(PositionalTable):
 
 
 class EMPrior(PositionalTable):
-    """π a buffer, replaced by N_jr/N_j of each training batch (Eq. 11) after that batch has used the one from before."""
+    """π a buffer: each training batch uses the one from before, then its N_jr/N_j (Eq. 11) replaces it."""
 
     prior: Tensor  # [Hk, M, P or 1]
 
-    def __init__(self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any):
+    def __init__(
+        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any
+    ):
         super().__init__(heads, components, positions)
         self.momentum = variant.em_momentum
         self.register_buffer("prior", torch.empty(heads, components, positions or 1, **place))
@@ -122,6 +128,8 @@ PRIORS = {"uniform": UniformPrior, "learned": LearnedPrior, "em": EMPrior}
 
 class FixedVariance(nn.Module):
     """1/σ² as the preset has it: one number or, where its components differ, a constant [M]."""
+
+    scales: Tensor | None
 
     def __init__(self, heads: int, components: int, head_dim: int, variant: Variant, preset: Preset, **place: Any):
         super().__init__()

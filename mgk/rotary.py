@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by an angle that grows with their position, so that products see distances."""
+"""Rotary positions: queries and keys turned by an angle that grows with their position; products see distances."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """positions: [S] or [B, S]."""
         steps = torch.arange(self.pairs, device=x.device, dtype=torch.float32)
-        angles = positions.to(torch.float32).unsqueeze(-1) * self.base ** (-steps / max(self.pairs, 1))  # [(B,) S, pairs]
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.base ** (
+            -steps / max(self.pairs, 1)
+        )  # [(B,) S, pairs]
         if positions.dim() == 2:
             angles = angles.reshape(angles.shape[0], *(1,) * (x.dim() - 3), *angles.shape[1:])
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

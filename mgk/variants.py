@@ -1,10 +1,10 @@
-"""A variant is a point on a few axes; the paper's names are rows of one table, and the settings of a code base another."""
+"""A variant is a point on a few axes: the paper's names are rows of one table, the settings of a code base another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mgk.arguments import fail, number, one_of
+from mgk.checks import fail, number, one_of
 
 AXES = {
     "similarity": ("gaussian", "dot", "between", "linear"),
@@ -49,9 +49,10 @@ class Variant:
                 fail("prior", "must be 'uniform' with assignment 'hard', which ignores it (Eq. 12)")
             if self.variance != "fixed":
                 fail("variance", "must be 'fixed' with assignment 'hard', the limit of equal variances going to 0")
-        if self.similarity == "linear":
-            if self.assignment == "hard" or self.prior == "em" or self.variance != "fixed" or self.normalise:
-                fail("similarity", "'linear' goes with a soft assignment, a uniform or learned prior and fixed variance")
+        if self.similarity == "linear" and (
+            self.assignment == "hard" or self.prior == "em" or self.variance != "fixed" or self.normalise
+        ):
+            fail("similarity", "'linear' goes with a soft assignment, a uniform or learned prior and fixed variance")
 
 
 VARIANTS = {

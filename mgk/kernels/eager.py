@@ -53,49 +53,34 @@ def query_blocks(call: MixtureCall) -> list[slice]:
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     with torch.autocast(call.query.device.type, enabled=False):
         query, keys, value, log_prior, scale, tau = prepare(call)
-        queries, length = query.shape[2], keys.shape[-2]
         bias = call.attn_mask
         if bias is not None:
             bias = None if bias.dtype == torch.bool else bias.to(query.dtype)
 
-        def block(rows: slice, query_rows: Tensor, *tensors: Tensor | None) -> equations.Attended:
-            keys, value, log_prior, scale_tensor, tau_tensor, bias_rows = tensors
-            return equations.mixture_attention(
-                query_rows,
-                keys,
-                value,
-                log_prior,
-                scale=scale if scale_tensor is None else scale_tensor,
-                tau=tau if tau_tensor is None else tau_tensor,
-                hard=call.hard,
-                bias=bias_rows,
-                allowed=allowed_pairs(rows, queries, length, call.attn_mask, call.causal, call.packed, query),
-                dropout_p=call.dropout_p,
-            )
-
-        blocks = query_blocks(call)
-        # Several blocks are recomputed in the backward, so that their weights are never all in memory.
-        recompute = len(blocks) > 1 and torch.is_grad_enabled() and not call.return_weights
-        results = []
-        for rows in blocks:
-            tensors = (
+        def block(rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+            output, weights, lse = equations.mixture_attention(
                 query[:, :, rows],
                 keys,
                 value,
                 log_prior,
-                scale if isinstance(scale, Tensor) else None,
-                tau if isinstance(tau, Tensor) else None,
-                None if bias is None else block_of_rows(bias, rows),
+                scale=scale,
+                tau=tau,
+                hard=call.hard,
+                bias=None if bias is None else block_of_rows(bias, rows),
+                allowed=allowed_pairs(
+                    rows, query.shape[2], keys.shape[-2], call.attn_mask, call.causal, call.packed, query
+                ),
+                dropout_p=call.dropout_p,
             )
-            if recompute:
-                output, _, lse = checkpoint(block, rows, *tensors, use_reentrant=False)
-                results.append((output, lse, None))
-            else:
-                output, weights, lse = block(rows, *tensors)
-                results.append((output, lse, weights if call.return_weights else None))
-        output, lse, weights = (
-            None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-            for parts in zip(*results, strict=True)
-        )
+            return output, lse, weights if call.return_weights else None
+
+        blocks = query_blocks(call)
+        if len(blocks) == 1:
+            output, lse, weights = block(blocks[0])
+        else:
+            # Recomputed in the backward, so that the weights of all blocks are never in memory together.
+            outputs, lses, parts = zip(*(checkpoint(block, rows, use_reentrant=False) for rows in blocks), strict=True)
+            output, lse = torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
+            weights = torch.cat(parts, dim=2) if call.return_weights else None
     dtype = call.query.dtype
-    return output.to(dtype), lse, weights.to(dtype) if weights is not None else None
+    return output.to(dtype), lse, None if weights is None else weights.to(dtype)

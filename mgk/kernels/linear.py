@@ -83,16 +83,17 @@ def _divide(numerator: Tensor, denominator: Tensor, normalise: bool) -> Tensor:
 
 
 def _final_state(f: Features, state: State | None, reference: Tensor | None) -> State:
-    key = f.key
-    if f.log_weight is not None and reference is not None:
-        reference = reference[..., -1]
-        key = key * (f.log_weight - reference.unsqueeze(-1)).exp().unsqueeze(-1)
+    """The sums over all keys, earlier ones included."""
+    if f.log_weight is None or reference is None:
+        total, norm = f.key.transpose(-1, -2) @ f.value, f.key.sum(-2)
+        return (total, norm) if state is None else (total + state[0], norm + state[1])
+    last = reference[..., -1:]
+    key = f.key * (f.log_weight - last).exp().unsqueeze(-1)
     total, norm = key.transpose(-1, -2) @ f.value, key.sum(-2)
     if state is not None:
-        shrink = 1.0 if reference is None else (state[2] - reference).exp()[..., None]
-        total = total + (state[0] if reference is None else state[0] * shrink[..., None])
-        norm = norm + state[1] * shrink
-    return (total, norm) if reference is None else (total, norm, reference)
+        shrink = (state[2].unsqueeze(-1) - last).exp()  # [B, Hk, 1]
+        total, norm = total + state[0] * shrink.unsqueeze(-1), norm + state[1] * shrink
+    return total, norm, last.squeeze(-1)
 
 
 def _checked_state(call: LinearCall, f: Features) -> State | None:

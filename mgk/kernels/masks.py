@@ -17,7 +17,13 @@ def segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def allowed_pairs(
-    rows: slice, queries: int, keys: int, attn_mask: Tensor | None, causal: str | None, packed: Packed | None, like: Tensor
+    rows: slice,
+    queries: int,
+    keys: int,
+    attn_mask: Tensor | None,
+    causal: str | None,
+    packed: Packed | None,
+    like: Tensor,
 ) -> Tensor | None:
     """Bool, broadcastable to [B, H, rows, keys]; None when every pair may attend. Float masks are not looked at."""
     allowed = None

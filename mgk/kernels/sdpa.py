@@ -166,7 +166,13 @@ def mixture_forward(
     for rows, columns, is_causal, bias in _pieces(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
         results = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, rows], keys[:, :, r, columns], value[:, :, columns], 0.0, is_causal, attn_mask=bias, scale=1.0
+                query[:, :, rows],
+                keys[:, :, r, columns],
+                value[:, :, columns],
+                0.0,
+                is_causal,
+                attn_mask=bias,
+                scale=1.0,
             )
             for r in range(components)
         ]
@@ -292,5 +298,7 @@ def _(query_shape: torch.Size, keys_shape: torch.Size, *args: Any, **kwargs: Any
 
 
 @register_flop_formula(torch.ops.mgk.sdpa_mixture_backward)
-def _(grad: torch.Size, grad_lse: torch.Size, query_shape: torch.Size, keys_shape: torch.Size, *args: Any, **kw: Any) -> int:
+def _(
+    grad: torch.Size, grad_lse: torch.Size, query_shape: torch.Size, keys_shape: torch.Size, *args: Any, **kw: Any
+) -> int:
     return 5 * 2 * _pairs(query_shape, keys_shape) * query_shape[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from mgk.kernels.eager import prepare, query_blocks
 from mgk.kernels.masks import allowed_pairs, block_of_rows
 
 
-class Statistics(NamedTuple):
+@dataclass(frozen=True)
+class Statistics:
     count: Tensor  # N_jr = Σ_i γ_ijr over the queries i that may see j, [B, Hk, M, S]
     pairs: Tensor  # N_j, their number, [B, Hk, S]
     spread: Tensor  # Σ_i γ_ijr ‖q_i − k_jr‖², [B, Hk, M, S]
@@ -34,7 +35,7 @@ def em_statistics(call: MixtureCall) -> Statistics:
         key_norm = keys.square().sum(-1)
         for rows in query_blocks(call):
             block = query[:, :, rows]
-            gamma = equations.responsibilities(block, keys, log_prior, scale=scale, tau=tau)  # [B, H, M, l, S]
+            gamma = equations.responsibilities(block, keys, log_prior, scale=scale, tau=tau)  # [B, H, l, M, S]
             allowed = allowed_pairs(rows, queries, length, bias, call.causal, call.packed, query)
             if bias is not None and bias.dtype != torch.bool:
                 finite = block_of_rows(bias, rows) != -math.inf
@@ -42,16 +43,17 @@ def em_statistics(call: MixtureCall) -> Statistics:
             if allowed is None:
                 pairs += rows.stop - rows.start
             else:
-                gamma = gamma.masked_fill(~allowed.unsqueeze(-3), 0)
+                gamma = gamma.masked_fill(~allowed.unsqueeze(-2), 0)
                 pairs += allowed.expand(batch, heads, rows.stop - rows.start, length).sum(-2)
-            answered = gamma.sum(-2)
+            answered = gamma.sum(-3)
             count += answered
             # Σ_i γ ‖q_i − k‖² = Σ_i γ ‖q_i‖² − 2 k·Σ_i γ q_i + N ‖k‖²
-            weighted = gamma.transpose(-1, -2)  # [B, H, M, S, l]
+            weighted = gamma.movedim(-3, -1)  # [B, H, M, S, l]
             query_norm = (weighted @ block.square().sum(-1)[:, :, None, :, None]).squeeze(-1)
             cross = ((weighted @ block.unsqueeze(2)) * keys).sum(-1)
             spread += query_norm - 2 * cross + answered * key_norm
         per_key_head = (
-            x.unflatten(1, (-1, call.group)).sum(2) if call.group > 1 else x for x in (count, pairs, spread.clamp(min=0))
+            x.unflatten(1, (-1, call.group)).sum(2) if call.group > 1 else x
+            for x in (count, pairs, spread.clamp(min=0))
         )
         return Statistics(*per_key_head)

@@ -7,8 +7,28 @@ import triton
 import triton.language as tl
 
 from .triton_tiles import (
-    LOG2E, SAFE_RANGE, TILE, columns, component_scores, extent, gradients, hide, kept, key_range, largest, load_rows, load_scales, load_shift,
-    load_vectors, mask_scores, ratios, row_terms, schedule, smallest, store_rows, zeros_like_each,
+    LOG2E,
+    SAFE_RANGE,
+    TILE,
+    columns,
+    component_scores,
+    extent,
+    gradients,
+    hide,
+    kept,
+    key_range,
+    largest,
+    load_rows,
+    load_scales,
+    load_shift,
+    load_vectors,
+    mask_scores,
+    ratios,
+    row_terms,
+    schedule,
+    smallest,
+    store_rows,
+    zeros_like_each,
 )  # fmt: skip
 
 
@@ -53,7 +73,7 @@ def walk_keys(
     return acc, das
 
 
-@triton.jit(do_not_specialize=["L", "S", "n_slots", "n_tiles", "SECTION"])
+@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def gradient_queries(
     q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr,
     dq_ptr, dmask_ptr, rows_ptr, spread_ptr, sums_ptr, scale, tau, dropout_p,
@@ -61,7 +81,7 @@ def gradient_queries(
     stride_ob, stride_oh, stride_ol, stride_rows, H, GROUP, L, S, n_slots, n_tiles, n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr,
-    DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PATHS: tl.constexpr,
 ):  # fmt: skip
     """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta) and this tile's part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -126,7 +146,7 @@ def gradient_queries(
     _, _, width, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
     acc = tl.zeros([BM, BD], tl.float32)
     das = zeros_like_each(norm, M - FIRST)
-    if FACTORED and (spread + width <= SAFE_RANGE):
+    if PATHS == 1 or (FACTORED and (spread + width <= SAFE_RANGE)):
         for MASKED in tl.static_range(2):
             acc, das = walk_keys(
                 full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr,
@@ -234,7 +254,7 @@ def walk_queries(
     return dks, dv, dcs, dlams
 
 
-@triton.jit(do_not_specialize=["L", "S", "n_slots", "n_tiles", "n_query_tiles", "n_query_sums", "SECTION"])
+@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "n_query_tiles", "n_query_sums", "SECTION"])
 def gradient_keys(
     q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, do_ptr, rows_ptr, spread_ptr,
     dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
@@ -242,7 +262,7 @@ def gradient_keys(
     stride_ob, stride_oh, stride_ol, stride_rows, H, GROUP, L, S, n_slots, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, PATHS: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -301,7 +321,7 @@ def gradient_keys(
                 o_t = t + tl.arange(0, 128)
                 b_spread = tl.load(spread_ptr + i_bh * n_query_tiles + o_t, mask=o_t < tl.cdiv(n_q, BQ), other=0.0)
                 spread = tl.maximum(spread, tl.max(b_spread, 0))
-        if FACTORED and (spread + width <= SAFE_RANGE):
+        if PATHS == 1 or (FACTORED and (spread + width <= SAFE_RANGE)):
             coef = load_vectors(coef_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
             sums = zeros_like_each(tl.zeros([BN], tl.float32), M)
             for part in tl.static_range(0 if CAUSAL else 1, 3):

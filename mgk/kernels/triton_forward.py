@@ -4,8 +4,27 @@ import triton
 import triton.language as tl
 
 from .triton_tiles import (
-    LOG2E, SAFE_RANGE, TILE, blend, columns, component_scores, exponents, extent, hide, kept, key_range, largest, load_rows, load_scales, load_vectors,
-    mask_scores, ratios, row_terms, schedule, smallest, store_rows,
+    LOG2E,
+    SAFE_RANGE,
+    TILE,
+    blend,
+    columns,
+    component_scores,
+    exponents,
+    extent,
+    hide,
+    kept,
+    key_range,
+    largest,
+    load_rows,
+    load_scales,
+    load_vectors,
+    mask_scores,
+    ratios,
+    row_terms,
+    schedule,
+    smallest,
+    store_rows,
 )  # fmt: skip
 
 
@@ -60,7 +79,7 @@ def walk(
         coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
         b_p, m_new = weigh(scores, row, top, m, rho, coef, ref, lam, M, SHIFTED, HARD, ONLINE, EXACT)
         if ONLINE:
-            alpha = tl.where(m_new == -float("inf"), 1.0, tl.exp2(m - m_new))
+            alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * alpha
             acc = acc * alpha[:, None]
             m = m_new
@@ -72,14 +91,14 @@ def walk(
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["L", "S", "n_slots", "n_tiles", "SECTION"])
+@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def mixture_forward(
     q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, out_ptr, lse_ptr,
     scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj, H, GROUP, L, S, n_slots, n_tiles, n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, RANGE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, RANGE: tl.constexpr, PATHS: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -123,7 +142,7 @@ def mixture_forward(
     l = tl.zeros([BM], tl.float32)
     m = tl.full([BM], -float("inf"), tl.float32)
     flat = columns(a, 0.0, M)
-    if BOUNDED and (low <= high) & (2 * tl.max(bound, 0) + spread + high - low <= SAFE_RANGE):
+    if PATHS == 1 or (BOUNDED and (low <= high) & (2 * tl.max(bound, 0) + spread + high - low <= SAFE_RANGE)):
         m = bound + top + high
         for MASKED in tl.static_range(2):
             acc, l, m = walk(
@@ -131,7 +150,7 @@ def mixture_forward(
                 seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN,
                 SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, False, not FACTORED,
             )  # fmt: skip
-    elif FACTORED and SHIFTED and (spread + width <= RANGE):
+    elif PATHS == 2 or (FACTORED and SHIFTED and (spread + width <= RANGE)):
         for MASKED in tl.static_range(2):
             acc, l, m = walk(
                 full if MASKED else 0, last if MASKED else full, b_q, flat, top, ratios(flat, M), lam, acc, l, m, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr,
@@ -147,7 +166,8 @@ def mixture_forward(
             )  # fmt: skip
 
     empty = l == 0.0
-    inverse = tl.where(empty, 0.0, 1.0 / l)
+    l = tl.where(empty, 1.0, l)
+    inverse = 1.0 / l
     if DROPOUT:
         inverse = inverse / (1.0 - dropout_p)
     o_row = (i_bq * H + i_h).to(tl.int64) * L + start_q

@@ -11,6 +11,7 @@ from .triton_prepare import prepare_keys
 from .triton_tiles import SAFE_RANGE, TILE
 
 L2_BYTES = 24 << 20
+PATHS = 0
 
 # (pass, head width at most): rows and keys of a block, warps, pipeline stages. Found on an H200 in 16-bit types; docs/kernels.md has the measurements.
 SHIFTED_BLOCKS = {
@@ -70,7 +71,7 @@ def _common(query, keys, value, shift, mask, seed, scale_t, tau_t, cu_q, cu_k, c
     switches = dict(
         M=M, D=D, E=E, BD=_width(D), BE=_width(E), SHIFTED=shifted, HARD=hard, SCALE=0 if scale_t is None else scale_t.shape[1], TAU=tau_t is not None,
         CAUSAL=causal, MASK=0 if mask is None else (1 if mask.dtype == torch.bool else 2), DROPOUT=dropout_p > 0, PACKED=cu_q is not None,
-        PRECISION=_precision(query),
+        PRECISION=_precision(query), PATHS=PATHS,
     )  # fmt: skip
     return B, H, value.shape[1], n_seq, L, S, D, E, M, shifted, switches
 

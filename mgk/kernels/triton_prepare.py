@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, TILE, extent, load_scales, load_shift
+from .triton_tiles import LOG2E, TILE, extent, load_scales
 
 
 @triton.jit(do_not_specialize=["S", "n_slots"])

@@ -1,0 +1,68 @@
+"""From a trained softmax layer to a mixture layer that computes the same and can learn from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgk.checks import fail, number, one_of
+from mgk.variants import VARIANTS, Variant
+
+
+def from_softmax(
+    layer_class: Callable[..., Any],
+    source: nn.MultiheadAttention,
+    variant: str | Variant,
+    num_components: int,
+    is_causal: bool,
+    noise: float,
+    backend: str,
+) -> Any:
+    """See `Attention.from_softmax`."""
+    if not isinstance(source, nn.MultiheadAttention):
+        fail("source", f"must be an nn.MultiheadAttention, got {type(source).__name__}")
+    if source.bias_k is not None or source.add_zero_attn:
+        fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not have")
+    number("noise", noise, 0)
+    target = variant if isinstance(variant, Variant) else VARIANTS[one_of("variant", variant, VARIANTS)]
+    if target.similarity == "linear":
+        fail("variant", "is linear: softmax attention has no exact linear form")
+    if target.components is None:
+        target = dataclasses.replace(target, similarity="between")
+    layer = layer_class(
+        source.embed_dim,
+        source.num_heads,
+        kdim=source.kdim,
+        vdim=source.vdim,
+        variant=target,
+        num_components=num_components,
+        dropout=source.dropout,
+        bias=source.in_proj_bias is not None,
+        is_causal=is_causal,
+        backend=backend,
+        device=source.out_proj.weight.device,
+        dtype=source.out_proj.weight.dtype,
+    )
+    if source.in_proj_weight is not None:
+        query, key, value = source.in_proj_weight.chunk(3)
+    else:
+        query, key, value = source.q_proj_weight, source.k_proj_weight, source.v_proj_weight
+    biases = (None, None, None) if source.in_proj_bias is None else source.in_proj_bias.chunk(3)
+    copies = (
+        (layer.query, query, biases[0]),
+        (layer.value, value, biases[2]),
+        (layer.out, source.out_proj.weight, source.out_proj.bias),
+    )
+    with torch.no_grad():
+        for projection, weight, bias in copies:
+            projection.weight.copy_(weight)
+            if bias is not None:
+                projection.bias.copy_(bias)
+        layer.keys.load_softmax_keys(key, biases[1], noise)
+        if layer.tau is not None:
+            layer.tau.zero_()
+    return layer.train(source.training)
