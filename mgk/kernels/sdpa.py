@@ -79,11 +79,16 @@ def augment(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     tau = torch.as_tensor(call.tau, dtype=dtype, device=query.device).reshape(1, -1, 1, 1)
     log_prior = -math.log(call.components) if call.log_prior is None else call.log_prior.to(dtype)
     key_term = log_prior - 0.5 * tau * scale * keys.square().sum(-1)  # [B, Hk, M, S]
+    key_term = key_term.clamp(min=HIDDEN).unsqueeze(-1)
     ones = torch.ones_like(query[..., :1])
-    query_parts, key_parts = [query, ones], [keys * scale.unsqueeze(-1), key_term.clamp(min=HIDDEN).unsqueeze(-1)]
-    if not call.equal_scale:
-        query_parts.append(query.square().sum(-1, keepdim=True))
-        key_parts.append((-0.5 * tau * scale).expand(keys.shape[:-1]).unsqueeze(-1))
+    if call.equal_scale:
+        # λ goes to the query, of which there is less.
+        query_scale = scale if scale.dim() == 0 else repeat_heads(scale, call.group)
+        query_parts, key_parts = [query * query_scale, ones], [keys, key_term]
+    else:
+        query_parts = [query, ones, query.square().sum(-1, keepdim=True)]
+        norm_factor = (-0.5 * tau * scale).expand(keys.shape[:-1]).unsqueeze(-1)
+        key_parts = [keys * scale.unsqueeze(-1), key_term, norm_factor]
     # The backward wants the value's last column free.
     width = max(call.value.shape[-1] + 1, query.shape[-1] + len(query_parts) - 1)
     width += -width % WIDTH_MULTIPLE
