@@ -1,0 +1,49 @@
+# Targets work on a machine that has python3 (3.10 or newer), pip, make and git; the rest is installed into .venv.
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+JOBS  ?= auto
+# The interpreter of test-gpu: a GPU machine often brings its own torch, so .venv is used there only if it exists.
+PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+# More options for pytest, for example: make test-quick ARGS="-k causal -x"
+ARGS  ?=
+# One thread a process: the worker processes already use every core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-quick test-gpu lint format bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## Set up .venv with the package, editable, and all its extras
+
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+test: $(STAMP) ## Run every test that needs no GPU
+	$(PYTEST) -m "not gpu"
+
+test-quick: $(STAMP) ## Run the tests that need no GPU and are not marked slow
+	$(PYTEST) -m "not gpu and not slow"
+
+test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3)
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP) ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Format the code and apply the safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Measure speed and memory on the CPU; appends to results/cpu.csv
+	$(BIN)/python benchmarks/cpu.py
+
+clean: ## Remove .venv, caches and build outputs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,380 @@
+"""Speed and memory on the CPU: our operators against plain SDPA, and against a naive eager attention.
+
+    python benchmarks/cpu.py            every measurement, appended to results/cpu.csv
+    python benchmarks/cpu.py --quick    short lengths, printed only (unless --out names a file)
+
+B 1, H 4, M 2, D 64, fp32. Three questions:
+  time       MGK and sMGK (backend "sdpa") against SDPA over as many (query, key) pairs. Not causal: SDPA over the M·N
+             keys laid one after another. Causal: SDPA cannot mask M key sets laid end to end, so it gets M·H causal
+             heads of N keys, which are as many pairs. SDPA has no bias and no mixture there: it is a yardstick of cost.
+  memory     the peak of one call, in a process of its own, against the naive eager attention below.
+  linearity  causal MLK (backend "chunked") over growing lengths.
+Nothing is timed before it agrees with the eager backend in fp64. The contestants of a measurement take turns, on fresh
+random inputs each turn, so that a disturbance of the machine meets them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mgk
+
+ROOT = Path(__file__).resolve().parent.parent
+B, H, M, D = 1, 4, 2, 64
+SEED = 0
+CHECK_LENGTH, TOLERANCE = 1024, 1e-4
+# The naive attention keeps several tensors of B·H·M·N² numbers for its backward: 2.1 GB each at 8,192.
+NAIVE_LIMIT = 4096
+
+# The columns that every file in results/ has, then what only this benchmark knows.
+COLUMNS = (
+    "recipe,task,dataset,variant,preset,components,heads,kv_heads,seed,steps,lr,batch,length,dtype,backend,split,"
+    "n_examples,metric,value,params,flops,step_ms,peak_mem_mb,gpu,torch,date,commit,command,"
+    "pass,causal,keys,fastest_ms,slowest_ms,repeats,cpu,threads,load,python,system"
+).split(",")
+
+
+def naive_mgk(query: Tensor, keys: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    """Eq. 9 as one would first write it: all distances at once, quadratic in the length."""
+    product = query.unsqueeze(2) @ keys.transpose(-1, -2)  # [B, H, M, L, S]
+    distance = query.square().sum(-1)[:, :, None, :, None] - 2 * product + keys.square().sum(-1).unsqueeze(3)
+    logits = torch.logsumexp(-distance / (2 * math.sqrt(D)), dim=2)  # [B, H, L, S]
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return logits.softmax(-1) @ value
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to compute attention, with the shapes of its inputs for length n."""
+
+    variant: str
+    backend: str
+    heads: int
+    components: int
+    shapes: Callable[[int], Sequence[tuple[int, ...]]]
+    call: Callable[..., Tensor]
+    reference: Callable[..., Tensor] | None = None
+
+    def inputs(self, n: int, seed: int, backward: bool = False) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(s, generator=generator).requires_grad_(backward) for s in self.shapes(n)]
+
+    def keys(self, n: int) -> int:
+        """Keys that a query sees, all components together."""
+        return self.components * self.shapes(n)[2][-2]
+
+
+def shapes_independent(n: int) -> Sequence[tuple[int, ...]]:
+    return (B, H, n, D), (B, H, M, n, D), (B, H, n, D)
+
+
+def shapes_shifted(n: int) -> Sequence[tuple[int, ...]]:
+    return (B, H, n, D), (B, H, n, D), (B, H, n, D), (H, M, D)
+
+
+def mgk_by(backend: str) -> Callable[..., Tensor]:
+    return lambda *x, is_causal: mgk.mgk_attention(*x, is_causal=is_causal, backend=backend)
+
+
+def smgk_by(backend: str) -> Callable[..., Tensor]:
+    return lambda *x, is_causal: mgk.smgk_attention(*x, is_causal=is_causal, backend=backend)
+
+
+def mlk_by(backend: str) -> Callable[..., Tensor]:
+    return lambda *x, is_causal: mgk.mlk_attention(*x, is_causal=is_causal, backend=backend)
+
+
+CONTESTANTS = {
+    "mgk": Contestant("mgk", "sdpa", H, M, shapes_independent, mgk_by("sdpa"), mgk_by("eager")),
+    "smgk": Contestant("smgk", "sdpa", H, M, shapes_shifted, smgk_by("sdpa"), smgk_by("eager")),
+    "naive": Contestant("mgk", "naive", H, M, shapes_independent, naive_mgk, mgk_by("eager")),
+    "mlk": Contestant("mlk", "chunked", H, M, shapes_independent, mlk_by("chunked"), mlk_by("eager")),
+    "sdpa-keys": Contestant(
+        "softmax",
+        "torch-sdpa",
+        H,
+        1,
+        lambda n: ((B, H, n, D), (B, H, M * n, D), (B, H, M * n, D)),
+        F.scaled_dot_product_attention,
+    ),
+    "sdpa-heads": Contestant(
+        "softmax", "torch-sdpa", M * H, 1, lambda n: ((B, M * H, n, D),) * 3, F.scaled_dot_product_attention
+    ),
+}
+
+
+def run_once(contestant: Contestant, n: int, causal: bool, backward: bool, seed: int) -> float:
+    """Seconds of one call on fresh inputs; making the inputs is not counted."""
+    x = contestant.inputs(n, seed, backward)
+    grad = torch.randn(B, contestant.heads, n, D) if backward else None
+    with torch.set_grad_enabled(backward):
+        start = time.perf_counter()
+        out = contestant.call(*x, is_causal=causal)
+        if backward:
+            torch.autograd.grad(out, x, grad)
+        return time.perf_counter() - start
+
+
+def check(name: str, causal: bool) -> float:
+    """The largest relative error, of output and gradients, against eager in fp64; an exception if it is too large."""
+    contestant = CONTESTANTS[name]
+    assert contestant.reference is not None
+    x = contestant.inputs(CHECK_LENGTH, SEED, backward=True)
+    grad = torch.randn(B, H, CHECK_LENGTH, D)
+    x64 = [t.detach().double().requires_grad_() for t in x]
+    out, truth = contestant.call(*x, is_causal=causal), contestant.reference(*x64, is_causal=causal)
+    ours = (out, *torch.autograd.grad(out, x, grad))
+    theirs = (truth, *torch.autograd.grad(truth, x64, grad.double()))
+    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)]
+    error = max(errors) if all(map(math.isfinite, errors)) else math.inf
+    if error > TOLERANCE:
+        sys.exit(f"{name}, causal {causal}: relative error {error:.1e} against eager; what is wrong is not timed")
+    return error
+
+
+def measure_times(names: Sequence[str], n: int, causal: bool, backward: bool, budget: float) -> dict[str, list[float]]:
+    """Milliseconds of every turn, by name. At least 3 turns; then until `budget` seconds each or 20 turns."""
+    for name in names:
+        run_once(CONTESTANTS[name], min(n, 4096), causal, backward, SEED)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    start, turn = time.perf_counter(), 0
+    while turn < 3 or (turn < 20 and time.perf_counter() - start < budget * len(names)):
+        turn += 1
+        for name in names:
+            times[name].append(1e3 * run_once(CONTESTANTS[name], n, causal, backward, SEED + turn))
+    return times
+
+
+def status_mb(field: str) -> float:
+    """VmRSS (now) or VmHWM (peak) of this process. Not getrusage: its peak is inherited from the parent process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"no {field} in /proc/self/status")
+
+
+def peak_memory_here(name: str, n: int, causal: bool, backward: bool) -> float:
+    """MB that one call takes beyond its inputs, in this process, which should have done nothing else."""
+    contestant = CONTESTANTS[name]
+    run_once(contestant, 64, causal, backward, SEED)
+    x = contestant.inputs(n, SEED + 1, backward)
+    grad = torch.randn(B, contestant.heads, n, D) if backward else None
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is used now
+    before = status_mb("VmRSS")
+    with torch.set_grad_enabled(backward):
+        out = contestant.call(*x, is_causal=causal)
+        if backward:
+            torch.autograd.grad(out, x, grad)
+    return status_mb("VmHWM") - before
+
+
+def peak_memory(name: str, n: int, causal: bool, backward: bool) -> float:
+    command = [sys.executable, __file__, "--memory-of", name, str(n), str(int(causal)), str(int(backward))]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def describe_cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def describe_commit() -> str:
+    """The commit, with "-dirty" when a tracked file outside results/ differs from it."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+    return (git("rev-parse", "--short=12", "HEAD") or "none") + ("-dirty" if changed else "")
+
+
+class Results:
+    """The rows of one file, rewritten under a temporary name at every new row, so that it is never half written."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rows: list[dict[str, str]] = []
+        if path is not None and path.exists():
+            with path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                if reader.fieldnames != COLUMNS:
+                    sys.exit(f"{path} has other columns than this benchmark writes: move it away first")
+                self.rows = list(reader)
+        self.constant = {
+            "recipe": "benchmark-cpu",
+            "dataset": "random normal",
+            "seed": SEED,
+            "batch": B,
+            "dtype": "float32",
+            "torch": torch.__version__,
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+            "commit": describe_commit(),
+            "command": " ".join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
+            "cpu": describe_cpu(),
+            "threads": torch.get_num_threads(),
+            "load": f"{os.getloadavg()[0]:.1f}",
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+        }
+
+    def add(self, task: str, name: str, n: int, causal: bool, backward: bool, **measured: object) -> None:
+        contestant = CONTESTANTS[name]
+        row = self.constant | {
+            "task": task,
+            "variant": contestant.variant,
+            "components": contestant.components,
+            "heads": contestant.heads,
+            "kv_heads": contestant.heads,
+            "length": n,
+            "backend": contestant.backend,
+            "pass": "forward+backward" if backward else "forward",
+            "causal": causal,
+            "keys": contestant.keys(n),
+        }
+        self.rows.append({c: str((row | measured).get(c, "")) for c in COLUMNS})
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            with temporary.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows)
+            temporary.replace(self.path)
+
+    def add_times(self, task: str, n: int, causal: bool, backward: bool, times: dict[str, list[float]]) -> None:
+        for name, ms in times.items():
+            median = f"{statistics.median(ms):.3f}"
+            spread = {"fastest_ms": f"{min(ms):.3f}", "slowest_ms": f"{max(ms):.3f}", "repeats": len(ms)}
+            self.add(task, name, n, causal, backward, metric="time_ms", value=median, step_ms=median, **spread)
+
+
+def say(task: str, n: int | str, causal: bool, backward: bool, text: str) -> None:
+    kind = f"{'causal' if causal else 'full':6}  {'forward+backward' if backward else 'forward':16}"
+    length = f"N {n:6,}" if isinstance(n, int) else f"{n:8}"
+    print(f"{task:9}  {length}  {kind}  {text}", flush=True)
+
+
+def growth(values: dict[int, float]) -> str:
+    """The exponent p of N^p between each length and the next."""
+    lengths = sorted(values)
+    slopes = [math.log(max(values[b], 1e-3) / max(values[a], 1e-3), b / a) for a, b in pairwise(lengths)]
+    return "grows as N to the power " + ", ".join(f"{p:.2f}" for p in slopes)
+
+
+def bench_time(results: Results, lengths: Sequence[int], budget: float) -> None:
+    for n in lengths:
+        for causal in (False, True):
+            peer = "sdpa-heads" if causal else "sdpa-keys"
+            for backward in (False, True):
+                times = measure_times(("mgk", "smgk", peer), n, causal, backward, budget)
+                results.add_times("time", n, causal, backward, times)
+                parts = []
+                for name, ms in times.items():
+                    ratio = statistics.median(a / b for a, b in zip(ms, times[peer], strict=True))
+                    parts.append(
+                        f"{name} {statistics.median(ms):9.2f} ms" + ("" if name == peer else f" ({ratio:.2f} x)")
+                    )
+                    if name != peer:
+                        measured = {"metric": "time_ratio_to_sdpa", "value": f"{ratio:.3f}", "repeats": len(ms)}
+                        results.add("time", name, n, causal, backward, **measured)
+                say("time", n, causal, backward, "   ".join(parts))
+
+
+def bench_memory(results: Results, lengths: Sequence[int]) -> None:
+    for causal in (False, True):
+        for backward in (False, True):
+            for name in ("mgk", "smgk", "naive"):
+                peaks = {}
+                for n in lengths:
+                    if name == "naive" and n > NAIVE_LIMIT:
+                        continue
+                    mb = peaks[n] = peak_memory(name, n, causal, backward)
+                    results.add(
+                        "memory",
+                        name,
+                        n,
+                        causal,
+                        backward,
+                        metric="peak_mem_mb",
+                        value=f"{mb:.1f}",
+                        peak_mem_mb=f"{mb:.1f}",
+                    )
+                    say("memory", n, causal, backward, f"{name} {mb:9.1f} MB")
+                say("memory", "growth", causal, backward, f"{name} {growth(peaks)}")
+
+
+def bench_linearity(results: Results, lengths: Sequence[int], budget: float) -> None:
+    for backward in (False, True):
+        medians = {}
+        for n in lengths:
+            times = measure_times(("mlk",), n, True, backward, budget)
+            results.add_times("linearity", n, True, backward, times)
+            medians[n] = statistics.median(times["mlk"])
+            say("linearity", n, True, backward, f"mlk {medians[n]:9.2f} ms   {1e3 * medians[n] / n:.2f} µs a token")
+        say("linearity", "growth", True, backward, f"mlk {growth(medians)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="lengths up to 1,024, few turns, no file unless --out is given"
+    )
+    parser.add_argument("--out", type=Path, help="the CSV file to append to (default: results/cpu.csv)")
+    parser.add_argument("--only", choices=("time", "memory", "linearity"), help="one of the three questions")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
+    parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of:
+        name, *numbers = args.memory_of
+        n, causal, backward = map(int, numbers)
+        print(peak_memory_here(name, n, bool(causal), bool(backward)))
+        return
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    results = Results(args.out or (None if args.quick else ROOT / "results" / "cpu.csv"))
+    print(f"{results.constant['cpu']}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
+    if os.getloadavg()[0] > 0.5 and torch.get_num_threads() > 1:
+        # Threads that wait for one another lose a time slice wherever another process holds a core: up to 90 ms a call.
+        print(f"WARNING: load {os.getloadavg()[0]:.1f}: wait for an idle machine, or use --threads 1", flush=True)
+    for name in ("mgk", "smgk", "naive", "mlk"):
+        for causal in (False, True) if name != "mlk" else (True,):
+            say("check", CHECK_LENGTH, causal, True, f"{name} relative error {check(name, causal):.1e}")
+    budget = 1.0 if args.quick else 10.0
+    if args.only in (None, "time"):
+        bench_time(results, (256, 1024) if args.quick else (1024, 4096, 16384), budget)
+    if args.only in (None, "memory"):
+        if sys.platform == "linux":
+            bench_memory(results, (256, 512, 1024) if args.quick else (1024, 2048, 4096, 8192, 16384))
+        else:
+            print("memory: left out, it is read from Linux's /proc")
+    if args.only in (None, "linearity"):
+        bench_linearity(results, (256, 512, 1024) if args.quick else [1024 << i for i in range(7)], budget)
+    if results.path:
+        print(f"written to {results.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Shared by all tests: poisoned memory, and the count of the cases that were compared with the oracle."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+# Small cases, and cores that belong to the workers: threads that wait for each other took 40 x the time.
+torch.set_num_threads(1)
+
+# Passed cases that a full run of the operators' table must reach: (backend, variant) -> cases for each dtype.
+MINIMUM = {
+    ("eager", "mgk"): 60,
+    ("eager", "mgk-hard"): 60,
+    ("eager", "smgk"): 60,
+    ("eager", "smgk-hard"): 60,
+    ("sdpa", "mgk"): 40,
+    ("sdpa", "smgk"): 40,
+    ("eager", "mlk"): 20,
+    ("eager", "smlk"): 20,
+    ("chunked", "mlk"): 10,
+    ("chunked", "smlk"): 10,
+}
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+TABLE = "test_operators.py"
+
+passed: Counter[tuple[str, ...]] = Counter()  # (backend, variant, dtype) -> cases
+complete = True  # whether all of TABLE was collected; known to the workers, and told to the controller
+
+
+@pytest.fixture
+def poisoned():
+    """Uninitialised memory is NaN, so a kernel that reads what it never wrote is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def oracle_case(record_property):
+    """Called by a test once it has compared a case with the oracle; counted when the test passes."""
+    return lambda backend, variant, dtype: record_property("oracle", (backend, variant, str(dtype).split(".")[-1]))
+
+
+def pytest_deselected(items):
+    global complete
+    complete = complete and not any(item.path.name == TABLE for item in items)
+
+
+def pytest_collection_finish(session):
+    global complete
+    whole_file = any(item.path.name == TABLE for item in session.items) and not any(
+        "::" in a for a in session.config.args
+    )
+    complete = complete and whole_file
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["complete"] = complete
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    global complete
+    complete = getattr(node, "workeroutput", {}).get("complete", False)
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        passed.update(tuple(case) for name, case in report.user_properties if name == "oracle")
+
+
+def missing() -> list[str]:
+    return [
+        f"{backend} {variant} {dtype}: {passed[backend, variant, dtype]} < {least}"
+        for (backend, variant), least in MINIMUM.items()
+        for dtype in DTYPES
+        if passed[backend, variant, dtype] < least
+    ]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    on_worker = hasattr(session.config, "workerinput")
+    if not on_worker and complete and missing() and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not passed:
+        return
+    terminalreporter.section("cases compared with the oracle")
+    terminalreporter.write_line(f"{'backend':10}{'variant':12}" + "".join(f"{dtype:>10}" for dtype in DTYPES))
+    for backend, variant in dict.fromkeys([*MINIMUM, *(case[:2] for case in passed)]):
+        row = [passed[backend, variant, dtype] for dtype in DTYPES]
+        terminalreporter.write_line(f"{backend:10}{variant:12}" + "".join(f"{n:10}" for n in row))
+    for line in missing() if complete else []:
+        terminalreporter.write_line(f"below the minimum: {line}", red=True)
