@@ -54,7 +54,7 @@ def block_of_rows(mask: Tensor, rows: slice) -> Tensor:
 
 
 def repeat_heads(tensor: Tensor, group: int) -> Tensor:
-    """Key-head tensors [B, Hk or 1, ...] for the query heads, [B, H or 1, ...]: a group of query heads shares them."""
+    """Key-head tensors [B, Hk or 1, ...] for the query heads, [B, H or 1, ...], to be broadcast where it is 1."""
     if group == 1 or tensor.shape[1] == 1:
         return tensor
     return tensor.repeat_interleave(group, dim=1)

@@ -144,6 +144,11 @@ def _pieces(
             yield _offset(tile, rows.start), slice(columns.start, columns.start + seen), False, bias
 
 
+def _for_query_heads(tensor: Tensor, group: int) -> Tensor:
+    """Repeated also where there is one key head: the flash kernel does not broadcast, it reads past the end."""
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
 def _offset(part: slice, start: int) -> slice:
     return slice(part.start + start, part.stop + start)
 
@@ -163,7 +168,7 @@ def mixture_forward(
     query [B, H, L, F], keys [B, Hk, M, S, F], value [B, Hk, S, F] with zeros in its last column.
     """
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
-    keys, value = repeat_heads(keys, group), repeat_heads(value, group)
+    keys, value = _for_query_heads(keys, group), _for_query_heads(value, group)
     output = torch.zeros_like(query)
     lse = query.new_full(query.shape[:-1], -math.inf)
     if query.numel() == 0:
@@ -221,7 +226,7 @@ def mixture_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
-    all_keys, all_value = repeat_heads(keys, group), repeat_heads(value, group)
+    all_keys, all_value = _for_query_heads(keys, group), _for_query_heads(value, group)
     grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
     # Rows without keys: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
     lse = lse.masked_fill(lse == -math.inf, -HIDDEN)
