@@ -1,0 +1,155 @@
+"""The encoder of the Long Range Arena experiments: classifies one document, or the relation between two.
+
+Pre-LN, learned positions, a mean over tokens and an MLP head, as in the configuration the paper takes over from
+Nyströmformer. B batch, L length, d embed_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mgk.attention import Attention
+from mgk.checks import fail, number, one_of, positive_integer
+from mgk.variants import PRESETS, VARIANTS
+
+POOLINGS = ("mean", "mean-padded")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Everything that determines a Classifier's shape.
+
+    variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where
+    fewer heads save. pooling: "mean" over the real tokens, or "mean-padded", which divides by the padded length.
+    attention_dropout None takes the preset's. documents 2 makes the matcher: one encoder for both, and a head on
+    [x, y, x∘y, x−y].
+    """
+
+    vocab_size: int
+    num_classes: int
+    max_length: int
+    documents: int = 1
+    embed_dim: int = 64
+    ffn_dim: int = 128
+    hidden_dim: int = 128
+    num_layers: int = 2
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    head_dim: int = 32
+    variant: str | tuple[str, ...] = "softmax"
+    num_components: int = 2
+    preset: str = "paper"
+    feature_map: str = "elu"
+    dropout: float = 0.1
+    attention_dropout: float | None = None
+    pooling: str = "mean"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        sizes = "vocab_size num_classes max_length embed_dim ffn_dim hidden_dim num_layers num_heads head_dim"
+        for name in sizes.split():
+            positive_integer(name, getattr(self, name))
+        if self.documents not in (1, 2):
+            fail("documents", f"must be 1 or 2, got {self.documents!r}")
+        if isinstance(self.variant, list):
+            object.__setattr__(self, "variant", tuple(self.variant))
+        for variant in self.layer_variants:
+            one_of("variant", variant, VARIANTS)
+        if len(self.layer_variants) != self.num_layers:
+            fail("variant", f"names {len(self.layer_variants)} layers of {self.num_layers}")
+        one_of("preset", self.preset, PRESETS)
+        one_of("pooling", self.pooling, POOLINGS)
+        number("dropout", self.dropout, 0, 1)
+
+    @property
+    def layer_variants(self) -> tuple[str, ...]:
+        """The variant of each layer."""
+        return (self.variant,) * self.num_layers if isinstance(self.variant, str) else tuple(self.variant)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.xavier_uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class EncoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: EncoderConfig, variant: str) -> None:
+        super().__init__()
+        width = config.embed_dim
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(
+            width,
+            config.num_heads,
+            head_dim=config.head_dim,
+            num_kv_heads=config.num_kv_heads,
+            variant=variant,
+            num_components=config.num_components,
+            preset=config.preset,
+            feature_map=config.feature_map,
+            dropout=config.attention_dropout,
+            # The paper shares priors over positions, the authors' code keeps one for each.
+            max_positions=None if config.preset == "paper" else config.max_length,
+            backend=config.backend,
+        )
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            _linear(width, config.ffn_dim), nn.GELU(), nn.Dropout(config.dropout), _linear(config.ffn_dim, width)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), key_padding_mask=padding))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Classifier(nn.Module):
+    """Token ids [B, L] (or [B, 2, L] for two documents) and their lengths to logits [B, num_classes]."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.embed_dim
+        self.tokens = nn.Embedding(config.vocab_size, width)
+        self.positions = nn.Parameter(torch.empty(config.max_length, width))
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(EncoderLayer(config, variant) for variant in config.layer_variants)
+        self.norm = nn.LayerNorm(width)
+        features = width if config.documents == 1 else 4 * width
+        self.head = nn.Sequential(
+            _linear(features, config.hidden_dim), nn.ReLU(), _linear(config.hidden_dim, config.num_classes)
+        )
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
+
+    def encode(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
+        """[B, L] to [B, d]: the mean over tokens of the last layer."""
+        length = tokens.shape[1]
+        if length > self.config.max_length:
+            fail("tokens", f"have length {length}, and the model has {self.config.max_length} positions")
+        padding = None if lengths is None else torch.arange(length, device=tokens.device) >= lengths[:, None]
+        x = self.dropout(self.tokens(tokens) + self.positions[:length])
+        for layer in self.layers:
+            x = layer(x, padding)
+        x = self.norm(x)
+        if padding is None or lengths is None:
+            return x.mean(1)
+        total = x.masked_fill(padding.unsqueeze(-1), 0).sum(1)
+        return total / (length if self.config.pooling == "mean-padded" else lengths.clamp(min=1)[:, None])
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """lengths: [B] or [B, 2], the number of real tokens at the start of each row; None takes all as real."""
+        if self.config.documents == 1:
+            logits: Tensor = self.head(self.encode(tokens, lengths))
+            return logits
+        # Both documents in one batch: twice the rows, half the launches.
+        both = self.encode(tokens.flatten(0, 1), None if lengths is None else lengths.flatten())
+        x, y = both.unflatten(0, (-1, 2)).unbind(1)
+        logits = self.head(torch.cat([x, y, x * y, x - y], dim=-1))
+        return logits

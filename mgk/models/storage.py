@@ -1,0 +1,54 @@
+"""A model on disk: model.safetensors and config.json in one folder. No pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mgk.models.encoder import Classifier, EncoderConfig
+
+# What a config.json may call itself, and what it then makes.
+KINDS: dict[str, tuple[type, type]] = {"classifier": (EncoderConfig, Classifier)}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes to a temporary name and renames, so that nobody ever sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def save_model(model: nn.Module, directory: str | Path) -> None:
+    """Writes the weights and the configuration of a model; `load_model` reads them back."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
+    config: Any = model.config
+    write_atomically(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
+    temporary = directory / f".model.safetensors.{os.getpid()}.tmp"
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, temporary)
+    temporary.replace(directory / "model.safetensors")
+
+
+def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+    """The model that `save_model` wrote, in eval mode."""
+    directory = Path(directory)
+    try:
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config_class, model_class = KINDS[fields.pop("kind")]
+        model: nn.Module = model_class(config_class(**fields))
+        model.load_state_dict(load_file(directory / "model.safetensors"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{directory} holds no model: {Path(error.filename).name} is missing") from error
+    except (json.JSONDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"the model in {directory} is damaged: {first_line}") from error
+    return model.to(device).eval()
