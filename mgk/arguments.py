@@ -127,7 +127,7 @@ def check_query_keys_value(
     query = check_tensor("query", query, "B H L D")
     keys = check_tensor(name, keys, "B Hk S D" if shifted else "B Hk M S D", like=query)
     value = check_tensor("value", value, "B Hk S E", like=query)
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         autocast = torch.get_autocast_dtype(query.device.type)
         query, keys, value = (x.to(autocast) for x in (query, keys, value))
     for which, x in ((name, keys), ("value", value)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mgk.arguments import LinearCall, MixtureCall, linear_call, mixture_call
 from mgk.checks import fail, one_of
-from mgk.kernels import eager, fused, linear, plain, sdpa
+from mgk.kernels import counting, eager, fused, linear, plain, sdpa
 
 
 class Backend(NamedTuple):
@@ -30,12 +30,14 @@ class Backend(NamedTuple):
 
 # In the order in which `auto` asks them.
 MIXTURE_BACKENDS = {
+    "meta": Backend(counting.refuses, counting.run_mixture),
     "plain": Backend.of(plain),
     "triton": Backend.of(fused),
     "sdpa": Backend.of(sdpa),
     "eager": Backend.of(eager),
 }
 LINEAR_BACKENDS = {
+    "meta": Backend(counting.refuses, counting.run_linear),
     "chunked": Backend(linear.refuses_chunked, linear.run_chunked),
     "eager": Backend(linear.refuses_eager, linear.run_eager),
 }

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from mgk.arguments import MixtureCall
 from mgk.kernels.eager import compute_dtype
@@ -29,7 +28,7 @@ WIDTH_MULTIPLE = 8
 
 
 def refuses(call: MixtureCall) -> str | None:
-    if call.query.device.type not in ("cpu", "meta"):
+    if call.query.device.type != "cpu":
         return f"it runs on the CPU, and these tensors are on {call.query.device}"
     if call.hard:
         return "a hard assignment is no sum of softmaxes"
@@ -294,21 +293,3 @@ def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor |
 
 
 mixture_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _pairs(query_shape: torch.Size, keys_shape: torch.Size) -> int:
-    """Pairs of query and component key; causal ones are counted in full, as torch counts its own attention."""
-    batch, heads, queries, _ = query_shape
-    return batch * heads * queries * keys_shape[2] * keys_shape[3]
-
-
-@register_flop_formula(torch.ops.mgk.sdpa_mixture)
-def _(query_shape: torch.Size, keys_shape: torch.Size, *args: Any, **kwargs: Any) -> int:
-    return 2 * 2 * _pairs(query_shape, keys_shape) * query_shape[-1]
-
-
-@register_flop_formula(torch.ops.mgk.sdpa_mixture_backward)
-def _(
-    grad: torch.Size, grad_lse: torch.Size, query_shape: torch.Size, keys_shape: torch.Size, *args: Any, **kw: Any
-) -> int:
-    return 5 * 2 * _pairs(query_shape, keys_shape) * query_shape[-1]
