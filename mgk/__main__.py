@@ -1,0 +1,3 @@
+from mgk.cli import main
+
+main()

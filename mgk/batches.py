@@ -1,0 +1,103 @@
+"""Which examples a step sees, and how they become tensors: pure functions of the seed and the step.
+
+That is what makes a resumed run the same run: nothing about the data has to be saved but the number of steps done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mgk.tasks.store import Split
+
+
+def seed_of(*parts: int) -> int:
+    """One seed out of several numbers, well mixed."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class Order:
+    """The examples in the order of training: a new permutation every epoch, one after another without gaps."""
+
+    def __init__(self, examples: int, seed: int) -> None:
+        self.examples, self.seed = examples, seed
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            # A batch spans at most two epochs unless it is larger than the data set.
+            self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
+            self._permutations[epoch] = np.random.default_rng(seed_of(self.seed, epoch)).permutation(self.examples)
+        return self._permutations[epoch]
+
+    def take(self, start: int, count: int) -> np.ndarray:
+        """The indices at positions start to start + count."""
+        places = np.arange(start, start + count)
+        epochs = places // self.examples
+        return np.concatenate([self._epoch(int(e))[places[epochs == e] % self.examples] for e in np.unique(epochs)])
+
+
+class Stream:
+    """The index batches of a run, for one process of several: an iterable that starts where the run stands."""
+
+    def __init__(self, order: Order, batch: int, parts: int, rank: int, world: int, done: Callable[[], int]) -> None:
+        """batch: examples a step over all processes and `parts` accumulated parts. done: parts already trained on."""
+        self.order, self.batch, self.parts, self.rank, self.world, self.done = order, batch, parts, rank, world, done
+        self.size = batch // (parts * world)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        part = self.done()
+        while True:
+            step, within = divmod(part, self.parts)
+            start = step * self.batch + (within * self.world + self.rank) * self.size
+            yield torch.from_numpy(self.order.take(start, self.size))
+            part += 1
+
+
+class InOrder:
+    """The index batches of one pass over a split, for one process of several."""
+
+    def __init__(self, examples: int, batch: int, rank: int = 0, world: int = 1) -> None:
+        self.batches = torch.arange(examples)[rank::world].split(batch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+class Examples:
+    """A split in the memory of a device: batches are gathered there."""
+
+    def __init__(self, split: Split, max_length: int, device: torch.device) -> None:
+        self.documents, self.max_length = split.documents, max_length
+        # Zeros behind the last document, so that a row may be read past its end.
+        flat = np.concatenate([np.asarray(split.tokens), np.zeros(max_length, dtype=split.tokens.dtype)])
+        self.tokens = torch.from_numpy(flat.astype(np.int16) if flat.dtype == np.uint16 else flat).to(device)
+        self.offsets = torch.from_numpy(np.array(split.offsets)).to(device)
+        self.labels = torch.from_numpy(np.array(split.labels)).to(device)
+        lengths = np.minimum(np.diff(np.asarray(split.offsets)), max_length)
+        self.longest = lengths.reshape(-1, split.documents).max(1) if len(lengths) else lengths
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def width(self, indices: np.ndarray) -> int:
+        """The longest document among these examples, up to a multiple of 16."""
+        longest = int(self.longest[indices].max())
+        return min(self.max_length, longest + -longest % 16)
+
+    def batch(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [n, width] or [n, 2, width], lengths [n] or [n, 2], labels [n]."""
+        rows = indices if self.documents == 1 else indices[:, None] * 2 + torch.arange(2, device=indices.device)
+        starts = self.offsets[rows]
+        lengths = (self.offsets[rows + 1] - starts).clamp(max=width)
+        places = torch.arange(width, device=indices.device)
+        tokens = self.tokens[starts.unsqueeze(-1) + places].long()
+        return tokens.masked_fill(places >= lengths.unsqueeze(-1), 0), lengths, self.labels[indices]

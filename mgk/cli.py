@@ -1,0 +1,21 @@
+"""The command `mgk`. What it needs beyond the core is imported when it runs, and asked for in one line if missing."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        from mgk import commands
+    except ImportError as error:
+        print(
+            f"mgk: this command needs the extra 'train' ({error.name} is missing): pip install 'mgk[train]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    try:
+        commands.app(standalone_mode=True)
+    except ValueError as error:
+        print(f"mgk: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,183 @@
+"""Rows × seeds of a recipe, trained side by side, and one table and one picture of what came out."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mgk import results
+from mgk.models.storage import write_atomically
+from mgk.recipes import Recipe, Row
+
+
+@dataclass
+class Job:
+    """One training in a process of its own."""
+
+    row: Row
+    seed: int
+    directory: Path
+    process: subprocess.Popen[bytes] | None = None
+
+
+@dataclass
+class Summary:
+    """A line of the table."""
+
+    row: Row
+    accuracy: dict[str, list[float]] = field(default_factory=dict)  # split -> one a seed, in per cent
+    seeds: list[int] = field(default_factory=list)
+    examples: dict[str, int] = field(default_factory=dict)
+    params: int = 0
+    flops: int = 0
+    step_ms: float = float("nan")
+    memory_mb: float = float("nan")
+
+
+def matching(
+    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int | None
+) -> list[dict[str, str]]:
+    """The rows of results that belong to this recipe, model and schedule."""
+    settings = recipe.training
+    wanted = {
+        "recipe": recipe.name,
+        "variant": row.variant,
+        "preset": preset,
+        "heads": str(row.heads),
+        "kv_heads": str(row.kv_heads or row.heads),
+        "steps": str(settings.steps),
+        "lr": str(settings.lr),
+        "batch": str(settings.batch_size),
+    }
+    if seed is not None:
+        wanted["seed"] = str(seed)
+    return [each for each in rows if all(each.get(key) == value for key, value in wanted.items())]
+
+
+def run_jobs(jobs: list[Job], command: list[str], at_once: int) -> list[Job]:
+    """Runs each job as `command` with its row and seed, several at once; returns those that failed."""
+    waiting, running, failed = list(jobs), [], []  # type: ignore[var-annotated]
+    total, started = len(jobs), time.time()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job = waiting.pop(0)
+            job.directory.mkdir(parents=True, exist_ok=True)
+            arguments = ["--variant", job.row.variant, "--heads", str(job.row.heads), "--seed", str(job.seed)]
+            arguments += ["--kv-heads", str(job.row.kv_heads)] if job.row.kv_heads else []
+            arguments += ["--out", str(job.directory), "--resume", "auto"]
+            with (job.directory / "log.txt").open("ab") as log:
+                job.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log)
+            running.append(job)
+        time.sleep(0.5)
+        for job in list(running):
+            assert job.process is not None
+            if job.process.poll() is None:
+                continue
+            running.remove(job)
+            outcome = "done" if job.process.returncode == 0 else f"FAILED, see {job.directory / 'log.txt'}"
+            if job.process.returncode != 0:
+                failed.append(job)
+            done = total - len(waiting) - len(running)
+            print(
+                f"[{done}/{total}] {job.row} seed {job.seed}: {outcome} ({time.time() - started:.0f} s)",
+                file=sys.stderr,
+            )
+    return failed
+
+
+def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> list[Summary]:
+    summaries = []
+    for row in models:
+        found = [each for each in matching(rows, recipe, row, preset, None) if each["metric"] == "accuracy"]
+        if not found:
+            continue
+        summary = Summary(row)
+        for each in found:
+            summary.accuracy.setdefault(each["split"], []).append(100 * float(each["value"]))
+            summary.examples[each["split"]] = int(each["n_examples"])
+            summary.seeds = sorted({*summary.seeds, int(each["seed"])})
+        summary.params, summary.flops = int(found[0]["params"]), int(found[0]["flops"])
+        summary.step_ms = statistics.median(float(each["step_ms"]) for each in found)
+        summary.memory_mb = statistics.median(float(each["peak_mem_mb"]) for each in found)
+        summaries.append(summary)
+    return summaries
+
+
+def interval(percent: float, examples: int) -> float:
+    """Half the width of the 95 % interval of an accuracy measured on so many examples."""
+    share = percent / 100
+    return float(196 * (share * (1 - share) / examples) ** 0.5)
+
+
+def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
+    """Header and rows, as text."""
+    splits = sorted({split for summary in summaries for split in summary.accuracy}, reverse=True)
+    header = ["model", *(f"{split} accuracy, %" for split in splits), "each seed", "paper", "parameters", "GFLOPs"]
+    lines = [[*header, "step, ms", "memory, MB"]]
+    for summary in summaries:
+        cells = [str(summary.row)]
+        for split in splits:
+            values = summary.accuracy.get(split, [])
+            spread = statistics.stdev(values) if len(values) > 1 else interval(values[0], summary.examples[split])
+            cells.append(f"{statistics.mean(values):.2f} ± {spread:.2f}" if values else "")
+        cells.append(" ".join(f"{value:.1f}" for value in summary.accuracy.get("test", [])))
+        paper = recipe.paper.get(str(summary.row))
+        cells.append("" if paper is None else f"{paper:.2f}")
+        cells += [f"{summary.params:,}", f"{summary.flops / 1e9:.3f}"]
+        lines.append([*cells, f"{summary.step_ms:.1f}", f"{summary.memory_mb:,.0f}"])
+    return lines
+
+
+def markdown(lines: list[list[str]], recipe: Recipe) -> str:
+    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
+    rule = "|" + "---|" * len(lines[0])
+    note = (
+        "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
+        "GFLOPs are one example's forward."
+    )
+    return "\n".join([f"# {recipe.title}", "", head, rule, *body, "", note, ""])
+
+
+def picture(summaries: list[Summary], recipe: Recipe, path: Path) -> None:
+    """Accuracy against forward FLOPs, a point for each model, with the paper's number beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
+    colours = {variant: f"C{n}" for n, variant in enumerate(dict.fromkeys(s.row.variant for s in summaries))}
+    for summary in summaries:
+        values = summary.accuracy.get("test", [])
+        if not values:
+            continue
+        mean = statistics.mean(values)
+        spread = statistics.stdev(values) if len(values) > 1 else interval(values[0], summary.examples["test"])
+        axes.errorbar(summary.flops / 1e9, mean, spread, fmt="o", capsize=3, color=colours[summary.row.variant])
+        axes.annotate(str(summary.row), (summary.flops / 1e9, mean), xytext=(6, 6), textcoords="offset points")
+        if str(summary.row) in recipe.paper:
+            axes.plot(summary.flops / 1e9, recipe.paper[str(summary.row)], "x", color="grey")
+    axes.set_xlabel("GFLOPs of one example's forward")
+    axes.set_ylabel("test accuracy, %  (× the paper's)")
+    axes.set_title(recipe.title, fontsize=10)
+    axes.grid(alpha=0.3)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=150, format="png")
+    pyplot.close(figure)
+    temporary.replace(path)
+
+
+def report(recipe: Recipe, models: list[Row], preset: str, files: list[Path], out: Path) -> list[list[str]]:
+    """Writes NAME.md and NAME.png beside the results; the table comes back for the terminal."""
+    summaries = summarise(results.read(files), recipe, models, preset)
+    if not summaries:
+        raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files))}")
+    lines = table(summaries, recipe)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe))
+    picture(summaries, recipe, out / f"{recipe.name}.png")
+    return lines

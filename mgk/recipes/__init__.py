@@ -1,0 +1,161 @@
+"""Recipes: one YAML file per experiment, read into records whose every field is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mgk.checks import fail, number, one_of, positive_integer
+from mgk.variants import VARIANTS
+
+SCHEDULES = ("one-cycle", "constant")
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of a comparison: "smgk:4" is sMGK with 4 heads, "softmax:8/4" softmax with 8 heads and 4 key heads."""
+
+    variant: str
+    heads: int
+    kv_heads: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Row:
+        variant, _, heads = text.strip().partition(":")
+        one_of("row", variant, VARIANTS)
+        counts = heads.split("/")
+        if len(counts) > 2 or not all(count.isdigit() and int(count) > 0 for count in counts):
+            fail("row", f"must read variant:heads or variant:heads/key-heads, as in smgk:4, got {text!r}")
+        return cls(variant, int(counts[0]), int(counts[1]) if len(counts) == 2 else None)
+
+    def __str__(self) -> str:
+        return f"{self.variant}:{self.heads}" + ("" if self.kv_heads is None else f"/{self.kv_heads}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained. batch_size counts all processes and accumulated parts together."""
+
+    steps: int = 5000
+    batch_size: int = 32
+    lr: float = 1e-4
+    warmup: int = 1000
+    schedule: str = "one-cycle"
+    weight_decay: float = 0.0
+    eps: float = 1e-6
+    clip: float = 0.0
+    eval_every: int = 250
+    eval_batch_size: int = 64
+    accumulate: int = 1
+    precision: str = "bf16"
+    compile: bool = True
+    # Pad every batch to the task's full length: one shape, compiled once. False pads to the longest of the batch.
+    pad_full: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate"):
+            positive_integer(name, getattr(self, name))
+        number("lr", self.lr, 0, above=True)
+        number("eps", self.eps, 0, above=True)
+        for name in ("weight_decay", "clip", "warmup"):
+            number(name, getattr(self, name), 0)
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("precision", self.precision, PRECISIONS)
+        if self.warmup >= self.steps and self.schedule == "one-cycle":
+            fail("warmup", f"must be below steps = {self.steps}, got {self.warmup}")
+        if self.batch_size % self.accumulate:
+            fail("accumulate", f"= {self.accumulate} must divide batch_size = {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment: the task, the model's settings, the schedule, and the paper's numbers to stand beside ours."""
+
+    name: str
+    title: str
+    task: str
+    model: dict[str, Any] = field(default_factory=dict)
+    training: Training = field(default_factory=Training)
+    rows: tuple[Row, ...] = ()
+    paper: dict[str, float] = field(default_factory=dict)
+
+    def with_settings(self, settings: list[str]) -> Recipe:
+        """With "key=value" for each setting: a field of the training, or one of the model as "model.key=value"."""
+        import yaml
+
+        training, model = {}, dict(self.model)
+        known = {f.name for f in dataclasses.fields(Training)}
+        for setting in settings:
+            key, separator, text = setting.partition("=")
+            key = key.strip().removeprefix("training.")
+            if not separator:
+                fail("--set", f"must read key=value, got {setting!r}")
+            value = yaml.safe_load(text)
+            # YAML reads 1e-4 as a string: it wants 1.0e-4.
+            value = _as_number(value)
+            if key.startswith("model."):
+                model[key.removeprefix("model.")] = value
+            elif key in known:
+                training[key] = value
+            else:
+                fail("--set", f"knows {', '.join(sorted(known))} and model.*, got {key!r}")
+        return dataclasses.replace(self, model=model, training=dataclasses.replace(self.training, **training))
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(
+        path.name.removesuffix(".yaml") for path in resources.files(__name__).iterdir() if ".yaml" in path.name
+    )
+
+
+def load(name: str) -> Recipe:
+    """A recipe that comes with the package, or the one in a file."""
+    import yaml
+
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            fail("recipe", f"file {name} does not exist")
+        text = path.read_text(encoding="utf-8")
+    else:
+        one_of("recipe", name, names())
+        text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
+    try:
+        fields = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        fail("recipe", f"{name} is no YAML: {str(error).splitlines()[0]}")
+    if not isinstance(fields, dict):
+        fail("recipe", f"{name} must be a mapping")
+    base = load(fields.pop("extends")) if "extends" in fields else None
+    known = {f.name for f in dataclasses.fields(Recipe)} - {"name"}
+    for key in fields:
+        one_of(f"recipe {name}: key", key, sorted(known))
+    training = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
+    for key in training:
+        one_of(f"recipe {name}: training key", key, [f.name for f in dataclasses.fields(Training)])
+    rows = tuple(Row.parse(row) for row in fields.pop("rows", []))
+    if base is None:
+        return Recipe(name=path.stem, training=Training(**training), rows=rows, **fields)
+    model = {**base.model, **fields.pop("model", {})}
+    return dataclasses.replace(
+        base,
+        name=path.stem,
+        model=model,
+        training=dataclasses.replace(base.training, **training),
+        rows=rows or base.rows,
+        **fields,
+    )

@@ -1,0 +1,70 @@
+"""What was measured: one row per run and metric, in CSV files that tables and pictures are made from."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COLUMNS = (
+    "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
+    "n_examples metric value params flops step_ms peak_mem_mb gpu torch date commit command"
+).split()
+
+
+def environment() -> dict[str, str]:
+    """The machine, the versions, the date and the commit."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}",
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of the package's own checkout, with + when it has changes; "" where there is none."""
+    where = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        result = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except FileNotFoundError:
+        return ""
+
+
+def read(paths: Iterable[Path]) -> list[dict[str, str]]:
+    """The rows of all these files that exist."""
+    rows: list[dict[str, str]] = []
+    for path in paths:
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                rows.extend(csv.DictReader(file))
+    return rows
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Adds rows to a file of results, whole or not at all; several processes may do so at once."""
+    unknown = {key for row in rows for key in row} - set(COLUMNS)
+    if unknown:
+        raise ValueError(f"results have no column {', '.join(sorted(unknown))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = [*read([path]), *rows]
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        temporary.replace(path)
