@@ -208,6 +208,11 @@ def check_causal(is_causal: Any) -> str | None:
     return "bottom-right"
 
 
+def _readable(offsets: Tensor) -> bool:
+    """Reading the values of a GPU tensor would stop the stream, and a compiler cannot trace it."""
+    return offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> Tensor:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         fail(name, "must be an int32 tensor [N + 1] of offsets")
@@ -217,8 +222,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> 
         fail(name, "must hold at least two offsets, 0 and the total length")
     if query.shape[0] != 1:
         fail(name, f"goes with a batch of 1, the sequences one after another; got a batch of {query.shape[0]}")
-    # Reading the offsets of a GPU tensor would stop the stream, and a compiler cannot trace it.
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _readable(cu_seqlens):
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
             fail(name, f"must rise from 0 to the total length {length}, got {offsets}")
@@ -226,21 +230,30 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> 
 
 
 def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> Packed | None:
-    for name, limit in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
-        if limit is not None:
-            positive_integer(name, limit)
-            if cu_q is None or cu_k is None:
-                fail(name, "goes with cu_seqlens_q and cu_seqlens_k, which are not both given")
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     if cu_q is None and cu_k is None:
+        for name, limit in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+            if limit is not None:
+                fail(name, "goes with cu_seqlens_q and cu_seqlens_k, which are not given")
         return None
-    for name, given in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if given is None:
+    for name, offsets in given.items():
+        if offsets is None:
             fail(name, "is missing: packed sequences need cu_seqlens_q and cu_seqlens_k")
     cu_q = check_cu_seqlens("cu_seqlens_q", cu_q, query, query.shape[2])
     cu_k = check_cu_seqlens("cu_seqlens_k", cu_k, query, keys.shape[-2])
     if cu_q.numel() != cu_k.numel():
         fail("cu_seqlens_k", f"has {cu_k.numel()} offsets but cu_seqlens_q has {cu_q.numel()}")
+    _check_longest("max_seqlen_q", max_q, cu_q)
+    _check_longest("max_seqlen_k", max_k, cu_k)
     return Packed(cu_q, cu_k, max_q, max_k)
+
+
+def _check_longest(name: str, limit: Any, offsets: Tensor) -> None:
+    if limit is None:
+        return
+    positive_integer(name, limit)
+    if _readable(offsets) and limit < int(offsets.diff().max()):
+        fail(name, f"= {limit} is below the longest packed sequence, {int(offsets.diff().max())}")
 
 
 def check_feature_map(feature_map: Any) -> Callable[[Tensor], Tensor]:

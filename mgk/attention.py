@@ -17,6 +17,7 @@ from mgk import functional
 from mgk.arguments import MixtureCall, check_cu_seqlens, check_feature_map, linear_call, mixture_call
 from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.checks import (
+    check_dtype,
     check_input,
     check_padding,
     check_place,
@@ -193,6 +194,14 @@ class Attention(nn.Module):
         value = key if value is None else check_input("value", value, self.vdim, query)
         if self_attention and (self.kdim != self.embed_dim or self.vdim != self.embed_dim):
             fail("key", f"is needed: this layer takes keys of width {self.kdim} and values of width {self.vdim}")
+        for name, x, layer in (
+            ("query", query, self.query),
+            ("key", key, self.keys.projection),
+            ("value", value, self.value),
+        ):
+            check_dtype(name, x, layer.weight)
+        if how.cache is not None and not isinstance(how.cache, StateCache if self.is_linear else KeyValueCache):
+            fail("cache", f"must come from this layer's make_cache, got {type(how.cache).__name__}")
         if key.shape[1] != value.shape[1]:
             fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
         if how.cu_seqlens is not None:
@@ -228,7 +237,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         causal: bool | str = how.is_causal
         if how.cache is not None:
-            cache = _for_inference(how.cache, KeyValueCache, query, keys, value)
+            cache = _for_inference(how.cache, query, keys, value)
             if positions is not None and positions.dim() == 1:
                 positions = positions.expand(query.shape[0], -1)
             keys, value, positions = cache.append(keys, value, positions)
@@ -280,7 +289,7 @@ class Attention(nn.Module):
                         name, "does not go with preset 'ref-lra', whose linear attention is scaled by the whole length"
                     )
         if cache is not None:
-            cache = _for_inference(cache, StateCache, query, keys, value)
+            cache = _for_inference(cache, query, keys, value)
         padding = how.key_padding_mask
         if padding is not None:
             total = length if cache is None else cache.length + length
@@ -387,9 +396,7 @@ def _count(positions: Tensor | None, x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device) if positions is None else positions
 
 
-def _for_inference(cache: Any, kind: type, *tensors: Tensor) -> Any:
-    if not isinstance(cache, kind):
-        fail("cache", f"must come from this layer's make_cache, got {type(cache).__name__}")
+def _for_inference(cache: Any, *tensors: Tensor) -> Any:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         fail("cache", "is for inference: wrap the call in torch.no_grad()")
     return cache

@@ -59,6 +59,15 @@ def check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Te
     return x
 
 
+def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
+    """Inputs have the type of the weights, unless autocast is to convert both."""
+    if x.dtype != weight.dtype and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)):
+        fail(
+            name,
+            f"has dtype {x.dtype}, but the layer's weights have {weight.dtype}: convert one of them, or use autocast",
+        )
+
+
 def check_padding(mask: Any, batch: int, length: int, like: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail("key_padding_mask", "must be a bool tensor [B, S], True = padding")

@@ -50,20 +50,19 @@ def component_logits(
     Where λ is the same for all keys and components, ‖q_i‖² drops out of every softmax; taken along it would only cost
     precision. It is therefore left out of the logits then, and returned for the logsumexp: [B, H, L], else zeros.
     """
-    components, keys_per_component = keys.shape[-3:-1]
     scale = torch.as_tensor(scale, dtype=query.dtype, device=query.device)
     tau = torch.as_tensor(tau, dtype=query.dtype, device=query.device)[..., None, None]
-    key_term = -0.5 * tau * scale * keys.square().sum(-1)  # [B, H, M, S]
-    if log_prior is not None:
-        key_term = key_term + log_prior
-    query_norm = query.square().sum(-1)  # [B, H, L]
-    flat_keys = keys.flatten(-3, -2).transpose(-1, -2)  # [B, H, D, M·S]
+    query_norm, key_norm = query.square().sum(-1), keys.square().sum(-1)  # [B, H, L], [B, H, M, S]
+    # One product per component: equal components then get bitwise equal logits, and hard ties are ties.
+    products = (query.unsqueeze(-3) @ keys.transpose(-1, -2)).transpose(-3, -2)  # [B, H, L, M, S]
     if scale.dim() < 2 or scale.shape[-2:] == (1, 1):
-        products = ((query * scale) @ flat_keys).unflatten(-1, (components, keys_per_component))
-        return products + key_term.unsqueeze(-3), -0.5 * (tau * scale)[..., 0] * query_norm
-    products = scale.unsqueeze(-3) * (query @ flat_keys).unflatten(-1, (components, keys_per_component))
-    query_term = -0.5 * (tau * scale).unsqueeze(-3) * query_norm[..., None, None]  # [B, H, L, M, S or 1]
-    return products + key_term.unsqueeze(-3) + query_term, torch.zeros_like(query_norm)
+        logits = scale.unsqueeze(-1) * (products - (0.5 * tau * key_norm).unsqueeze(-3))
+        left_out = -0.5 * (tau * scale)[..., 0] * query_norm
+    else:
+        norms = key_norm.unsqueeze(-3) + query_norm[..., None, None]
+        logits = scale.unsqueeze(-3) * (products - 0.5 * tau.unsqueeze(-1) * norms)
+        left_out = torch.zeros_like(query_norm)
+    return (logits if log_prior is None else logits + log_prior.unsqueeze(-3)), left_out
 
 
 class Attended(NamedTuple):

@@ -10,8 +10,10 @@ from torch import Tensor
 INF = float("inf")
 
 
-def allowed(length: int, size: int, causal: str | None) -> Tensor:
-    """[L, S]: True where query i may see key j."""
+def allowed(length: int, size: int, causal: str | Tensor | None) -> Tensor:
+    """[L, S]: True where query i may see key j. A tensor is this already."""
+    if isinstance(causal, Tensor):
+        return causal
     seen = torch.ones(length, size, dtype=torch.bool)
     return seen if causal is None else seen.tril(size - length if causal == "bottom-right" else 0)
 
@@ -101,7 +103,7 @@ def linear(query, keys, value, *, log_prior=None, feature_map="elu", key_mask=No
     phi = FEATURE_MAPS.get(feature_map, feature_map)
     groups = query.shape[1] // keys.shape[1]
     features = phi(keys).repeat_interleave(groups, 1)  # [B, H, M, S, F]
-    terms = (phi(query)[:, :, None, :, None] * features[:, :, :, None]).sum(-1)  # [B, H, M, L, S]
+    terms = phi(query)[:, :, None] @ features.mT  # [B, H, M, L, S]
     kernel = (full_prior(log_prior, query, keys).exp()[..., None, :] * terms).sum(2)
     if key_mask is not None:
         kernel = kernel.masked_fill(~key_mask[:, None, None], 0)

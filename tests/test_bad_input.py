@@ -136,11 +136,11 @@ ATTENTION = {
     "num_components": integer() | {"none": None},
     "preset": name(mgk.PRESETS) | {"none": None},
     "feature_map": name(["elu", "relu"]) | {"none": None},
-    "dropout": number(-0.1, 1.0, 1.5) | {"none": None},
-    "bias": flag(),
+    "dropout": number(-0.1, 1.0, 1.5),
+    "bias": {"text": "yes", "number": 2},  # None leaves it to the preset, as for dropout
     "is_causal": flag(),
     "max_positions": integer(),
-    "rotary": {"type": 3, "text": "rotary"},
+    "rotary": {"text": "rotary", "list": [3], "zero": 0, "negative": -1.0},
     "backend": name(["auto", "eager", "sdpa"]) | {"none": None},
     "device": {"unknown": "nowhere", "type": [3]},
     "dtype": {"text": "float32", "integer": torch.int64, "type": 3},
@@ -277,7 +277,7 @@ def right_values():
     yield lambda: mgk.MultiheadAttention(EMBED, 4, batch_first=True)(X, X, X, key_padding_mask=PADDING)
 
 
-@pytest.mark.parametrize("call", right_values())
+@pytest.mark.parametrize("call", list(right_values()))
 def test_the_right_values_are_accepted(call):
     call()
 

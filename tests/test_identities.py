@@ -364,8 +364,11 @@ def test_equations_4_to_6():
 def test_equations_11_and_13():
     query, keys, _, prior, scale = inputs()
     query = query[:, :HK]
-    gamma = equations.responsibilities(query, keys, prior[None], scale=scale[None, ..., None], tau=0.7)
-    close(gamma, oracle.responsibilities(query, keys, log_prior=prior, scale=scale, tau=0.7))
+    gamma = equations.responsibilities(
+        query, keys, prior[None], scale=scale[None, ..., None], tau=0.7
+    )  # [B, H, L, M, S]
+    wanted = oracle.responsibilities(query, keys, log_prior=prior, scale=scale, tau=0.7)  # [B, H, M, L, S]
+    close(gamma, wanted.transpose(2, 3))
     found = equations.m_step(query, gamma)
-    means, variance = oracle.m_step(query[1, 1], gamma[1, 1])
-    close((found.means[1, 1], found.variance[1, 1], found.prior), (means, variance, gamma.mean(3)))
+    means, variance = oracle.m_step(query[1, 1], wanted[1, 1])
+    close((found.means[1, 1], found.variance[1, 1], found.prior), (means, variance, wanted.mean(3)))

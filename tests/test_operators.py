@@ -11,9 +11,10 @@ from torch import Tensor
 import mgk
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# Draws of the inputs, and orders of the yardstick's sums, over which a max error is taken: see `compare`.
+# What `compare` takes a max error over: draws of the inputs, and orders of the yardstick's sums.
 DRAWS = {torch.float64: 1, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 ORDERS = {torch.float64: 0, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
+FAR = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Shape:
     mask: str | None = None  # bool, key, float, float-head (no gradient), rows (a row without keys)
     causal: str | None = None
     prior: str | None = "head"  # None (uniform), head, position, batch, component (shape [M, 1]), zeros (some are -inf)
-    scale: str | None = None  # None (1 / sqrt D), number, component ([Hk, M])
+    scale: str | None = None  # None (1 / sqrt D), number, component ([Hk, M]), position ([B, Hk, M, S])
     packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # lengths of the sequences in L and in S
     lse: bool = False
 
@@ -37,15 +38,17 @@ class Shape:
 MIXTURE_SHAPES = {
     "plain": Shape(L=17, S=17, prior=None),
     "cross-m3": Shape(L=13, S=31, M=3, D=33, E=7, scale="number"),
-    "d1-m8": Shape(L=23, S=19, M=8, D=1, E=3, scale="component"),
+    "d1": Shape(L=23, S=19, M=2, D=1, E=3, scale="component"),
     "d3-causal": Shape(L=23, S=23, D=3, E=5, causal="top-left", prior="position"),
-    "d64-causal-m1": Shape(B=1, L=37, S=37, D=64, E=64, M=1, causal="top-left", prior="batch"),
+    "d64-causal-m1": Shape(L=37, S=37, D=64, E=16, M=1, causal="top-left", prior="batch"),
+    "d64": Shape(B=1, L=33, S=37, D=64, E=64, prior="position"),
     "top-left-short": Shape(L=19, S=5, M=3, causal="top-left"),
-    "top-left-long": Shape(L=5, S=19, M=2, causal="top-left", scale="component"),
+    "top-left-long": Shape(H=4, Hk=4, L=9, S=29, M=2, causal="top-left", scale="component"),
     "bottom-right-long": Shape(L=3, S=21, M=2, D=33, E=33, causal="bottom-right", prior="position", lse=True),
     "bottom-right-short": Shape(L=21, S=6, M=2, causal="bottom-right", prior="batch"),
     "gqa": Shape(H=4, Hk=2, L=15, S=18, M=2, D=3, E=4, prior="position", scale="component"),
     "gqa-causal-m8": Shape(B=1, H=6, Hk=2, L=25, S=25, M=8, D=16, E=33, causal="top-left", prior="position"),
+    "scale-per-key": Shape(H=4, L=12, S=15, M=3, prior="position", scale="position", causal="bottom-right"),
     "mqa": Shape(H=4, Hk=1, L=9, S=14, M=3, prior="component"),
     "bool": Shape(L=14, S=11, mask="bool", prior="position", lse=True),
     "bool-causal": Shape(H=4, L=16, S=16, D=33, mask="bool", causal="top-left", scale="component"),
@@ -58,7 +61,7 @@ MIXTURE_SHAPES = {
     "float-constant": Shape(H=4, L=9, S=13, M=2, D=3, mask="float-head", prior="batch"),
     "zero-priors": Shape(L=8, S=10, M=3, prior="zeros", lse=True),
     "two-keys": Shape(L=9, S=2, M=2, D=16, E=3),
-    "one-query": Shape(L=1, S=33, M=2, D=64, E=64, lse=True),
+    "one-query": Shape(H=6, L=1, S=33, M=2, D=64, E=64, lse=True),
     "packed": Shape(B=1, L=20, S=26, M=2, packed=((7, 1, 12), (5, 9, 12)), prior="position"),
     "packed-causal": Shape(
         B=1, H=4, L=24, S=24, D=33, E=5, packed=((11, 0, 13), (11, 0, 13)), causal="top-left", lse=True
@@ -69,15 +72,16 @@ MIXTURE_SHAPES = {
     "packed-no-keys": Shape(B=1, L=9, S=8, packed=((4, 3, 2), (5, 0, 3)), prior="head"),
 }
 SIMILARITIES = ["gaussian", "dot", 0.3, "per-head"]
+TAU = {"gaussian": 1.0, "dot": 0.0}
 
 LINEAR_SHAPES = {
     "plain": Shape(L=17, S=17, prior=None),
     "cross-m3": Shape(L=13, S=31, M=3, D=33, E=7),
     "d1-m8": Shape(L=11, S=7, M=8, D=1, E=3, prior="position"),
-    "d3": Shape(H=4, L=6, S=10, D=3, E=5, prior="batch", mask="key"),
+    "d3": Shape(H=4, L=16, S=25, D=3, E=5, prior="batch", mask="key"),
     "d64-causal-m1": Shape(B=1, L=37, S=37, D=64, E=64, M=1, causal="top-left", prior="batch"),
     "causal": Shape(L=25, S=25, M=3, D=3, E=6, causal="top-left", prior="position"),
-    "causal-long": Shape(B=1, H=2, L=301, S=301, M=2, D=3, E=4, causal="top-left", prior="position"),
+    "causal-long": Shape(B=1, H=2, L=150, S=150, M=2, D=16, E=8, causal="top-left", prior="position"),
     "causal-gqa-m8": Shape(H=6, L=19, S=19, M=8, D=16, E=33, causal="top-left", prior="component"),
     "causal-mask": Shape(H=4, L=33, S=33, D=33, mask="key", causal="top-left"),
     "causal-zero-priors": Shape(L=15, S=15, M=3, prior="zeros", causal="top-left"),
@@ -94,14 +98,18 @@ def draw(shape: Shape, op: str, dtype: torch.dtype, seed: int) -> tuple[dict[str
     def randn(*size):
         return torch.randn(*size, generator=g, dtype=torch.float64)
 
-    # A mean of 0.5 keeps the denominators of linear attention with relu, and so its gradients, of order 1.
-    mean = 0.5 if op.endswith("mlk") else 0.0
-    inputs, constants = {"query": mean + randn(B, H, L, D)}, {}
+    def flat(*size):
+        """Variance 1 and no outliers: a max error that hangs on one of them says little."""
+        return (torch.rand(*size, generator=g, dtype=torch.float64) - 0.5) * 12**0.5
+
+    # A mean of 1 keeps the denominators of linear attention with relu, and so its gradients, of order 1.
+    mean = 1.0 if op.endswith("mlk") else 0.0
+    inputs, constants = {"query": mean + flat(B, H, L, D)}, {}
     if op[0] == "s":
-        inputs |= {"key": mean + randn(B, Hk, S, D), "shift": randn(Hk, M, D)}
+        inputs |= {"key": mean + flat(B, Hk, S, D), "shift": flat(Hk, M, D)}
     else:
-        inputs["keys"] = mean + randn(B, Hk, M, S, D)
-    inputs["value"] = randn(B, Hk, S, E)
+        inputs["keys"] = mean + flat(B, Hk, M, S, D)
+    inputs["value"] = flat(B, Hk, S, E)
     prior_sizes = {
         "head": (Hk, M, 1),
         "position": (Hk, M, S),
@@ -116,6 +124,8 @@ def draw(shape: Shape, op: str, dtype: torch.dtype, seed: int) -> tuple[dict[str
         inputs["log_prior"][:, :, 1] = -oracle.INF
     if shape.scale == "component":
         inputs["scale"] = D**-0.5 * (0.5 + randn(Hk, M).sigmoid())
+    if shape.scale == "position":
+        inputs["scale"] = D**-0.5 * (0.5 + randn(B, Hk, M, S).sigmoid())
     inputs["tau"] = randn(Hk).sigmoid()
     if shape.mask in ("bool", "rows"):
         constants["attn_mask"] = randn(B, 1, L, S) > -0.5
@@ -134,28 +144,58 @@ def draw(shape: Shape, op: str, dtype: torch.dtype, seed: int) -> tuple[dict[str
     return rounded, {n: x.to(dtype).double() if x.is_floating_point() else x for n, x in constants.items()}
 
 
-def run_oracle(op, shape, inputs, constants, options):
-    """The oracle's output and lse for a case, in the dtype of the inputs."""
+DIMS = {"query": "BHLD", "keys": "BHMSD", "key": "BHSD", "shift": "HMD", "value": "BHSE", "scale": "HM"}
+DIMS |= {"log_prior": "BHMS", "attn_mask": "BHLS"}
+
+
+def permuted(name: str, x: Tensor, order: dict[str, Tensor]) -> Tensor:
+    """x with each dimension that has an order put into it; a dimension of 1 stands for all."""
+    dims = "BHMS" if name == "scale" and x.dim() == 4 else DIMS.get(name, "")
+    for dim, letter in enumerate(reversed(dims), 1):
+        if letter in order and dim <= x.dim() and x.shape[-dim] > 1:
+            x = x.index_select(-dim, order[letter])
+    return x
+
+
+def visible(shape: Shape) -> Tensor:
+    """[L, S]: which query may see which key, causal and packed."""
+    lengths = zip(*shape.packed, strict=True) if shape.packed else [(shape.L, shape.S)]
+    return torch.block_diag(*(oracle.allowed(n, m, shape.causal) for n, m in lengths)).bool()
+
+
+def run_oracle(op, shape, inputs, constants, options, reorder=0):
+    """The oracle's output and lse for a case, in the dtype of the inputs.
+
+    With `reorder`, queries, keys, components and features come in another order, a random one for each number: the
+    results are the same but for the rounding of the sums.
+    """
     x = {**inputs, **constants}
+    causal, packed = shape.causal, shape.packed
+    if reorder:
+        g = torch.Generator().manual_seed(reorder)
+        order = {n: torch.randperm(getattr(shape, n), generator=g) for n in "LSMD"}
+        x = {n: permuted(n, tensor, order) for n, tensor in x.items()}
+        causal, packed = visible(shape)[order["L"]][:, order["S"]], None
     keys = x["keys"] if "keys" in x else oracle.shifted(x["key"], x["shift"])
+    common = {"causal": causal, "log_prior": x.get("log_prior")}
+    mask = x.get("attn_mask")
     if op.endswith("mlk"):
-        operator, common = oracle.linear, {"feature_map": options["feature_map"]}
-        common["key_mask"] = x["attn_mask"][:, 0, 0] if "attn_mask" in x else None
+        operator = oracle.linear
+        common |= {"feature_map": options["feature_map"]} | ({} if mask is None else {"key_mask": mask[:, 0, 0]})
     else:
-        operator, common = oracle.mixture, {"hard": options["assignment"] == "hard", "mask": x.get("attn_mask")}
+        operator, similarity = oracle.mixture, options["similarity"]
+        common |= {"hard": options["assignment"] == "hard"} | ({} if mask is None else {"mask": mask})
         common["scale"] = 0.2 if shape.scale == "number" else x.get("scale")
-        similarity = options["similarity"]
-        common["tau"] = (
-            x["tau"] if similarity == "per-head" else {"gaussian": 1.0, "dot": 0.0}.get(similarity, similarity)
-        )
-    common |= {"causal": shape.causal, "log_prior": x.get("log_prior")}
-    if not shape.packed:
-        result = operator(x["query"], keys, x["value"], **common)
-    else:
-        for name in ("mask", "key_mask"):
-            common.pop(name, None)
+        common["tau"] = x["tau"] if similarity == "per-head" else TAU.get(similarity, similarity)
+    if packed:
         result = oracle.packed(operator, x["query"], keys, x["value"], x["cu_seqlens_q"], x["cu_seqlens_k"], **common)
-    return result[0], result[-1] if shape.lse else None
+    else:
+        result = operator(x["query"], keys, x["value"], **common)
+    out, lse = result[0], result[-1] if shape.lse else None
+    if reorder:
+        back = order["L"].argsort()
+        out, lse = out[:, :, back], None if lse is None else lse[:, :, back]
+    return out, lse
 
 
 def arguments(op, shape, inputs, constants, options):
@@ -215,51 +255,24 @@ def max_error(found: Tensor, truth: Tensor) -> float:
     return error.nan_to_num(oracle.INF).max().item() if error.numel() else 0.0
 
 
-def reordered(shape: Shape, inputs, constants, seed):
-    """The same case with features, components and, where their order means nothing, keys in another order.
-
-    The results are the same but for the rounding of the sums.
-    """
-    g = torch.Generator().manual_seed(seed)
-    order = {n: torch.randperm(size, generator=g) for n, size in (("D", shape.D), ("M", shape.M), ("S", shape.S))}
-    if shape.causal or shape.packed:
-        order["S"] = torch.arange(shape.S)
-    dims = {"query": "BHLD", "keys": "BHMSD", "key": "BHSD", "shift": "HMD", "value": "BHSE", "scale": "HM"}
-    dims |= {"log_prior": "BHMS", "attn_mask": "BHLS"}
-
-    def permute(name, x):
-        for dim, letter in zip(range(-1, -x.dim() - 1, -1), reversed(dims.get(name, "")), strict=False):
-            if letter in order and x.shape[dim] > 1:
-                x = x.index_select(dim, order[letter])
-        return x
-
-    return tuple({n: permute(n, x) for n, x in tensors.items()} for tensors in (inputs, constants))
-
-
-def compare(op, backend, shape, dtype, options):
-    """1e-10 in float64; below it the 2x rule: max error <= 2 x the yardstick's + eps x max|truth|.
-
-    Where a sum cancels, one order of it may be right by luck and another not. So the yardstick's max error is that over
-    a few orders of its sums, and both max errors are taken over a few draws of the inputs.
-    """
+def measure(op, backend, shape, dtype, options, seeds) -> dict[str, tuple[float, str]]:
+    """Of the output and each gradient: its max error over what is allowed, and this in words."""
     errors: dict[str, list[tuple[float, float, float]]] = {}
-    for seed in range(DRAWS[dtype]):
+    for seed in seeds:
         inputs, constants = draw(shape, op, dtype, seed)
         if options.get("similarity") != "per-head":
             del inputs["tau"]
 
-        def by_oracle(x, c, order=0):
-            x, c = reordered(shape, x, c, order) if order else (x, c)
-            return run_oracle(op, shape, x, c, options)
+        def by_oracle(x, c, reorder=0):
+            return run_oracle(op, shape, x, c, options, reorder)
 
         def by_package(x, c):
             return run_package(backend, op, shape, x, c, options)
 
-        truth = results(by_oracle, inputs, constants, torch.float64, dtype, seed)
         found = results(by_package, inputs, constants, dtype, dtype, seed)
+        truth = results(by_oracle, inputs, constants, torch.float64, dtype, seed)
         yardsticks = [
-            results(partial(by_oracle, order=order), inputs, constants, dtype, dtype, seed)
-            for order in range(ORDERS[dtype])
+            results(partial(by_oracle, reorder=n), inputs, constants, dtype, dtype, seed) for n in range(ORDERS[dtype])
         ]
         for name, true in truth.items():
             assert not true.isnan().any()
@@ -271,9 +284,29 @@ def compare(op, backend, shape, dtype, options):
         error, allowance, size = (max(column) for column in zip(*rows, strict=True))
         limit = 1e-10 * max(1, size) if dtype == torch.float64 else 2 * allowance + torch.finfo(dtype).eps * size
         # A yardstick that overflows allows any error, but no overflow.
-        if not error <= limit or error == oracle.INF:
-            report[name] = f"error {error:.3g} > {limit:.3g} (yardstick {allowance:.3g}, max {size:.3g})"
-    assert not report, report
+        ratio = oracle.INF if error == oracle.INF else error / limit if error else 0.0
+        report[name] = ratio, f"error {error:.3g} > {limit:.3g} (yardstick {allowance:.3g}, max {size:.3g})"
+    return report
+
+
+def compare(op, backend, shape, dtype, options):
+    """1e-10 in float64; below it the 2x rule: max error <= 2 x the yardstick's + eps x max|truth|.
+
+    Where sums cancel, the yardstick may be right by luck. So its max error is that over a few orders of its sums; both
+    max errors are over a few draws of the inputs; and what exceeds is measured twice more, with other draws, and fails
+    if it exceeds each time. Beyond FAR times the limit, or in float64, once is enough.
+    """
+    draws = DRAWS[dtype]
+    exceeding: dict[str, list[str]] = {}
+    for attempt in range(3):
+        report = measure(op, backend, shape, dtype, options, range(attempt * draws, (attempt + 1) * draws))
+        far = {name: words for name, (ratio, words) in report.items() if ratio > FAR}
+        assert not far, far
+        over = {name: words for name, (ratio, words) in report.items() if ratio > 1}
+        exceeding = {name: [*exceeding.get(name, []), over[name]] for name in over if not attempt or name in exceeding}
+        if not exceeding or dtype == torch.float64:
+            break
+    assert not exceeding, exceeding
 
 
 def sdpa_refuses(shape: Shape, options) -> str | None:
@@ -282,6 +315,8 @@ def sdpa_refuses(shape: Shape, options) -> str | None:
         return "hard"
     if shape.mask == "float":
         return "mask"
+    if shape.scale == "position":
+        return "scale"
     return None
 
 

@@ -56,6 +56,17 @@ def test_large_inputs_stay_finite_and_normalised(backend, assignment, dtype, nor
         assert (weights.sum(-1) - 1).abs().max() < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("similarity", ["gaussian", "dot"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_equal_components_share_the_weight(backend, similarity):
+    """A sum over components by way of their logsumexps must not lose log M in the rounding of these."""
+    query, key = with_norm(torch.randn(2, 2, 9, 16), 1e4), with_norm(torch.randn(2, 2, 1, 13, 16), 1e4)
+    out = mgk.mgk_attention(
+        query, key.expand(2, 2, 3, 13, 16), torch.ones(2, 2, 13, 4), similarity=similarity, backend=backend
+    )
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype, norm", [(torch.float32, 1e4), (torch.bfloat16, 1e2), (torch.float16, 1e2)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("op", ["mlk", "smlk"])

@@ -13,7 +13,7 @@ if not GPU:
 pytest.importorskip("triton")
 
 from mgk.arguments import MixtureCall, Packed  # noqa: E402
-from mgk.kernels import fused, triton_ops  # noqa: E402
+from mgk.kernels import fused, triton_launch  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 def small_blocks(request, monkeypatch):
     """Several tiles in each direction at the lengths of the tests; `real_blocks` keeps the sizes that users get."""
     if "real_blocks" not in request.keywords and not GPU:
-        monkeypatch.setattr(triton_ops, "blocks", lambda kind, *_: (16, 32, 4, 1) if kind != "keys" else (32, 16, 4, 1))
+        monkeypatch.setattr(triton_launch, "blocks", lambda kind, *_: (16, 32, 4, 1, None, 1) if kind != "keys" else (32, 16, 4, 1, None, 0))
 
 
 def case(variant="smgk", B=1, H=2, Hk=2, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, **options):
@@ -64,8 +64,9 @@ def truth(leaves, dtype, causal=None, hard=False, attn_mask=None, **_):
 def make_call(x, causal=None, hard=False, attn_mask=None, dropout_p=0.0, packed=None, return_lse=True):
     attn_mask = x.get("attn_mask", attn_mask)
     return MixtureCall(
-        x["query"], x["keys"], x["value"], x.get("shift"), attn_mask if attn_mask is None else attn_mask.to(x["query"].device), causal, dropout_p,
-        x.get("scale", x["query"].shape[-1] ** -0.5), x.get("log_prior"), x.get("tau", 1.0), hard, packed, False, return_lse,
+        query=x["query"], keys=x["keys"], value=x["value"], shift=x.get("shift"), attn_mask=attn_mask if attn_mask is None else attn_mask.to(DEVICE),
+        causal=causal, dropout_p=dropout_p, scale=x.get("scale", x["query"].shape[-1] ** -0.5), log_prior=x.get("log_prior"), tau=x.get("tau", 1.0),
+        hard=hard, packed=packed, return_weights=False, return_lse=return_lse,
     )  # fmt: skip
 
 

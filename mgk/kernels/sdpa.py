@@ -188,7 +188,8 @@ def mixture_forward(
         part_lse = torch.stack([result[1] for result in results])  # [M, B, H, rows]
         total = part_lse.logsumexp(0)
         hidden = total < HIDDEN / 2
-        share = (part_lse - total).exp().masked_fill(hidden, 0)
+        # Not exp(part - total): a large lse is rounded, and the shares would not sum to 1.
+        share = part_lse.softmax(0).masked_fill(hidden, 0)
         merged = results[0][0] * share[0].unsqueeze(-1)
         for r in range(1, components):
             merged.addcmul_(results[r][0], share[r].unsqueeze(-1))

@@ -1,0 +1,260 @@
+"""Decoding: a cache gives what the full forward gives, in the memory that it promises."""
+
+import pytest
+import torch
+
+import mgk
+from mgk import Attention, Variant
+
+EMBED, H, HK, D, L = 12, 4, 2, 5, 13
+CHUNKS = {"one-at-a-time": (1,) * L, "prompt-then-ones": (7, *(1,) * 6), "chunks": (4, 1, 5, 3), "all": (L,)}
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def randn(*size):
+    return torch.randn(*size, dtype=torch.float64)
+
+
+def close(found, wanted, tolerance=1e-11):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def make(variant, **options):
+    options = {"head_dim": D, "is_causal": True, "dtype": torch.float64, **options}
+    layer = Attention(EMBED, H, variant=variant, **options).eval()
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    if hasattr(layer.prior, "prior"):
+        layer.prior.prior.copy_(torch.randn_like(layer.prior.prior).softmax(1))
+    return layer
+
+
+def decode(layer, x, chunks, cache=None, **options):
+    """The outputs of x given piece by piece; a key_padding_mask is of all keys so far."""
+    cache = layer.make_cache(x.shape[0], x.shape[1]) if cache is None else cache
+    padding, outs = options.pop("key_padding_mask", None), []
+    for piece in x.split(chunks, 1):
+        if padding is not None:
+            options["key_padding_mask"] = padding[:, : cache.length + piece.shape[1]]
+        outs.append(layer(piece, cache=cache, **options))
+    assert cache.length == x.shape[1]
+    return torch.cat(outs, 1)
+
+
+OPTIONS = {
+    "plain": {},
+    "rotary-gqa": {"rotary": 30.0, "num_kv_heads": HK},
+    "positions": {"max_positions": L},
+    "ref-lm": {"preset": "ref-lm", "rotary": 30.0},
+}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_piece_by_piece_is_the_full_forward(variant, options, chunks):
+    layer, x = make(variant, **options), randn(2, L, EMBED)
+    close(decode(layer, x, chunks), layer(x))
+
+
+FREE = [
+    Variant("between", "shifted", "em", variance="em"),
+    Variant("gaussian", "independent", "learned", variance="learned", normalise=True),
+]
+
+
+@pytest.mark.parametrize("variant", FREE, ids=["em", "learned"])
+def test_free_variances_and_tau_are_decoded(variant):
+    layer, x = make(variant, rotary=30.0), randn(2, L, EMBED)
+    close(decode(layer, x, (6, 1, 6)), layer(x))
+
+
+FEATURE_MAPS = {"relu": lambda: "relu", "favor": lambda: mgk.FAVOR(D, 8), "dpfp": lambda: mgk.DPFP(2)}
+
+
+@pytest.mark.parametrize("preset", ["paper", "ref-lm"])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS.values(), ids=FEATURE_MAPS)
+@pytest.mark.parametrize("variant", ["linear", "mlk", "smlk"])
+def test_every_feature_map_is_decoded(variant, feature_map, preset):
+    layer, x = make(variant, feature_map=feature_map(), preset=preset), randn(2, L, EMBED)
+    close(decode(layer, x, (4, 1, 1, 7)), layer(x))
+
+
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_left_padding(variant):
+    """Rows of different lengths end together: each is what it is alone."""
+    layer, x = make(variant, rotary=30.0, num_kv_heads=HK, max_positions=L), randn(3, L, EMBED)
+    lengths = (L, 4, 9)
+    padding = torch.stack([torch.arange(L) < L - n for n in lengths])
+    ids = torch.stack([(torch.arange(L) - (L - n)).clamp(min=0) for n in lengths])
+    cache, outs = layer.make_cache(3, L), []
+    for start, stop in ((0, 10), (10, 11), (11, L)):
+        masks = {"key_padding_mask": padding[:, :stop], "position_ids": ids[:, start:stop]}
+        outs.append(layer(x[:, start:stop], cache=cache, **masks))
+    found = torch.cat(outs, 1)
+    for row, n in enumerate(lengths):
+        close(found[row : row + 1, L - n :], layer(x[row : row + 1, L - n :]))
+        assert not found[row, : L - n].isnan().any()
+
+
+def test_without_causality_a_piece_sees_itself_whole():
+    layer, x = make("smgk", is_causal=False), randn(2, 6, EMBED)
+    cache = layer.make_cache(2, 6)
+    close(layer(x[:, :4], cache=cache), layer(x[:, :4]))
+    close(layer(x[:, 4:], cache=cache), layer(x)[:, 4:])
+
+
+def test_weights_of_all_keys_held():
+    layer, x = make("mgk"), randn(2, L, EMBED)
+    cache = layer.make_cache(2, L)
+    layer(x[:, :9], cache=cache)
+    close(layer(x[:, 9:], cache=cache, need_weights=True)[1], layer(x, need_weights=True)[1][:, :, 9:])
+
+
+# maths.md §7, numbers per token and key head with M = 2: D + E, 2D + E, D + E.
+PER_TOKEN = {"softmax": 2 * D, "mgk": 3 * D, "mgk-hard": 3 * D, "mgk-em": 3 * D, "smgk": 2 * D, "smgk-hard": 2 * D}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", PER_TOKEN)
+def test_the_size_of_a_cache(variant, dtype):
+    cache = Attention(EMBED, H, head_dim=D, num_kv_heads=HK, variant=variant, dtype=dtype).make_cache(3, 20)
+    assert cache.nbytes == 3 * 20 * HK * PER_TOKEN[variant] * dtype.itemsize
+
+
+def test_the_saving_with_half_the_heads():
+    softmax = Attention(512, 8, head_dim=64, variant="softmax").make_cache(2, 100).nbytes
+    assert Attention(512, 4, head_dim=64, variant="smgk").make_cache(2, 100).nbytes == 0.5 * softmax
+    assert Attention(512, 4, head_dim=64, variant="mgk").make_cache(2, 100).nbytes == 0.75 * softmax
+
+
+@pytest.mark.parametrize("feature_map, width", [("elu", D), (mgk.DPFP(2), 4 * D), (mgk.FAVOR(D, 7), 7)])
+@pytest.mark.parametrize("variant", ["linear", "mlk", "smlk"])
+def test_linear_attention_needs_constant_memory(variant, feature_map, width):
+    layer = Attention(EMBED, H, head_dim=D, variant=variant, feature_map=feature_map, is_causal=True)
+    short, long = layer.make_cache(2, 5), layer.make_cache(2, 10**9)
+    log_weight = 1 if isinstance(feature_map, mgk.FAVOR) else 0
+    assert short.nbytes == long.nbytes == 2 * H * (width * D + width + log_weight) * 4
+    layer(torch.randn(2, 300, EMBED), cache=long)
+    assert long.nbytes == short.nbytes
+    assert long.length == 300
+
+
+SOME = [
+    ("softmax", {}),
+    ("smgk", {}),
+    ("mgk-em", {"max_positions": L}),
+    ("mlk", {}),
+    ("mlk", {"feature_map": mgk.FAVOR(D)}),
+]
+
+
+@pytest.mark.parametrize("variant, options", SOME, ids=["softmax", "smgk", "mgk-em", "mlk", "favor"])
+def test_reorder(variant, options):
+    layer, x = make(variant, **options), randn(3, L, EMBED)
+    cache, rows = layer.make_cache(3, L), torch.tensor([2, 0, 2])
+    layer(x[:, :8], cache=cache)
+    cache.reorder(rows)
+    close(layer(x[:, 8:], cache=cache), layer(torch.cat([x[rows, :8], x[:, 8:]], 1))[:, 8:])
+    with pytest.raises(ValueError, match="rows must be 3 indices"):
+        cache.reorder(torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("variant, options", SOME, ids=["softmax", "smgk", "mgk-em", "mlk", "favor"])
+def test_reset_forgets_everything_and_keeps_the_memory(variant, options):
+    layer, x, y = make(variant, **options), randn(2, L, EMBED), randn(2, L, EMBED)
+    cache = layer.make_cache(2, L)
+    size = cache.nbytes
+    decode(layer, 5 * y, (L,), cache)
+    cache.reset()
+    assert (cache.length, cache.nbytes) == (0, size)
+    close(decode(layer, x, (5, 8), cache), layer(x))
+    cache.crop(0)
+    close(decode(layer, x, (5, 8), cache), layer(x))
+
+
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk"])
+def test_crop_takes_back_tokens(variant):
+    layer, x = make(variant, rotary=30.0), randn(2, L, EMBED)
+    cache = layer.make_cache(2, L)
+    layer(x[:, :5], cache=cache)
+    layer(randn(2, 6, EMBED), cache=cache)
+    cache.crop(5)
+    close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
+    for length in (-1, L + 1):
+        with pytest.raises(ValueError, match=f"length must be between 0 and the {L} tokens held, got {length}"):
+            cache.crop(length)
+
+
+def test_a_sum_cannot_be_cropped():
+    layer = make("mlk")
+    cache = layer.make_cache(2, L)
+    layer(randn(2, 5, EMBED), cache=cache)
+    cache.crop(5)
+    with pytest.raises(ValueError, match="length must be 0 or 5"):
+        cache.crop(3)
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mlk"])
+def test_what_a_cache_refuses(variant):
+    """... it refuses before it takes anything in: what comes next is as if nothing had been said."""
+    layer, x = make(variant), randn(2, L, EMBED)
+    cache = layer.make_cache(2, L)
+    layer(x[:, :8], cache=cache)
+    wrong_padding = {"key_padding_mask": torch.zeros(2, 2, dtype=torch.bool)}
+    refused = [
+        (randn(2, 6, EMBED), {}, "cache holds 8 of at most 13 tokens: 6 more do not fit"),
+        (randn(3, 1, EMBED), {}, "cache was made for a batch of 2, got 3"),
+        (randn(2, 1, EMBED), wrong_padding, r"key_padding_mask must have shape \[B, S\] = \[2, 9\]"),
+    ]
+    for piece, options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            layer(piece, cache=cache, **options)
+        assert cache.length == 8
+    with torch.enable_grad(), pytest.raises(ValueError, match="cache is for inference"):
+        layer(x[:, 8:], cache=cache)
+    other = make("mlk" if variant == "smgk" else "smgk").make_cache(2, L)
+    with pytest.raises(ValueError, match="cache must come from this layer's make_cache"):
+        layer(x[:, 8:], cache=other)
+    close(layer(x[:, 8:], cache=cache), layer(x)[:, 8:])
+
+
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk-em", "mlk"])
+def test_the_key_said_or_not_said(variant):
+    """attn(x, x, x), torch's way to say self-attention, decodes as attn(x)."""
+    layer, x = make(variant, rotary=30.0, max_positions=L), randn(2, L, EMBED)
+    cache = layer.make_cache(2, L)
+    found = torch.cat([layer(piece, piece, piece, cache=cache) for piece in x.split(5, 1)], 1)
+    close(found, layer(x))
+
+
+def test_positions_beyond_the_prior():
+    layer = make("smgk-em", max_positions=4)
+    cache = layer.make_cache(1, 10)
+    layer(randn(1, 4, EMBED), cache=cache)
+    with pytest.raises(ValueError, match="has 5 positions, but the prior has 4"):
+        layer(randn(1, 1, EMBED), cache=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_decoding_in_lower_precision(variant, dtype):
+    layer, x = make(variant, rotary=30.0), randn(2, L, EMBED)
+    layer, x = layer.to(dtype), x.to(dtype)
+    found, wanted = decode(layer, x, (1,) * L), layer(x)
+    assert found.dtype == dtype
+    assert (found - wanted).abs().max() <= 8 * torch.finfo(dtype).eps * wanted.abs().max()
+
+
+def test_decoding_under_autocast():
+    layer, x = make("smgk").float(), torch.randn(2, L, EMBED)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = decode(layer, x, (3, 10)), layer(x)
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()

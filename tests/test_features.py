@@ -1,0 +1,259 @@
+"""Feature maps of linear attention: what they compute, what they approximate, and that large inputs break none."""
+
+import math
+
+import oracle
+import pytest
+import torch
+
+import mgk
+from mgk import DPFP, FAVOR
+from mgk.features import FEATURE_MAPS, elu_plus_one
+
+F64 = torch.float64
+B, H, HK, M, D, E = 2, 4, 2, 3, 8, 5
+BACKENDS = ["eager", "chunked"]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def randn(*size, dtype=F64):
+    return torch.randn(*size, dtype=dtype)
+
+
+def close(found, wanted, tolerance=1e-10):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def inputs(length=9, size=None, batch=B, dtype=F64):
+    """query, keys, value, and a prior for each position."""
+    size = length if size is None else size
+    prior = randn(HK, M, size, dtype=dtype).log_softmax(1)
+    return (
+        randn(batch, H, length, D, dtype=dtype),
+        randn(batch, HK, M, size, D, dtype=dtype),
+        randn(batch, HK, size, E, dtype=dtype),
+        prior,
+    )
+
+
+@pytest.mark.parametrize("dtype, x", [(torch.float32, -20.0), (torch.bfloat16, -8.0), (torch.float16, -10.0)])
+def test_elu_plus_one_does_not_vanish(dtype, x):
+    x = torch.tensor(x, dtype=dtype, requires_grad=True)
+    assert torch.nn.functional.elu(x) + 1 == 0
+    found = elu_plus_one(x)
+    close(found.double(), x.detach().double().exp(), 0.02)
+    assert torch.autograd.grad(found, x)[0] > 0
+
+
+def test_elu_plus_one_and_its_gradient():
+    x = torch.tensor([-200.0, -3.0, -0.0, 0.5, 200.0], requires_grad=True)
+    close(elu_plus_one(x), torch.tensor([0.0, math.exp(-3), 1.0, 1.5, 201.0]), 1e-6)
+    close(torch.autograd.grad(elu_plus_one(x).sum(), x)[0], torch.tensor([0.0, math.exp(-3), 1.0, 1.0, 1.0]), 1e-6)
+    assert set(FEATURE_MAPS) == {"elu", "relu"}
+
+
+def favor_kernel(favor, query, keys):
+    """phi(q).phi(k) by the Performer's definition from its directions w: [B, H, M, L, S]."""
+
+    def phi(x, norm):
+        x = x * favor.scale**0.5
+        return (x @ favor.directions.to(x.dtype).T - norm * x.square().sum(-1, keepdim=True)).exp()
+
+    keys = keys.repeat_interleave(H // HK, 1)
+    key_norm = 1.0 if favor.similarity == "gaussian" else 0.5
+    return phi(query, 0.5)[:, :, None] @ phi(keys, key_norm).mT / favor.directions.shape[0]
+
+
+def mixed_weights(kernel, query, keys, prior, causal=None):
+    """Eq. 14: the prior mixes after the feature map."""
+    kernel = (oracle.full_prior(prior, query, keys).exp()[..., None, :] * kernel).sum(2)
+    kernel = kernel * oracle.allowed(*kernel.shape[-2:], causal)
+    return kernel / kernel.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("similarity", ["dot", "gaussian"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_favor_mixes_after_the_map(backend, similarity, causal):
+    favor, (query, keys, value, prior) = FAVOR(D, 30, similarity=similarity), inputs(70)
+    kernel = favor_kernel(favor, query, keys)
+    weights = mixed_weights(kernel, query, keys, prior, "top-left" if causal else None)
+    options = {"log_prior": prior, "feature_map": favor, "is_causal": causal}
+    out = mgk.mlk_attention(query, keys, value, backend=backend, **options)
+    close(out, weights @ value.repeat_interleave(H // HK, 1))
+    if backend == "eager":
+        close(mgk.mlk_attention(query, keys, value, return_weights=True, **options)[1], weights)
+    # ... which is not the feature of the mixed key
+    mixed = (prior.exp()[..., None] * keys).sum(2, keepdim=True)
+    other = mgk.mlk_attention(query, mixed, value, feature_map=favor, is_causal=causal)
+    assert (other - out).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("similarity", ["dot", "gaussian"])
+def test_favor_approximates_softmax_better_with_more_features(similarity):
+    """The kernel of Eq. 8, or Eq. 9 with "gaussian": the error falls as one over the root of the number of features."""
+    query, keys, value, prior = inputs(12)
+    tau = 1.0 if similarity == "gaussian" else 0.0
+    _, wanted, _ = oracle.mixture(query, keys, value, log_prior=prior, scale=0.15, tau=tau)
+
+    def error(features):
+        draws = []
+        for _ in range(5):
+            favor = FAVOR(D, features, scale=0.15, similarity=similarity)
+            found = mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=favor, return_weights=True)[1]
+            draws.append((found - wanted).abs().mean())
+        return torch.stack(draws).mean() / wanted.mean()
+
+    few, more, many = error(32), error(512), error(8192)
+    assert more < 0.5 * few
+    assert many < 0.5 * more
+    assert many < 0.1
+    other = mgk.mlk_attention(
+        query, keys, value, log_prior=prior, feature_map=FAVOR(D, 8192, scale=0.15), return_weights=True
+    )
+    assert similarity == "dot" or (other[1] - wanted).abs().mean() / wanted.mean() > 2 * many
+
+
+def test_favor_has_the_scale_of_sdpa_by_default_and_orthogonal_directions():
+    favor = FAVOR(D, 20)
+    assert favor.scale == pytest.approx(D**-0.5)
+    first, second = favor.directions[:D], favor.directions[D : 2 * D]
+    for block in (first, second):
+        products = block @ block.T
+        close(products - products.diag().diag(), torch.zeros(D, D), 1e-4)
+    norms = torch.cat([FAVOR(D, 64).directions.norm(dim=-1) for _ in range(20)])
+    assert abs(norms.square().mean() - D) < 0.5
+    assert norms.std() > 0.3
+    before = favor.directions.clone()
+    favor.redraw()
+    assert not torch.equal(favor.directions, before)
+    assert list(favor.state_dict()) == ["directions"]
+    with pytest.raises(ValueError, match="similarity must be one of 'dot', 'gaussian'"):
+        FAVOR(D, similarity="linear")
+
+
+@pytest.mark.parametrize("similarity", ["dot", "gaussian"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_favor_survives_large_keys(dtype, backend, causal, similarity):
+    """Keys of norm 50: finite, no row without weight, and finite gradients."""
+    query, keys, value, prior = inputs(150, dtype=dtype)
+    keys = (50 * keys / keys.norm(dim=-1, keepdim=True)).requires_grad_()
+    query.requires_grad_()
+    favor = FAVOR(D, similarity=similarity)
+    options = {"log_prior": prior, "feature_map": favor, "is_causal": causal, "backend": backend}
+    total = mgk.mlk_attention(query, keys, torch.ones_like(value), **options)
+    close(total, torch.ones_like(total), 4 * torch.finfo(dtype).eps)
+    out = mgk.mlk_attention(query, keys, value, **options)
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), (query, keys)))
+
+
+@pytest.mark.parametrize("change", [1, 63, 64, 100])
+@pytest.mark.parametrize("similarity", ["dot", "gaussian"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_huge_key_in_the_future_does_not_change_the_past(backend, similarity, change):
+    query, keys, value, prior = inputs(150, dtype=torch.float32)
+    favor, outs = FAVOR(D, similarity=similarity), []
+    for size in (1.0, 300.0):
+        keys = torch.cat([keys[..., :change, :], size * keys[..., change:, :]], 3)
+        outs.append(
+            mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=favor, is_causal=True, backend=backend)
+        )
+    close(outs[1][:, :, :change], outs[0][:, :, :change], 1e-6)
+    assert not torch.equal(outs[1][:, :, change:], outs[0][:, :, change:])
+
+
+MAPS = {"favor": lambda: FAVOR(D, 20), "gaussian": lambda: FAVOR(D, 20, similarity="gaussian"), "dpfp": lambda: DPFP(2)}
+OPTIONS = {
+    "bidirectional": {},
+    "causal": {"is_causal": True},
+    "mask": {"key_mask": torch.arange(150).expand(B, -1) % 4 > 0},
+    "causal-mask": {"is_causal": True, "key_mask": torch.arange(150).expand(B, -1) > torch.tensor([[3], [70]])},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
+def test_chunked_is_eager(feature_map, options):
+    feature_map, tensors = feature_map(), [x.requires_grad_() for x in inputs(150)]
+    query, keys, value, prior = tensors
+    outs = [
+        mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=feature_map, backend=backend, **options)
+        for backend in BACKENDS
+    ]
+    close(*outs)
+    upstream = randn(*outs[0].shape)
+    close(*(torch.autograd.grad((out * upstream).sum(), tensors) for out in outs))
+
+
+@pytest.mark.parametrize("large", [slice(0, 30), slice(31, 80)], ids=["first", "last"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences_do_not_meet(backend, feature_map, causal, large):
+    """... not even in the scale of their sums: one sequence has keys whose features are far from the others'."""
+    query, keys, value, prior = (x.float() for x in inputs(80, batch=1))
+    keys[..., large, :] *= 40
+    feature_map, cu = feature_map(), torch.tensor([0, 30, 31, 80], dtype=torch.int32)
+    options = {"feature_map": feature_map, "is_causal": causal, "backend": backend}
+    out = mgk.mlk_attention(query, keys, value, log_prior=prior, cu_seqlens=cu, **options)
+    for start, stop in ((0, 30), (30, 31), (31, 80)):
+        i = slice(start, stop)
+        wanted = mgk.mlk_attention(query[:, :, i], keys[..., i, :], value[:, :, i], log_prior=prior[..., i], **options)
+        close(out[:, :, i], wanted, 2e-5)
+
+
+@pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_pieces_with_keys_that_grow_and_shrink(backend, feature_map):
+    """The state is rescaled as larger keys come."""
+    query, keys, value, prior = inputs(150)
+    keys = keys * torch.tensor([1.0, 12.0, 0.1], dtype=F64).repeat_interleave(50)[:, None]
+    feature_map = feature_map()
+    options = {"feature_map": feature_map, "is_causal": True, "backend": backend, "return_state": True}
+    wanted, end = mgk.mlk_attention(query, keys, value, log_prior=prior, **options)
+    outs, state, start = [], None, 0
+    for n in (40, 1, 30, 79):
+        i = slice(start, start + n)
+        out, state = mgk.mlk_attention(
+            query[:, :, i], keys[..., i, :], value[:, :, i], log_prior=prior[..., i], initial_state=state, **options
+        )
+        outs.append(out)
+        start += n
+    close(torch.cat(outs, 2), wanted)
+    close(state, end)
+
+
+@pytest.mark.parametrize("nu", [1, 2, 3])
+def test_dpfp(nu):
+    x = randn(3, D)
+    rectified = [*x.relu().unbind(-1), *(-x).relu().unbind(-1)]
+    wanted = [rectified[i] * rectified[(i - shift) % (2 * D)] for shift in range(1, nu + 1) for i in range(2 * D)]
+    found = DPFP(nu)(x)
+    assert found.shape == (3, 2 * D * nu)
+    close(found, torch.stack(wanted, -1))
+    assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dpfp_mixes_after_the_map(backend):
+    query, keys, value, prior = inputs()
+    wanted, _ = oracle.linear(query, keys, value, log_prior=prior, feature_map=DPFP(2))
+    close(mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=DPFP(2), backend=backend), wanted)
+
+
+def test_any_callable_is_a_feature_map():
+    query, keys, value, prior = inputs()
+    wanted, _ = oracle.linear(query, keys, value, log_prior=prior, feature_map=torch.exp)
+    close(mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=torch.exp), wanted)
+    for wrong in (lambda x: x.sum(-1), lambda x: x[:, :1]):
+        with pytest.raises(ValueError, match="feature_map"):
+            mgk.mlk_attention(query, keys, value, feature_map=wrong)
+    with pytest.raises(ValueError, match="nu must be a positive integer"):
+        DPFP(0)

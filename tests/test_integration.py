@@ -1,0 +1,282 @@
+"""The layer inside the rest of PyTorch: compile, export, ONNX, autocast, checkpointing, copies, and bounded memory."""
+
+import copy
+import io
+
+import onnxruntime
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import mgk
+from mgk import Attention
+from mgk.kernels import eager
+
+EMBED, H, HK, D = 16, 4, 2, 8
+LENGTHS = [7, 2, 3, 5, 8, 13, 16, 31, 33, 48, 63, 64, 65, 100, 128, 130, 200, 256, 257, 300]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def close(found, wanted, tolerance=1e-5):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+COMPILED = {
+    "smgk": {"variant": "smgk"},
+    "smgk-causal": {"variant": "smgk", "is_causal": True, "rotary": 100.0},
+    "mgk": {"variant": "mgk", "num_kv_heads": HK},
+    "softmax": {"variant": "softmax", "is_causal": True},
+    "smgk-hard": {"variant": "smgk-hard", "is_causal": True},
+    "mlk": {"variant": "mlk", "is_causal": True},
+    "smgk-eager": {"variant": "smgk", "backend": "eager", "is_causal": True},
+}
+
+
+def gradients(layer, x):
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_twenty_lengths_take_at_most_two_compilations(options, training):
+    layer = Attention(EMBED, H, head_dim=D, **options).train(training)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    assert len(LENGTHS) == len(set(LENGTHS)) == 20
+    for length in LENGTHS:
+        x = torch.randn(2, length, EMBED)
+        if training:
+            found, wanted = gradients(compiled, x), gradients(layer, x)
+        else:
+            with torch.no_grad():
+                found, wanted = compiled(x), layer(x)
+        close(found, wanted, 1e-4)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    layer, x = Attention(EMBED, H, head_dim=D, is_causal=True), torch.randn(2, 33, EMBED)
+    close(gradients(torch.compile(layer, fullgraph=True), x), gradients(layer, x), 1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_em_is_compiled_too(masked):
+    layer, x = Attention(EMBED, H, head_dim=D, variant="smgk-em", is_causal=True), torch.randn(2, 12, EMBED)
+    masks = {"key_padding_mask": torch.arange(12).expand(2, -1) >= torch.tensor([[9], [12]])} if masked else {}
+    other = copy.deepcopy(layer)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        found, wanted = compiled(x, **masks), other(x, **masks)
+        close(found, wanted)
+        found.sum().backward()
+        close(layer.prior.prior, other.prior.prior)
+    start = layer.prior.prior.clone()
+    compiled.eval()
+    compiled(x, **masks)
+    assert torch.equal(layer.prior.prior, start)
+
+
+EXPORTED = ["softmax", "mgk", "smgk", "smgk-hard", "mgk-em", "mlk", "smlk"]
+
+
+def exportable(variant):
+    layer = Attention(
+        EMBED, H, head_dim=D, num_kv_heads=HK, variant=variant, is_causal=True, rotary=100.0, backend="eager"
+    )
+    return layer.eval()
+
+
+class Padded(torch.nn.Module):
+    """ONNX and export want positional arguments."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, padding):
+        return self.layer(x, key_padding_mask=padding)
+
+
+def example(batch, length):
+    return torch.randn(batch, length, EMBED), torch.arange(length).expand(batch, -1) >= length - torch.arange(batch)[
+        :, None
+    ]
+
+
+def dynamic():
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=512)
+    return {"x": {0: batch, 1: length}, "padding": {0: batch, 1: length}}
+
+
+@pytest.mark.parametrize("variant", EXPORTED)
+def test_export_with_any_length(variant):
+    module = Padded(exportable(variant)).eval()
+    program = torch.export.export(module, example(3, 10), dynamic_shapes=dynamic(), strict=False)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for batch, length in ((3, 10), (2, 2), (5, 77)):
+        args = example(batch, length)
+        close(loaded(*args), module(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:# The axis name:UserWarning")
+@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk-hard", "smlk"])
+def test_onnx_with_any_length(variant):
+    module = Padded(exportable(variant)).eval()
+    with torch.no_grad():
+        program = torch.onnx.export(module, example(3, 10), dynamic_shapes=dynamic(), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+    for batch, length in ((3, 10), (2, 2), (5, 77)):
+        args = example(batch, length)
+        (found,) = session.run(None, dict(zip(names, (x.numpy() for x in args), strict=True)))
+        close(torch.from_numpy(found), module(*args).detach(), 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": 100.0, "num_kv_heads": HK, "is_causal": True}], ids=str)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_autocast(variant, options):
+    layer, x = Attention(EMBED, H, head_dim=D, variant=variant, **options), torch.randn(2, 20, EMBED)
+    wanted = layer.eval()(x)
+    layer.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    assert (out - wanted).abs().max() < 0.05 * wanted.abs().max()
+    out.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.isfinite().all()
+        assert parameter.grad.any(), name
+    assert all(buffer.dtype == torch.float32 for buffer in layer.buffers())
+
+
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_activation_checkpointing(variant):
+    """EM: see test_em.py."""
+    layer = Attention(EMBED, H, head_dim=D, variant=variant, is_causal=True, dropout=0.2).train("em" not in variant)
+    x, results = torch.randn(2, 20, EMBED, requires_grad=True), []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        out = call(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    close(*results, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"variant": "smgk-em", "max_positions": 30}, {"variant": "mlk", "feature_map": mgk.FAVOR(D)}], ids=str
+)
+def test_a_copy_is_equal_and_separate(options):
+    layer, x = Attention(EMBED, H, head_dim=D, rotary=100.0, **options), torch.randn(2, 20, EMBED)
+    other = copy.deepcopy(layer)
+    wanted = layer.eval()(x)
+    assert torch.equal(other.eval()(x), wanted)
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.add_(0.5)
+    assert torch.equal(layer(x), wanted)
+    assert not torch.equal(other(x), wanted)
+    drop_in = mgk.MultiheadAttention(EMBED, H, batch_first=True).eval()
+    assert torch.equal(copy.deepcopy(drop_in)(x, x, x)[0], drop_in(x, x, x)[0])
+
+
+BLOCKED = {
+    "soft": ({"log_prior": True}, {}),
+    "hard": ({"assignment": "hard"}, {}),
+    "hard-causal": ({"assignment": "hard", "is_causal": True}, {}),
+    "float-mask": ({"assignment": "hard"}, {"attn_mask": torch.randn(1, H, 50, 70)}),
+    "key-mask": ({}, {"attn_mask": torch.rand(2, 1, 1, 70) > 0.3}),
+    "bottom-right": ({"is_causal": "bottom-right"}, {"attn_mask": torch.rand(50, 70) > 0.3}),
+}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("options, masks", BLOCKED.values(), ids=BLOCKED)
+def test_blocks_of_queries_change_nothing(options, masks, shifted, monkeypatch):
+    """The eager backend in blocks: output, lse, weights and gradients of one block, and no block beyond the limit."""
+    inputs = [
+        torch.randn(2, H, 50, D),
+        torch.randn(2, HK, 70, D) if shifted else torch.randn(2, HK, 3, 70, D),
+        torch.randn(2, HK, 70, 5),
+    ]
+    inputs += [torch.randn(HK, 3, D)] if shifted else []
+    inputs = [x.double().requires_grad_() for x in inputs]
+    options = dict(options)
+    if options.pop("log_prior", False):
+        options["log_prior"] = torch.randn(HK, 3, 70).double().log_softmax(1).requires_grad_()
+    if "attn_mask" in masks and masks["attn_mask"].is_floating_point():
+        options["attn_mask"] = masks["attn_mask"].double().requires_grad_()
+    elif masks:
+        options |= masks
+    leaves = inputs + [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    op = mgk.smgk_attention if shifted else mgk.mgk_attention
+    sizes = []
+    logits = eager.equations.component_logits
+
+    def measured(*args, **kwargs):
+        result = logits(*args, **kwargs)
+        sizes.append(result[0].numel())
+        return result
+
+    monkeypatch.setattr(eager.equations, "component_logits", measured)
+
+    def everything(**extra):
+        out, lse = op(*inputs, backend="eager", return_lse=True, **options, **extra)[:: 2 if extra else 1]
+        return [out, lse, *torch.autograd.grad(out.square().sum() + lse.masked_fill(lse.isinf(), 0).sum(), leaves)]
+
+    wanted, whole = everything(), max(sizes)
+    for limit in (whole // 7, 1):
+        monkeypatch.setattr(eager, "BLOCK_ELEMENTS", limit)
+        sizes.clear()
+        close(everything(), wanted, 1e-10)
+        assert max(sizes) <= max(limit, whole // 50)
+        assert len(sizes) >= 2 * (whole // max(limit, whole // 50))  # once in the forward, once in the backward
+        close(everything(return_weights=True), wanted, 1e-10)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes: views of what is there do not count."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("assignment", ["hard", "soft"])
+def test_long_sequences_form_no_full_matrix(assignment):
+    """L = S = 4096, two heads, M = 2: 67 million logits, a block of queries at a time, in the backward too."""
+    query, key, value, shift = (torch.randn(*s, requires_grad=True) for s in [(1, 2, 4096, D)] * 3 + [(2, 2, D)])
+    with Largest() as largest:
+        out = mgk.smgk_attention(query, key, value, shift, assignment=assignment, backend="eager")
+        out.sum().backward()
+    assert 4096 * 4096 // 4 < largest.elements <= eager.BLOCK_ELEMENTS
+    assert out.isfinite().all()
+
+
+def test_weights_of_hard_assignment_are_made_in_blocks():
+    """The weights asked for are L x S; what has a component axis is a block."""
+    query, key, value, shift = (torch.randn(*s) for s in [(1, 1, 4096, D)] * 3 + [(1, 8, D)])
+    with Largest() as largest:
+        _, weights = mgk.smgk_attention(query, key, value, shift, assignment="hard", return_weights=True)
+    assert weights.shape == (1, 1, 4096, 4096)
+    assert largest.elements <= max(eager.BLOCK_ELEMENTS, weights.numel())

@@ -1,0 +1,381 @@
+"""mgk.MultiheadAttention where nn.MultiheadAttention was: its calls, its places, and its weights to start from."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import mgk
+from mgk import Attention, MultiheadAttention, Variant
+
+F64 = torch.float64
+EMBED, H, L, S, B = 12, 4, 7, 9, 3
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def randn(*size):
+    return torch.randn(*size, dtype=F64)
+
+
+def close(found, wanted, tolerance=1e-10):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters.values())
+
+
+def test_the_constructor_is_torchs_and_more_by_keyword():
+    theirs, ours = parameters(nn.MultiheadAttention.__init__), parameters(MultiheadAttention.__init__)
+    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+
+
+def test_the_forward_is_torchs():
+    theirs, ours = parameters(nn.MultiheadAttention.forward), parameters(MultiheadAttention.forward)
+    assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
+
+
+@torch.no_grad()
+def pair(**options):
+    """torch's module and ours with its weights."""
+    torchs = nn.MultiheadAttention(EMBED, H, dtype=F64, **options)
+    for parameter in torchs.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    ours = MultiheadAttention(EMBED, H, dtype=F64, variant="softmax", **options)
+    if torchs.in_proj_weight is None:
+        weights = torchs.q_proj_weight, torchs.k_proj_weight, torchs.v_proj_weight
+    else:
+        weights = torchs.in_proj_weight.chunk(3)
+    layer = ours.attention
+    for n, projection in enumerate((layer.query, layer.keys.projection, layer.value)):
+        projection.weight.copy_(weights[n])
+        if torchs.in_proj_bias is not None:
+            projection.bias.copy_(torchs.in_proj_bias.chunk(3)[n])
+    ours.out_proj.load_state_dict(torchs.out_proj.state_dict())
+    return torchs, ours
+
+
+def inputs(batch_first=True, batched=True, length=L, size=S):
+    shapes = [(length, B, EMBED), (size, B, EMBED), (size, B, EMBED)]
+    if not batched:
+        shapes = [(n, e) for n, _, e in shapes]
+    elif batch_first:
+        shapes = [(b, n, e) for n, b, e in shapes]
+    return [randn(*shape) for shape in shapes]
+
+
+def masks(kind, batched=True):
+    """Keyword arguments; every query sees a key."""
+    hidden, hidden_3d = torch.rand(L, S) > 0.6, torch.rand((B if batched else 1) * H, L, S) > 0.6
+    padding = torch.arange(S).expand(B, -1) >= torch.tensor([[S], [5], [7]])
+    padding = padding if batched else padding[1]
+    hidden[:, 0] = hidden_3d[:, :, 0] = False
+    added = randn(L, S).masked_fill(hidden, -torch.inf)
+    return {
+        "none": {},
+        "bool": {"attn_mask": hidden},
+        "bool-3d": {"attn_mask": hidden_3d},
+        "float": {"attn_mask": added},
+        "float-3d": {"attn_mask": randn(*hidden_3d.shape)},
+        "padding": {"key_padding_mask": padding},
+        "float-padding": {"key_padding_mask": randn(*padding.shape).masked_fill(padding, -torch.inf)},
+        "bool-and-padding": {"attn_mask": hidden, "key_padding_mask": padding},
+        "floats": {
+            "attn_mask": added,
+            "key_padding_mask": torch.zeros(padding.shape, dtype=F64).masked_fill(padding, -torch.inf),
+        },
+    }[kind]
+
+
+KINDS = ["none", "bool", "bool-3d", "float", "float-3d", "padding", "float-padding", "bool-and-padding", "floats"]
+
+
+@pytest.mark.parametrize("need_weights, average", [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("batched, batch_first", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax_is_torchs_module(kind, batched, batch_first, need_weights, average):
+    torchs, ours = pair(batch_first=batch_first)
+    args, options = inputs(batch_first, batched), masks(kind, batched)
+    options |= {"need_weights": need_weights, "average_attn_weights": average}
+    wanted, found = torchs(*args, **options), ours(*args, **options)
+    close(found[0], wanted[0])
+    assert (found[1] is None) == (wanted[1] is None) == (not need_weights)
+    if need_weights:
+        close(found[1], wanted[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"bias": False}, {"kdim": 5, "vdim": 3}, {"kdim": 5, "vdim": 3, "bias": False}], ids=str
+)
+def test_softmax_is_torchs_module_with_other_widths(options):
+    torchs, ours = pair(batch_first=True, **options)
+    args = randn(B, L, EMBED), randn(B, S, options.get("kdim", EMBED)), randn(B, S, options.get("vdim", EMBED))
+    close(ours(*args), torchs(*args))
+
+
+@pytest.mark.parametrize("kind", ["none", "padding"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_is_causal(need_weights, kind):
+    torchs, ours = pair(batch_first=True)
+    args = inputs(length=S)
+    options = masks(kind) | {"need_weights": need_weights}
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    wanted = torchs(*args, attn_mask=hidden, is_causal=True, **options)
+    close(ours(*args, attn_mask=hidden, is_causal=True, **options), wanted)
+    close(ours(*args, attn_mask=hidden, **options), wanted)
+    close(ours(*args, is_causal=True, **options), wanted)
+
+
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_it_is_mgk_attention_with_torchs_masks(variant):
+    """True = hidden in both; L first by default; the variant reaches the layer."""
+    ours = MultiheadAttention(EMBED, 2, head_dim=5, dtype=F64, variant=variant, num_components=3)
+    assert ours.attention.variant is mgk.VARIANTS[variant]
+    query, key, value = inputs(batch_first=False)
+    padding = masks("padding")["key_padding_mask"]
+    batch = [x.transpose(0, 1) for x in (query, key, value)]
+    out, weights = ours(query, key, value, key_padding_mask=padding)
+    ours.eval()
+    wanted, wanted_weights = ours.attention(*batch, key_padding_mask=padding, need_weights=True)
+    if "em" not in variant:
+        close(out, wanted.transpose(0, 1))
+        close(weights, wanted_weights.mean(1))
+    assert not weights[padding.unsqueeze(1).expand_as(weights)].any()
+
+
+def encoder_layer(variant="smgk", **options):
+    layer = nn.TransformerEncoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64, **options)
+    layer.self_attn = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, variant=variant)
+    return layer
+
+
+def padding_mask():
+    return torch.arange(L).expand(B, -1) >= torch.tensor([[L], [3], [5]])
+
+
+def attention_parameters(module):
+    """Parameters that softmax attention does not have: the fast path of torch could not know them."""
+    return [p for name, p in module.named_parameters() if name.endswith(("keys.shifts", "prior.weights"))]
+
+
+@torch.no_grad()
+def perturb(module):
+    for parameter in attention_parameters(module):
+        parameter.add_(randn(*parameter.shape))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_in_an_encoder_layer(padded, norm_first):
+    layer, x = encoder_layer(norm_first=norm_first), randn(B, L, EMBED)
+    mask = {"src_key_padding_mask": padding_mask()} if padded else {}
+    trained = layer(x, **mask)
+    trained.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    with torch.no_grad():
+        before = layer.eval()(x, **mask)
+        close(before, trained.detach())
+        perturb(layer)
+        assert (layer(x, **mask) - before).abs().max() > 1e-4
+
+
+def test_an_encoder_layer_with_softmax_inside_is_torchs():
+    torchs, ours = pair(batch_first=True)
+    layer = nn.TransformerEncoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64)
+    x, outs = randn(B, L, EMBED), []
+    causal = nn.Transformer.generate_square_subsequent_mask(L, dtype=F64)
+    padding = torch.zeros(B, L, dtype=F64).masked_fill(padding_mask(), -torch.inf)
+    for module in (torchs, ours):
+        layer.self_attn = module
+        for mode, grad in itertools.product((True, False), repeat=2):
+            layer.train(mode)
+            with torch.set_grad_enabled(grad):
+                outs.append(layer(x, causal, padding, is_causal=True))
+                outs.append(layer(x, causal, padding))
+                outs.append(layer(x, src_key_padding_mask=padding))
+    half = len(outs) // 2
+    for theirs, own in zip(outs[:half], outs[half:], strict=True):
+        real = ~padding_mask()
+        close(own[real], theirs[real])
+
+
+@pytest.mark.parametrize("replaced_later", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_in_an_encoder(padded, replaced_later):
+    """Replaced later: the encoder was made for nested tensors, and must notice that it has none of torch's layers."""
+    if replaced_later:
+        plain = nn.TransformerEncoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64)
+        encoder = nn.TransformerEncoder(plain, 2)
+        for layer in encoder.layers:
+            layer.self_attn = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64)
+    else:
+        encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+    x, mask = randn(B, L, EMBED), {"src_key_padding_mask": padding_mask()} if padded else {}
+    trained = encoder(x, **mask)
+    with torch.no_grad():
+        before = encoder.eval()(x, **mask)
+        close(before, trained.detach())
+        perturb(encoder)
+        assert (encoder(x, **mask) - before).abs().max() > 1e-4
+    if padded:
+        for row, length in enumerate((L, 3, 5)):
+            close(encoder(x, **mask)[row, :length], encoder(x[row : row + 1, :length])[0])
+
+
+def test_an_encoder_of_layers_with_different_kinds():
+    encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+    encoder.layers[1].self_attn = MultiheadAttention(
+        EMBED, 2, head_dim=3, variant="mgk-hard", batch_first=True, dtype=F64
+    )
+    assert [layer.self_attn.attention.variant for layer in encoder.layers] == [
+        mgk.VARIANTS[n] for n in ("smgk", "mgk-hard")
+    ]
+    assert encoder(randn(B, L, EMBED)).shape == (B, L, EMBED)
+
+
+@pytest.mark.parametrize("variant", ["mlk", "smlk", "linear"])
+def test_linear_attention_in_an_encoder_layer_with_padding(variant):
+    """nn.TransformerEncoderLayer turns bool masks into floating-point ones before it calls its self_attn."""
+    layer, x = encoder_layer(variant), randn(B, L, EMBED)
+    for mode in (True, False):
+        out = layer.train(mode)(x, src_key_padding_mask=padding_mask())
+        for row, length in enumerate((L, 3, 5)):
+            close(out[row, :length], layer(x[row : row + 1, :length])[0])
+    causal = nn.Transformer.generate_square_subsequent_mask(L, dtype=F64)
+    close(layer(x, causal, is_causal=True)[:, :4], layer(x[:, :4], causal[:4, :4], is_causal=True))
+
+
+def test_in_a_decoder_layer():
+    layer = nn.TransformerDecoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64)
+    layer.self_attn = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, variant="smgk")
+    layer.multihead_attn = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, variant="mgk")
+    x, memory = randn(B, L, EMBED), randn(B, S, EMBED)
+    hidden = torch.arange(S).expand(B, -1) >= torch.tensor([[S], [3], [5]])
+    options = {"tgt_mask": torch.ones(L, L, dtype=torch.bool).triu(1), "tgt_is_causal": True}
+    options |= {"memory_key_padding_mask": hidden}
+    trained = layer(x, memory, **options)
+    with torch.no_grad():
+        before = layer.eval()(x, memory, **options)
+        close(before, trained.detach())
+        changed = torch.cat([x[:, :4], randn(B, L - 4, EMBED)], 1)
+        close(layer(changed, memory, **options)[:, :4], before[:, :4])
+        close(layer(x, memory.masked_fill(hidden[..., None], 9.0), **options), before)
+        perturb(layer)
+        assert (layer(x, memory, **options) - before).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def trained_softmax(**options):
+    source = nn.MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, **options)
+    for parameter in source.parameters():
+        parameter.add_(0.4 * torch.randn_like(parameter))
+    return source.eval()
+
+
+EXACT = ["softmax", "smgk", "smgk-hard", "smgk-em"]
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 3}], ids=str)
+@pytest.mark.parametrize("variant", EXACT)
+def test_from_softmax_is_exact(variant, options):
+    source = trained_softmax(**options)
+    layer = Attention.from_softmax(source, variant, num_components=3)
+    args = randn(B, L, EMBED), randn(B, S, options.get("kdim", EMBED)), randn(B, S, options.get("vdim", EMBED))
+    close(layer(*args, need_weights=True), source(*args, average_attn_weights=False))
+    assert not layer.training
+    assert layer.num_components == (1 if variant == "softmax" else 3)
+
+
+@pytest.mark.parametrize("variant", ["mgk", "mgk-em"])
+def test_from_softmax_with_independent_keys_is_exact_up_to_the_noise_squared(variant):
+    source, x = trained_softmax(), randn(B, L, EMBED)
+    wanted, errors = source(x, x, x)[0], []
+    for noise in (0.1, 0.01):
+        torch.manual_seed(1)
+        layer = Attention.from_softmax(source, variant, noise=noise)
+        errors.append((layer(x) - wanted).abs().max())
+        keys = layer.keys(x)
+        assert (keys[:, :, 0] - keys[:, :, 1]).abs().max() > 0.1 * noise
+    assert 0 < errors[1] < errors[0] / 50
+    assert errors[1] < 1e-3
+
+
+def test_from_softmax_is_causal_when_asked():
+    source, x = trained_softmax(), randn(B, L, EMBED)
+    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
+    close(Attention.from_softmax(source, is_causal=True)(x), source(x, x, x, attn_mask=hidden)[0])
+
+
+@pytest.mark.parametrize(
+    "variant", ["smgk", "mgk", Variant("gaussian", "shifted", "learned", variance="learned")], ids=str
+)
+def test_from_softmax_can_learn(variant):
+    """After ten steps components differ, and what only mixtures have has moved."""
+    layer = Attention.from_softmax(trained_softmax().train(), variant)
+    x, target = randn(8, L, EMBED), randn(8, L, EMBED)
+    start = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = (layer(x) - target).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert layer.training
+    for name, parameter in layer.named_parameters():
+        assert (parameter - start[name]).abs().max() > 1e-3, name
+    if layer.variant.keys == "shifted":
+        assert not torch.equal(
+            layer.keys.shifts[:, 0] - start["keys.shifts"][:, 0], layer.keys.shifts[:, 1] - start["keys.shifts"][:, 1]
+        )
+    prior = layer.prior(1, None)
+    assert (prior[:, 0] - prior[:, 1]).abs().min() > 1e-4
+    keys = layer.keys(x)
+    if layer.variant.keys == "independent":
+        assert (keys[:, :, 0] - keys[:, :, 1]).abs().max() > 0.05
+
+
+REFUSED = [
+    (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be an nn.MultiheadAttention, got Linear"),
+    (lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_bias_kv=True)), "source has add_bias_kv"),
+    (
+        lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_zero_attn=True)),
+        "source has add_bias_kv or add_zero",
+    ),
+    (lambda: Attention.from_softmax(trained_softmax(), "mlk"), "variant is linear"),
+    (lambda: Attention.from_softmax(trained_softmax(), "nope"), "variant must be one of 'softmax'"),
+    (lambda: MultiheadAttention(EMBED, H, add_bias_kv=True), "add_bias_kv is not offered"),
+    (lambda: MultiheadAttention(EMBED, H, add_zero_attn=True), "add_zero_attn is not offered"),
+    (lambda: MultiheadAttention(EMBED, 5), "num_heads = 5 does not divide embed_dim"),
+    (lambda: call(randn(L, B, EMBED), randn(S, EMBED)), "key has 2 dimensions, but query has 3"),
+    (lambda: call(randn(EMBED)), r"query must be a tensor \[L, B, E\], or \[L, E\]"),
+    (
+        lambda: call(randn(L, B, EMBED), attn_mask=torch.ones(S, L) > 0),
+        r"attn_mask must have shape \[L, S\] = \[7, 9\]",
+    ),
+    (
+        lambda: call(randn(L, B, EMBED), key_padding_mask=torch.ones(B, L) > 0),
+        r"key_padding_mask must have shape \[B, S\] = \[3, 9\]",
+    ),
+    (lambda: call(randn(L, B, EMBED), attn_mask=torch.ones(L, S, dtype=torch.long)), "attn_mask must be a bool"),
+]
+
+
+def call(query, key=None, **options):
+    key = randn(S, B, EMBED) if key is None else key
+    return MultiheadAttention(EMBED, H, dtype=F64)(query, key, key, **options)
+
+
+@pytest.mark.parametrize("refused, message", REFUSED, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_what_is_refused(refused, message):
+    with pytest.raises(ValueError, match=message):
+        refused()
