@@ -166,6 +166,7 @@ class Record(pl.Callback):
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
         self._mark: tuple[int, float] | None = None
+        self._left = False
         self._old_handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -195,6 +196,7 @@ class Record(pl.Callback):
     ) -> None:
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
+            self._left = True
             self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -203,6 +205,9 @@ class Record(pl.Callback):
             self.step_ms.append(1000 * (now - self._mark[1]) / (trainer.global_step - self._mark[0]))
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        # Lightning validates once more on leaving early: the run that goes on will not have done so.
+        if self._left:
+            return
         assert isinstance(module, Fit)
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if trainer.is_global_zero:

@@ -1,0 +1,151 @@
+"""Training: the same run however often it is interrupted, and however many processes share it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mgk import recipes
+from mgk.batches import Examples, Order, Stream
+from mgk.recipes import Recipe, Row, Training
+from mgk.tasks.store import Split
+
+SCRIPT = Path(__file__).with_name("tiny_training.py")
+
+
+def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent)}
+    result = subprocess.run([*launcher, str(SCRIPT), str(out), *arguments], env=environment, capture_output=True)
+    if result.returncode not in (0, -9, 143):
+        raise AssertionError(result.stderr.decode()[-2000:])
+    return result.returncode
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "final" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    assert train(out) == 0
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill_at", "signal_number"), [(10, 9), (12, 9), (15, 15)], ids=["middle", "boundary", "sigterm"]
+)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, kill_at, signal_number):
+    assert train(tmp_path, str(kill_at), str(signal_number)) == (-9 if signal_number == 9 else 143)
+    assert not (tmp_path / "final").exists()
+    assert train(tmp_path, "0", "0", "resume") == 0
+    whole, resumed = weights(uninterrupted), weights(tmp_path)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    # Wall-clock time aside, the record of the run is the same too.
+    columns = [
+        [line.rsplit(",", 1)[0] for line in (out / "metrics.csv").read_text().splitlines()]
+        for out in (uninterrupted, tmp_path)
+    ]
+    assert columns[0] == columns[1]
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_the_whole_batch(tmp_path):
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    train(alone, "0", "0", "no-dropout")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    train(both, launcher=torchrun)
+    one, two = weights(alone), weights(both)
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-5
+
+
+def test_order_is_a_permutation_every_epoch_and_a_function_of_seed_and_place():
+    order = Order(10, seed=5)
+    taken = order.take(0, 30)
+    for epoch in range(3):
+        assert sorted(taken[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert (taken[:10] != taken[10:20]).any()
+    assert (Order(10, seed=5).take(7, 16) == taken[7:23]).all()
+    assert (Order(10, seed=6).take(0, 30) != taken).any()
+
+
+@pytest.mark.parametrize(("parts", "world"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_streams_of_all_processes_and_parts_make_up_the_batch(parts, world):
+    whole = Order(20, seed=1).take(0, 24)
+    streams = [iter(Stream(Order(20, seed=1), 8, parts, rank, world, lambda: 0)) for rank in range(world)]
+    seen = [next(stream).tolist() for _ in range(3 * parts) for stream in streams]
+    assert [index for part in seen for index in part] == whole.tolist()
+    # A stream that starts later goes on where the other stands.
+    later = iter(Stream(Order(20, seed=1), 8, parts, 0, world, lambda: 2 * parts))
+    assert next(later).tolist() == seen[2 * parts * world]
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+def test_batches_on_the_device_are_those_of_the_split(documents):
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 12, 6 * documents)
+    tokens = draw.integers(1, 200, lengths.sum()).astype(np.uint8)
+    split = Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 3, 6), documents)
+    examples = Examples(split, 9, torch.device("cpu"))
+    indices = [4, 0, 5]
+    for found, wanted in zip(examples.batch(torch.tensor(indices), 9), split.batch(indices, 9), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_recipes_load_and_every_row_is_a_model():
+    for name in recipes.names():
+        recipe = recipes.load(name)
+        assert recipe.rows
+        assert set(recipe.paper) <= {str(row) for row in recipe.rows}
+    assert recipes.load("listops-4e-4").training.lr == 4e-4
+    assert recipes.load("listops-4e-4").training.steps == recipes.load("listops").training.steps
+
+
+def test_settings_reach_the_recipe():
+    recipe = recipes.load("listops").with_settings(["lr=3e-4", "training.steps=10", "warmup=2", "model.dropout=0"])
+    assert (recipe.training.lr, recipe.training.steps, recipe.model["dropout"]) == (3e-4, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("speed=3", "knows"),
+        ("lr", "key=value"),
+        ("lr=-1", "lr"),
+        ("precision=fp8", "precision"),
+        ("steps=1.5", "steps"),
+    ],
+)
+def test_wrong_settings(setting, says):
+    with pytest.raises(ValueError, match=says):
+        recipes.load("listops").with_settings([setting])
+
+
+@pytest.mark.parametrize("text", ["smgk", "smgk:", "smgk:0", "smgk:x", "smgk:4/2/1", "sgmk:4"])
+def test_wrong_rows(text):
+    with pytest.raises(ValueError, match="row"):
+        Row.parse(text)
+
+
+def test_rows_read_as_they_are_written():
+    for text in ("smgk:4", "softmax:8/4"):
+        assert str(Row.parse(text)) == text
+
+
+def test_unknown_recipe_lists_the_known():
+    with pytest.raises(ValueError, match="listops"):
+        recipes.load("listop")
+
+
+def test_recipe_is_checked_as_a_whole():
+    with pytest.raises(ValueError, match="warmup"):
+        Training(steps=10, warmup=10)
+    with pytest.raises(ValueError, match="accumulate"):
+        Training(batch_size=8, accumulate=3)
+    assert Recipe("a", "b", "c").rows == ()
