@@ -33,7 +33,7 @@ from mgk.features import L1Features
 from mgk.kernels.masks import segments
 from mgk.kernels.statistics import em_statistics
 from mgk.keys import KEYS, KeyLayout
-from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance
+from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance, recomputing
 from mgk.rotary import Rotary
 from mgk.variants import AXES, PRESETS, VARIANTS, Variant
 
@@ -44,6 +44,7 @@ class How:
 
     is_causal: bool
     key_padding_mask: Tensor | None = None
+    key_bias: Tensor | None = None  # floating point, added to the logits of each key, [B, S]
     attn_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     cache: Cache | None = None
@@ -121,8 +122,9 @@ class Attention(nn.Module):
         backends = functional.LINEAR_BACKENDS if self.is_linear else functional.MIXTURE_BACKENDS
         self.backend = one_of("backend", backend, ["auto", *backends])
         self.rotary = self._make_rotary(rotary)
-        # Assigned also where the variant has no use for it, so that a wrong name is found out.
-        self.feature_map = check_feature_map(feature_map)
+        # Looked at also where the variant has no use for it, so that a wrong name is found out.
+        chosen = check_feature_map(feature_map)
+        self.feature_map = L1Features(chosen) if self.preset.linear.l1_features else chosen
 
         heads, width, components = self.num_kv_heads, self.head_dim, self.num_components
         self.query = nn.Linear(embed_dim, num_heads * width, bias=bias, **place)
@@ -181,7 +183,8 @@ class Attention(nn.Module):
         Returns:
             [B, L, embed_dim], or with need_weights a tuple of it and the weights.
         """
-        how = How(self.is_causal, key_padding_mask, attn_mask, cu_seqlens, cache, flag("need_weights", need_weights))
+        flag("need_weights", need_weights)
+        how = How(self.is_causal, key_padding_mask, None, attn_mask, cu_seqlens, cache, need_weights)
         return self.attend(query, key, value, how, position_ids)
 
     def attend(
@@ -189,7 +192,7 @@ class Attention(nn.Module):
     ) -> Any:
         """`forward`, with causality as an argument."""
         check_input("query", query, self.embed_dim)
-        self_attention = key is None
+        self_attention = key is None or key is query
         key = query if key is None else check_input("key", key, self.kdim, query)
         value = key if value is None else check_input("value", value, self.vdim, query)
         if self_attention and (self.kdim != self.embed_dim or self.vdim != self.embed_dim):
@@ -202,6 +205,8 @@ class Attention(nn.Module):
             check_dtype(name, x, layer.weight)
         if how.cache is not None and not isinstance(how.cache, StateCache if self.is_linear else KeyValueCache):
             fail("cache", f"must come from this layer's make_cache, got {type(how.cache).__name__}")
+        if how.cache is not None and how.cache.batch_size != query.shape[0]:
+            fail("cache", f"was made for a batch of {how.cache.batch_size}, got {query.shape[0]}")
         if key.shape[1] != value.shape[1]:
             fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
         if how.cu_seqlens is not None:
@@ -209,7 +214,7 @@ class Attention(nn.Module):
                 fail("cu_seqlens", "goes with self-attention without a cache")
             check_cu_seqlens("cu_seqlens", how.cu_seqlens, query, query.shape[1])
         positions = self._positions(query, position_ids, how)
-        key_positions = positions if self_attention else None
+        key_positions = positions if self_attention else self._positions(key, None, how)
 
         q = self.query(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         keys = self.keys(key)
@@ -222,17 +227,30 @@ class Attention(nn.Module):
         output = self.out(output.transpose(1, 2).flatten(2))
         return (output, weights) if how.need_weights else output
 
-    def _positions(self, query: Tensor, position_ids: Tensor | None, how: How) -> Tensor | None:
-        """Positions of the queries, and of the keys of self-attention, [L] or [B, L]; None counts from 0."""
+    def _positions(self, x: Tensor, position_ids: Tensor | None, how: How) -> Tensor | None:
+        """Positions of the tokens of x, [L] or [B, L]; None counts from 0."""
         if position_ids is not None:
-            return check_positions(position_ids, query)
+            return check_positions(position_ids, x)
         if how.cu_seqlens is not None:
-            return segments(how.cu_seqlens, query.shape[1])[1]
+            return segments(how.cu_seqlens, x.shape[1])[1]
         if how.cache is not None:
-            return torch.arange(how.cache.length, how.cache.length + query.shape[1], device=query.device)
+            return torch.arange(how.cache.length, how.cache.length + x.shape[1], device=x.device)
         return None
 
     def _mixture(
+        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
+    ) -> tuple[Tensor, Tensor | None]:
+        if how.cache is not None:
+            held = how.cache.length
+            try:
+                return self._attend_mixture(query, keys, value, positions, how)
+            except Exception:
+                # What was refused is not remembered.
+                how.cache.crop(min(held, how.cache.length))
+                raise
+        return self._attend_mixture(query, keys, value, positions, how)
+
+    def _attend_mixture(
         self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
     ) -> tuple[Tensor, Tensor | None]:
         causal: bool | str = how.is_causal
@@ -271,7 +289,7 @@ class Attention(nn.Module):
     def _update(self, call: MixtureCall, positions: Tensor | None) -> None:
         """EM: what this training batch says replaces the prior (and variance) that it has used."""
         updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
-        if updated and self.training and torch.is_grad_enabled() and not _recomputing():
+        if updated and self.training and torch.is_grad_enabled() and not recomputing():
             statistics = em_statistics(call)
             for part in updated:
                 part.update(statistics, positions)
@@ -295,6 +313,10 @@ class Attention(nn.Module):
             total = length if cache is None else cache.length + length
             padding = check_padding(padding, query.shape[0], total, query)[:, -length:]
         log_prior, shift = self.prior(length, positions), self.keys.shift
+        if how.key_bias is not None:
+            # Added to the logits of softmax attention; here a factor of the key's feature, as the prior is.
+            bias = how.key_bias[:, None, None, :]
+            log_prior = bias - math.log(self.num_components) if log_prior is None else log_prior + bias
         if form.mix_before_map:
             keys, shift, log_prior = _mix(keys, shift, log_prior), None, None
         call = linear_call(
@@ -304,7 +326,7 @@ class Attention(nn.Module):
             shift=shift,
             shifted=shift is not None,
             log_prior=log_prior,
-            feature_map=L1Features(self.feature_map) if form.l1_features else self.feature_map,
+            feature_map=self.feature_map,
             key_mask=None if padding is None else ~padding,
             is_causal=how.is_causal,
             cu_seqlens=how.cu_seqlens,
@@ -377,6 +399,9 @@ def _mix(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor
 def _attend_mask(how: How, query: Tensor, length: int) -> Tensor | None:
     """key_padding_mask and attn_mask as one mask in SDPA's sense."""
     mask = how.attn_mask
+    if how.key_bias is not None:
+        bias = how.key_bias[:, None, None, :]
+        mask = bias if mask is None else as_float(mask, bias.dtype) + bias
     if how.key_padding_mask is None:
         return mask
     attend = ~check_padding(how.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
@@ -387,9 +412,11 @@ def _attend_mask(how: How, query: Tensor, length: int) -> Tensor | None:
     return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
 
 
-def _recomputing() -> bool:
-    """True inside a backward: activation checkpointing runs the forward a second time there."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True = attend) as one to be added."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
 
 
 def _count(positions: Tensor | None, x: Tensor) -> Tensor:

@@ -48,7 +48,11 @@ class FAVOR(nn.Module):
     @torch.no_grad()
     def redraw(self) -> None:
         count, width = self.directions.shape
-        blocks = [torch.linalg.qr(torch.randn(width, width)).Q for _ in range(math.ceil(count / width))]
+        blocks = []
+        for _ in range(math.ceil(count / width)):
+            q, r = torch.linalg.qr(torch.randn(width, width))
+            # LAPACK fixes signs, which biases q; those of r's diagonal make it uniform.
+            blocks.append(q * r.diagonal().sign())
         # Rows of an orthogonal matrix have norm 1; those of a Gaussian matrix have the norms drawn here.
         norms = torch.randn(count, width).norm(dim=-1, keepdim=True)
         self.directions.copy_(torch.cat(blocks)[:count] * norms)
@@ -84,12 +88,13 @@ class DPFP(nn.Module):
         return torch.cat([rectified * rectified.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
 
 
-class L1Features:
+class L1Features(nn.Module):
     """A feature map whose features sum to 1 for each token, as the authors' language model has them."""
 
     def __init__(self, feature_map: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
         self.feature_map = feature_map
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         features = self.feature_map(x)
         return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -112,9 +111,7 @@ class MultiheadAttention(nn.Module):
         padding, bias = self._padding(key_padding_mask, batched, query, key)
         # With the hint the mask need not be read, and linear attention can be causal.
         mask = None if is_causal else self._mask(attn_mask, query, key)
-        if bias is not None:
-            mask = bias if mask is None else _as_float(mask, bias.dtype) + bias
-        how = How(is_causal, key_padding_mask=padding, attn_mask=mask, need_weights=need_weights)
+        how = How(is_causal, padding, bias, mask, need_weights=need_weights)
         result = self.attention.attend(query, key, value, how)
         output, weights = result if need_weights else (result, None)
         output = output if self.batch_first else output.transpose(0, 1)
@@ -135,7 +132,7 @@ class MultiheadAttention(nn.Module):
         return bool(query.dim() == 3)
 
     def _padding(self, mask: Any, batched: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """A bool mask [B, S], or a float bias [B, 1, 1, S]."""
+        """A bool mask or a float bias, [B, S]."""
         if mask is None:
             return None, None
         shape = (query.shape[0], key.shape[1])
@@ -144,7 +141,7 @@ class MultiheadAttention(nn.Module):
         mask = mask if batched or mask.dim() != 1 else mask.unsqueeze(0)
         if mask.shape != shape:
             fail("key_padding_mask", f"must have shape [B, S] = {list(shape)}, got {list(mask.shape)}")
-        return (mask, None) if mask.dtype == torch.bool else (None, mask[:, None, None, :])
+        return (mask, None) if mask.dtype == torch.bool else (None, mask)
 
     def _mask(self, mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
         """torch's attn_mask in SDPA's sense, [L, S] or [B, H, L, S]."""
@@ -159,10 +156,3 @@ class MultiheadAttention(nn.Module):
             fail("attn_mask", f"must have shape {wanted}, got {list(mask.shape)}")
         mask = mask if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
         return ~mask if mask.dtype == torch.bool else mask
-
-
-def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask (True = attend) as one to be added."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)

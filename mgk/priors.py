@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import torch
@@ -19,6 +20,31 @@ def reduce_over_processes(*tensors: Tensor) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
+
+
+def recomputing() -> bool:
+    """True inside a backward: activation checkpointing runs the forward a second time there."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class History:
+    """What the last forwards have used of a state that each of them then replaces.
+
+    Activation checkpointing runs them again in the backward, the last first, and each must find what it used.
+    """
+
+    def __init__(self) -> None:
+        self._used: deque[Tensor] = deque(maxlen=64)
+
+    def use(self, current: Tensor, training: bool) -> Tensor:
+        if torch.compiler.is_compiling():
+            return current
+        if recomputing():
+            return self._used.pop() if self._used else current
+        if training and torch.is_grad_enabled():
+            current = current.clone()
+            self._used.append(current)
+        return current
 
 
 class UniformPrior(nn.Module):
@@ -92,13 +118,14 @@ class EMPrior(PositionalTable):
         super().__init__(heads, components, positions)
         self.momentum = variant.em_momentum
         self.register_buffer("prior", torch.empty(heads, components, positions or 1, **place))
+        self.history = History()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.prior, 1 / self.components)
 
     def forward(self, length: int, positions: Tensor | None) -> Tensor:
-        return self.look_up(self.prior.log(), length, positions)
+        return self.look_up(self.history.use(self.prior, self.training).log(), length, positions)
 
     @torch.no_grad()
     def update(self, statistics: Statistics, positions: Tensor | None) -> None:
@@ -141,7 +168,7 @@ class FixedVariance(nn.Module):
             fail("num_components", f"must be {len(factors)} under this preset, which sets each variance")
         unequal = factors is not None and len(set(factors)) > 1
         scales = self.scale * torch.tensor(factors, **place) if unequal else None
-        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("scales", scales)
 
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
         """1/σ², and what it adds to log π: [Hk, M, 1] or None."""
@@ -167,8 +194,12 @@ class FreeVariance(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.log_variance, self.start)
 
+    def used(self) -> Tensor:
+        return self.log_variance
+
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
-        return (-self.log_variance).exp(), (-0.5 * self.head_dim * self.log_variance).unsqueeze(-1)
+        log_variance = self.used()
+        return (-log_variance).exp(), (-0.5 * self.head_dim * log_variance).unsqueeze(-1)
 
 
 class LearnedVariance(FreeVariance):
@@ -181,6 +212,10 @@ class EMVariance(FreeVariance):
 
     def _hold(self, log_variance: Tensor) -> None:
         self.register_buffer("log_variance", log_variance)
+        self.history = History()
+
+    def used(self) -> Tensor:
+        return self.history.use(self.log_variance, self.training)
 
     @torch.no_grad()
     def update(self, statistics: Statistics, positions: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mgk.checks import fail, number, one_of
+from mgk.checks import fail, flag, number, one_of, positive_integer
 
 AXES = {
     "similarity": ("gaussian", "dot", "between", "linear"),
@@ -42,6 +42,9 @@ class Variant:
     def __post_init__(self) -> None:
         for axis, known in AXES.items():
             one_of(axis, getattr(self, axis), known)
+        flag("normalise", self.normalise)
+        if self.components is not None:
+            positive_integer("components", self.components)
         number("em_momentum", self.em_momentum, 0, 1)
         number("variance_floor", self.variance_floor, 0, above=True)
         if self.assignment == "hard":

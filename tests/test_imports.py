@@ -93,7 +93,9 @@ HEIGHT = {
     "__init__": 8,
     "analysis": 10,
     "training": 11,
+    "evaluation": 11,
     "hf": 11,
+    "commands": 12,
     "cli": 12,
     "__main__": 13,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk.arguments import LinearCall
-from mgk.kernels.eager import compute_dtype
+from mgk.kernels.eager import compute_dtype, without_autocast
 from mgk.kernels.masks import repeat_heads, segments
 
 CHUNK = 64
@@ -33,7 +33,7 @@ class Features(NamedTuple):
 
 def features(call: LinearCall) -> Features:
     dtype = compute_dtype(call.query.dtype)
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query):
         keys = call.component_keys(dtype)
         log_prior = None if call.log_prior is None else call.log_prior.to(dtype)
         query = call.feature_map(call.query.to(dtype))
@@ -125,6 +125,10 @@ def run_eager(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
     if call.causal:
         allowed = allowed.tril()
     reference = _references(f.log_weight, state, call.causal)
+    if f.log_weight is not None and call.cu_seqlens is not None:
+        # Each query's own sequence sets the scale.
+        seen = f.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
+        reference = seen.amax(-1).detach().clamp(min=NOTHING)
     scores = f.query @ repeat_heads(f.key, call.group).transpose(-1, -2)
     if f.log_weight is not None and reference is not None:
         # [B, Hk, L or 1, S]: a query sees each key relative to the largest weight that it sees itself.
@@ -171,12 +175,15 @@ def _bidirectional(f: Features, state: State | None, reference: Tensor | None, c
 
 def _causal(f: Features, state: State | None, reference: Tensor | None, call: LinearCall) -> Tensor:
     length = f.query.shape[2]
-    padding = -length % CHUNK
+    # A compiler treats sizes 0 and 1 apart, and would compile again for a length that is a multiple of CHUNK or has few
+    # chunks: there, padding is never empty and chunks are never few.
+    count = length // CHUNK + 3 if torch.compiler.is_compiling() else -(-length // CHUNK)
+    padding = count * CHUNK - length
 
     def chunks(x: Tensor, fill: float = 0.0) -> Tensor:
         """[B, H, S, ...] -> [B, H, chunks, CHUNK, ...]"""
         pad = (0, 0) * (x.dim() - 3) + (0, padding)
-        return torch.nn.functional.pad(x, pad, value=fill).unflatten(2, (-1, CHUNK))
+        return torch.nn.functional.pad(x.contiguous(), pad, value=fill).unflatten(2, (count, CHUNK))
 
     key, value = chunks(f.key), chunks(f.value)
     # One column more, of ones, makes the denominator another output.
@@ -189,12 +196,11 @@ def _causal(f: Features, state: State | None, reference: Tensor | None, call: Li
         factors = within.to(query.dtype)
         entering = query
     else:
-        weight, seen = chunks(f.log_weight, -math.inf), chunks(reference)
-        if padding:
-            seen[:, :, -1, -padding:] = reference[..., -1:]
+        weight = chunks(f.log_weight, -math.inf)
+        # Behind the end, the last reference holds on.
+        seen = torch.nn.functional.pad(reference, (0, padding), mode="replicate").unflatten(2, (count, CHUNK))
         peak = seen[..., -1]  # [B, Hk, chunks]: what a chunk's sums are relative to
         sums = (key * (weight - peak.unsqueeze(-1)).exp().unsqueeze(-1)).transpose(-1, -2) @ value
-        count = sums.shape[2]
         # Sums of earlier chunks, each brought from its own scale to that of the chunk before this one.
         earlier = torch.ones(count, count, dtype=torch.bool, device=query.device).tril(-1)
         last = torch.cat([torch.full_like(peak[..., :1], NOTHING), peak[..., :-1]], dim=-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mgk.arguments import MixtureCall
-from mgk.kernels.eager import compute_dtype
+from mgk.kernels.eager import compute_dtype, without_autocast
 from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
 
 # Stands for -inf inside the kernels, which turn a row of -inf into NaN. Far below any logit, far above fp32's limit.
@@ -45,7 +45,7 @@ def refuses(call: MixtureCall) -> str | None:
 
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     dtype = compute_dtype(call.query.dtype)
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query):
         query, keys, value = augment(call, dtype)
         mask = call.attn_mask
         packed = call.packed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk.arguments import MixtureCall
-from mgk.kernels.eager import prepare, query_blocks
+from mgk.kernels.eager import prepare, query_blocks, without_autocast
 from mgk.kernels.masks import allowed_pairs, block_of_rows
 
 
@@ -24,7 +24,7 @@ class Statistics:
 @torch.no_grad()
 def em_statistics(call: MixtureCall) -> Statistics:
     """Eq. 11's responsibilities, summed over queries. Padding and what causality hides do not count."""
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query):
         query, keys, _, log_prior, scale, tau = prepare(call)
         batch, heads, queries, _ = query.shape
         length = keys.shape[-2]
