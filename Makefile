@@ -11,7 +11,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-quick test-gpu lint format bench clean
+.PHONY: help install demo test test-quick test-gpu lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,6 +31,9 @@ test-quick: $(STAMP) ## Run the tests that need no GPU and are not marked slow
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3)
 	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+demo: $(STAMP) ## Train softmax and sMGK with half the heads on short ListOps, on the CPU, and show both side by side
+	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .

@@ -1,0 +1,99 @@
+"""The command: every option reaches what uses it, and wrong input is one line and exit code 2."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from mgk import commands, tasks
+from mgk.recipes import Row
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What `train` asks for, without training."""
+    seen = {}
+
+    def fit(run, task, **options):
+        seen.update(run=run, task=task, **options)
+        return SimpleNamespace(global_rank=1), SimpleNamespace(stopped_by=None)
+
+    monkeypatch.setattr("mgk.training.fit", fit)
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: seen.update(data=arguments[1]))
+    return seen
+
+
+OPTIONS = [
+    ("variant", ["--variant", "mgk-em"], lambda a: a["run"].row.variant, "mgk-em"),
+    ("heads", ["--heads", "3"], lambda a: a["run"].row.heads, 3),
+    ("kv_heads", ["--heads", "4", "--kv-heads", "2"], lambda a: a["run"].row, Row("softmax", 4, 2)),
+    ("preset", ["--preset", "ref-lra"], lambda a: a["run"].model_config(a["task"]).pooling, "mean-padded"),
+    ("seed", ["--seed", "7"], lambda a: a["run"].seed, 7),
+    ("steps", ["--steps", "2000"], lambda a: a["run"].recipe.training.steps, 2000),
+    ("settings", ["--set", "lr=1e-2"], lambda a: a["run"].recipe.training.lr, 1e-2),
+    ("settings", ["--set", "model.num_layers=3"], lambda a: a["run"].model_config(a["task"]).num_layers, 3),
+    ("data_dir", ["--data-dir", "somewhere"], lambda a: a["data"], Path("somewhere")),
+    ("out", ["--out", "there"], lambda a: a["run"].directory, Path("there")),
+    ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
+    ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
+    ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
+    ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
+]
+
+
+@pytest.mark.parametrize(("option", "arguments", "reach", "wanted"), OPTIONS, ids=[" ".join(o[1]) for o in OPTIONS])
+def test_an_option_of_train_arrives(asked, option, arguments, reach, wanted):
+    result = CliRunner().invoke(commands.app, ["train", "listops", *arguments])
+    assert result.exception is None, result.output
+    assert reach(asked) == wanted
+
+
+def test_every_option_of_train_is_in_the_table():
+    # --results is what the finished run is written to: the training itself does not see it.
+    assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train).parameters)
+
+
+def test_each_layer_is_the_variant_that_was_asked_for(asked):
+    from mgk.models import Classifier
+
+    CliRunner().invoke(commands.app, ["train", "listops", "--variant", "smgk-hard", "--heads", "2"])
+    model = Classifier(asked["run"].model_config(asked["task"]))
+    for layer in model.layers:
+        variant = layer.attention.variant
+        assert (variant.keys, variant.assignment, variant.prior) == ("shifted", "hard", "uniform")
+        assert (layer.attention.num_heads, layer.attention.head_dim) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "nothing"], "recipe must be one of"),
+        (["train", "listops", "--variant", "soft"], "row must be one of"),
+        (["train", "listops", "--set", "speed=1"], "--set knows"),
+        (["train", "listops", "--resume", "yes"], "--resume must be auto"),
+        (["data", "nothing"], "task must be one of"),
+        (["eval", "nowhere"], "is no run"),
+        (["compare", "demo", "--rows", "smgk"], "row must read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, arguments, says):
+    result = subprocess.run(
+        [sys.executable, "-m", "mgk", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_extra_the_command_says_so(tmp_path):
+    code = "import sys; sys.modules['typer'] = None; from mgk.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "mgk[train]" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

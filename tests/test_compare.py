@@ -1,0 +1,87 @@
+"""Results and comparisons: what is measured is kept, found again, and told as it is."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mgk import compare, recipes, results
+from mgk.recipes import Row
+
+
+def measured(row: str, seed: int, value: float, split: str = "test") -> dict:
+    recipe, model = recipes.load("listops"), Row.parse(row)
+    settings = recipe.training
+    return {
+        "recipe": "listops",
+        "task": "listops",
+        "variant": model.variant,
+        "preset": "paper",
+        "heads": model.heads,
+        "kv_heads": model.kv_heads or model.heads,
+        "seed": seed,
+        "steps": settings.steps,
+        "lr": settings.lr,
+        "batch": settings.batch_size,
+        "split": split,
+        "n_examples": 2000,
+        "metric": "accuracy",
+        "value": value,
+        "params": 1000,
+        "flops": 2_000_000_000,
+        "step_ms": 5,
+        "peak_mem_mb": 100,
+    }
+
+
+def test_results_come_back_and_unknown_columns_do_not_go_in(tmp_path):
+    path = tmp_path / "a" / "results.csv"
+    results.append(path, [measured("smgk:4", 0, 0.37)])
+    results.append(path, [measured("smgk:4", 1, 0.38)])
+    rows = results.read([path, tmp_path / "missing.csv"])
+    assert [float(row["value"]) for row in rows] == [0.37, 0.38]
+    assert list(rows[0]) == results.COLUMNS
+    with pytest.raises(ValueError, match="speed"):
+        results.append(path, [{"speed": 1}])
+    assert len(results.read([path])) == 2
+
+
+def test_many_may_write_at_once(tmp_path):
+    path = tmp_path / "results.csv"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: results.append(path, [measured("smgk:4", seed, 0.1)]), range(24)))
+    assert sorted(int(row["seed"]) for row in results.read([path])) == list(range(24))
+
+
+def test_what_is_known_is_recognised_by_everything_that_makes_a_run(tmp_path):
+    path = tmp_path / "results.csv"
+    results.append(path, [measured("smgk:4", 0, 0.37)])
+    rows, recipe = results.read([path]), recipes.load("listops")
+    assert compare.matching(rows, recipe, Row("smgk", 4), "paper", 0)
+    assert not compare.matching(rows, recipe, Row("smgk", 4), "paper", 1)
+    assert not compare.matching(rows, recipe, Row("smgk", 4), "ref-lra", 0)
+    assert not compare.matching(rows, recipe, Row("smgk", 4, 2), "paper", 0)
+    assert not compare.matching(rows, recipe.with_settings(["lr=4e-4"]), Row("smgk", 4), "paper", 0)
+
+
+def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
+    path = tmp_path / "listops.csv"
+    results.append(path, [measured("softmax:8", 0, 0.36), measured("softmax:8", 1, 0.38), measured("smgk:4", 0, 0.37)])
+    lines = compare.report(recipes.load("listops"), [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    table = (tmp_path / "listops.md").read_text()
+    assert lines[1][:4] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "37.03"]
+    # One seed: the interval of the test set, 1.96 · sqrt(0.37 · 0.63 / 2000).
+    assert lines[2][1] == "37.00 ± 2.12"
+    assert "| smgk:4 |" in table
+    assert (tmp_path / "listops.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="no results"):
+        compare.report(recipes.load("listops"), [Row("mgk", 1)], "paper", [path], tmp_path)
+
+
+def test_a_crash_of_one_is_survived_and_said(tmp_path):
+    script = "import sys; sys.exit('--seed' in sys.argv and sys.argv[sys.argv.index('--seed') + 1] == '1')"
+    jobs = [compare.Job(Row("smgk", 4), seed, Path(tmp_path / str(seed))) for seed in range(3)]
+    failed = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2)
+    assert [job.seed for job in failed] == [1]
+    assert all(job.process.returncode is not None for job in jobs)
