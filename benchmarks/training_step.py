@@ -1,0 +1,112 @@
+"""Time and memory of a training step of the Long Range Arena encoder, rows of the paper's tables side by side.
+
+    python benchmarks/training_step.py --length 4096 --batch 32 --rows softmax:8,smgk:4
+
+Forward, backward and optimiser, compiled, on fresh random tokens; every row in the same process, medians of windows.
+Results are appended to results/training_step.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgk import results
+from mgk.evaluation import forward_flops, parameters
+from mgk.models import Classifier, EncoderConfig
+from mgk.recipes import Row
+from mgk.variants import VARIANTS
+
+
+def measure(
+    config: EncoderConfig, batch: int, length: int, device: torch.device, windows: int, padded: bool
+) -> tuple[float, float]:
+    """Milliseconds a step and megabytes at the peak."""
+    model = Classifier(config).to(device)
+    network: Any = torch.compile(model) if device.type == "cuda" else model
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
+
+    def step() -> None:
+        tokens = torch.randint(1, config.vocab_size, (batch, length), device=device)
+        lengths = torch.randint(length // 2, length + 1, (batch,), device=device) if padded else None
+        labels = torch.randint(config.num_classes, (batch,), device=device)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(network(tokens, lengths).float(), labels)
+        loss.backward()
+        optimizer.step()
+
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(5):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(windows):
+        synchronise()
+        start = time.perf_counter()
+        for _ in range(10):
+            step()
+        synchronise()
+        times.append(100 * (time.perf_counter() - start))
+    memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")
+    return statistics.median(times), memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="softmax:8,softmax:4,smgk:4,mgk:4,smgk-hard:4,linear:8,mlk:4")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--padded", action="store_true", help="documents of half to full length, with a padding mask")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("results/training_step.csv"))
+    arguments = parser.parse_args()
+    first = None
+    for text in arguments.rows.split(","):
+        row = Row.parse(text)
+        config = EncoderConfig(512, 2, arguments.length, num_heads=row.heads, variant=row.variant, dropout=0.1)
+        torch.compiler.reset()
+        device = torch.device(arguments.device)
+        ms, memory = measure(config, arguments.batch, arguments.length, device, arguments.windows, arguments.padded)
+        first = first or ms
+        print(f"{text:12s} {ms:8.2f} ms a step, {ms / first:.2f} of the first row, {memory:8.0f} MB", flush=True)
+        record = {
+            "recipe": "training-step" + ("-padded" if arguments.padded else ""),
+            "task": "lra-encoder",
+            "dataset": "random tokens",
+            "variant": row.variant,
+            "preset": "paper",
+            "components": VARIANTS[row.variant].components or config.num_components,
+            "heads": row.heads,
+            "kv_heads": row.kv_heads or row.heads,
+            "batch": arguments.batch,
+            "length": arguments.length,
+            "dtype": "bf16",
+            "backend": "auto",
+            "metric": "step_ms",
+            "value": f"{ms:.4f}",
+            "params": parameters(config),
+            "flops": forward_flops(config, arguments.length),
+            "step_ms": f"{ms:.4f}",
+            "peak_mem_mb": f"{memory:.0f}",
+            "command": shlex.join(["python", *sys.argv]),
+            **results.environment(),
+        }
+        results.append(arguments.out, [record])
+
+
+if __name__ == "__main__":
+    main()
