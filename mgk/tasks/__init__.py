@@ -1,0 +1,20 @@
+"""Tasks: where the data comes from and how an example is made. A new task is a file and a row."""
+
+from __future__ import annotations
+
+from mgk.checks import one_of
+from mgk.tasks.listops import LISTOPS, LISTOPS_SHORT
+from mgk.tasks.peerread import PeerRead
+from mgk.tasks.retrieval import AAN
+from mgk.tasks.store import PAD, DataError, Split, Task
+from mgk.tasks.text import Text
+
+TASKS: dict[str, Task] = {row.name: row for row in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), PeerRead())}
+
+
+def task(name: str) -> Task:
+    """The task of that name; ValueError that lists the known ones otherwise."""
+    return TASKS[one_of("task", name, TASKS)]
+
+
+__all__ = ["PAD", "TASKS", "DataError", "Split", "Task", "task"]
