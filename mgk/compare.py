@@ -164,6 +164,7 @@ def picture(summaries: list[Summary], recipe: Recipe, path: Path) -> None:
     axes.set_xlabel("GFLOPs of one example's forward")
     axes.set_ylabel("test accuracy, %  (× the paper's)")
     axes.set_title(recipe.title, fontsize=10)
+    axes.margins(x=0.15)
     axes.grid(alpha=0.3)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, dpi=150, format="png")
