@@ -1,4 +1,5 @@
-"""The fused Triton backend (`backend="triton"`): forward and backward in O(L + S) memory. docs/kernels.md lists what it leaves to others."""
+"""The fused Triton backend (`backend="triton"`): forward and backward in O(L + S) memory. docs/kernels.md lists what
+it leaves to others."""
 
 import importlib.util
 import math
@@ -7,25 +8,29 @@ import os
 import torch
 from torch import Tensor
 
+from mgk.arguments import MixtureCall
+
+# Looked up once: the import system cannot be traced by torch.compile.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
 MAX_COMPONENTS = 8
 
 
-def refuses(call) -> str | None:
+def refuses(call: MixtureCall) -> str | None:
     """Why the fused kernels do not cover this call, or None."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "Triton is not installed"
-    query, keys, value = call.query, call.keys, call.value
+    query, value = call.query, call.value
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels need a CUDA device, query is on {query.device.type}"
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) and not torch.is_autocast_enabled(query.device.type):
+    covered = query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    if not covered and not torch.is_autocast_enabled(query.device.type):
         return f"{query.dtype} is not covered (float16, bfloat16 and float32 are)"
     if call.return_weights:
         return "the weights are never formed (return_weights=True)"
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
         return f"head widths above {MAX_WIDTH} are not covered"
-    components = keys.shape[2] if call.shift is None else call.shift.shape[1]
-    if components > MAX_COMPONENTS:
+    if call.components > MAX_COMPONENTS:
         return f"more than {MAX_COMPONENTS} components are not covered"
     if isinstance(call.scale, Tensor) and (call.scale.shape[0] > 1 or call.scale.shape[3] > 1):
         return "a scale per batch entry or per position is not covered"
@@ -34,15 +39,14 @@ def refuses(call) -> str | None:
     return None
 
 
-def run(call) -> tuple[Tensor, Tensor | None, None]:
+def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Output [B, H, L, E], natural lse [B, H, L] or None, and no weights."""
-    from . import triton_ops  # noqa: F401  registers torch.ops.mgk
+    from . import triton_ops
 
     query, keys, value = (_last_contiguous(x) for x in _autocast(call.query, call.keys, call.value))
     key_heads = value.shape[1]
-    components = keys.shape[2] if call.shift is None else call.shift.shape[1]
     bias = None if call.hard or call.log_prior is None else call.log_prior
-    constant = 0.0 if call.hard or call.log_prior is not None else -math.log(components)
+    constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
     mask = call.attn_mask
     if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or key_heads == query.shape[1]):
         bias, mask = _fold(bias, mask), None
@@ -53,14 +57,15 @@ def run(call) -> tuple[Tensor, Tensor | None, None]:
         tau_t = call.tau.float().expand(key_heads).contiguous()
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
     packed = call.packed
-    out, lse2, _, _ = torch.ops.mgk.mixture_forward(
+    out, lse2, _, _ = triton_ops.mixture(
         query, keys, value, None if call.shift is None else call.shift.contiguous(), bias, scale_t, tau_t, mask, seed,
         packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k,
-        1.0 if scale_t is not None else float(call.scale), 0.0 if tau_t is not None else float(call.tau), constant, float(call.dropout_p),
+        1.0 if scale_t is not None else float(call.scale), 0.0 if tau_t is not None else float(call.tau), constant,
+        float(call.dropout_p),
         {None: 0, "top-left": 1, "bottom-right": 2}[call.causal], call.hard,
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
-    return out, _natural(lse2, query, call, components) if call.return_lse else None, None
+    return out, _natural(lse2, query, call) if call.return_lse else None, None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -76,14 +81,15 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _fold(bias: Tensor | None, mask: Tensor) -> Tensor:
-    """A mask that is the same for every query joins the log prior, which the kernels read once per key: [B, 1 or H, 1, S] for every component."""
+    """A mask that is the same for every query joins the log prior, which the kernels read once per key: [B, 1 or H, 1,
+    S] for every component."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), device=mask.device) if bias is None else bias
         return torch.where(mask, zero, -math.inf)
     return mask.float() if bias is None else bias + mask
 
 
-def _natural(lse2: Tensor, query: Tensor, call, components: int) -> Tensor:
+def _natural(lse2: Tensor, query: Tensor, call: MixtureCall) -> Tensor:
     """The kernels' lse is base 2, +inf for empty rows and, for equal scales, without the query's norm."""
     lse = torch.where(torch.isinf(lse2), -math.inf, lse2 * math.log(2))
     scale = call.scale

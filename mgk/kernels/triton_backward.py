@@ -1,8 +1,10 @@
-"""The backward pass: `gradient_queries` walks along the keys for a tile of queries, then `gradient_keys` along the queries for a tile of keys.
+"""The backward pass: `gradient_queries` walks along the keys for a tile of queries, then `gradient_keys` along the
+queries for a tile of keys.
 
 Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
 """
 
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 import triton
 import triton.language as tl
 
@@ -14,15 +16,21 @@ from .triton_tiles import (
     component_scores,
     extent,
     gradients,
+    head_of,
     hide,
+    in_registers,
     kept,
     key_range,
+    key_span,
     largest,
+    leaves_to_second,
     load_rows,
     load_scales,
     load_shift,
+    load_tile,
     load_vectors,
     mask_scores,
+    not_mine,
     ratios,
     row_terms,
     schedule,
@@ -33,59 +41,92 @@ from .triton_tiles import (
 
 
 @triton.jit
+def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
+    """x_r times a factor that is expanded to a column."""
+    out = ()
+    for r in tl.static_range(FIRST, M):
+        out = out + (xs[r - FIRST] * tl.sum(columns_[r - FIRST], 1),)
+    return out
+
+
+@triton.jit
+def without_others(xs, M: tl.constexpr):
+    """The first of xs holds the sum of all: takes the others out of it."""
+    first = xs[0]
+    out = ()
+    for r in tl.static_range(1, M):
+        first -= xs[r]
+        out = out + (xs[r],)
+    return (first,) + out
+
+
+@triton.jit
 def walk_keys(
-    first, last, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
+    first, last, b_q, b_do, delta, alpha, rho, lam, acc, das, total, k_src, v_src, i_b, i_k, start_k, c_ptr, coef_ptr,
+    mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
     dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_slots,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    UNEQUAL: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
-        scores = component_scores(b_q, k_ptr, o_n, stride_km, stride_ks, S, D, BD, M, MASKED, SHIFTED, PRECISION)
-        b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, MASKED)
+        scores = component_scores(
+            b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, M, MASKED, SHIFTED, PRECISION, TMA
+        )
+        b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         b_g = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         if MASK:
-            scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
+            scores = mask_scores(
+                scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
+            )
         if MASKED and CAUSAL:
             scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
-        ref = tl.load(stats_ptr + (n // TILE) * 4)
-        ref = tl.where(ref == -float("inf"), 0.0, ref)
         coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, ref, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
+        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
         if DMASK:
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
             tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
+        total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
         updated = ()
         for r in tl.static_range(FIRST, M):
             part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
             updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
         das = updated
         for r in tl.static_range(NS):
-            b_k = load_rows(k_ptr + r * stride_km, o_n, stride_ks, S, D, BD, MASKED)
+            b_k = load_tile(
+                k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
+            )
             b_dsr = b_ds[r] * lam[r] if UNEQUAL and not SHIFTED else b_ds[r]
             acc = tl.dot(b_dsr.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-    return acc, das
+    return acc, das, total
 
 
 @triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def gradient_queries(
-    q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr,
-    dq_ptr, dmask_ptr, rows_ptr, spread_ptr, sums_ptr, scale, tau, dropout_p,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_ob, stride_oh, stride_ol, stride_rows, H, GROUP, L, S, n_slots, n_tiles, n_heads, SECTION,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
-    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr,
-    DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, PATHS: tl.constexpr,
+    q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
+    out_ptr, lse_ptr, do_ptr, dlse_ptr,
+    dq_ptr, dmask_ptr, rows_ptr, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_ob, stride_oh, stride_ol, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr,
+    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    DMASK: tl.constexpr, DLSE: tl.constexpr,
+    DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
-    """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta) and this tile's part of d shift, d tau, d scale."""
+    """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta) and this tile's
+    part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
-    FACTORED: tl.constexpr = SHIFTED and not HARD and not UNEQUAL
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
@@ -93,20 +134,20 @@ def gradient_queries(
     i_seq = i_bh // H
     i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
-    if i_m * BM >= n_q:
+    p_flag = flags_ptr + i_bh * n_tiles + i_m
+    if i_m * BM >= n_q or not_mine(p_flag, PATH):
         return
     o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
     do_ptr += i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
-    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
-    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
+    k_src = head_of(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
+    v_src = head_of(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
     if DMASK:
         dmask_ptr += (i_b * H + i_h).to(tl.int64) * L * S
-    o_c = (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
-    c_ptr += o_c
-    coef_ptr += o_c
+    c_ptr += (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
+    coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_slots * TILE
     stats_ptr += (i_k * n_slots + slot) * 4
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
@@ -115,8 +156,8 @@ def gradient_queries(
 
     o_i = i_m * BM + tl.arange(0, BM)
     m_i = o_i < n_q
-    b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
-    b_do = load_rows(do_ptr, o_i, stride_ol, n_q, E, BE, True)
+    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS)
+    b_do = in_registers(load_rows(do_ptr, o_i, stride_ol, n_q, E, BE, True), BE, REGISTERS)
     delta = tl.sum(load_rows(out_ptr + o_row * E, o_i, E, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
     if DLSE:
@@ -124,6 +165,7 @@ def gradient_queries(
         delta -= dlse
     else:
         dlse = tl.zeros_like(delta)
+    lse -= tl.load(stats_ptr + 3)
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
@@ -132,8 +174,7 @@ def gradient_queries(
     for r in tl.static_range(M):
         tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
     for r in tl.static_range(1, M):
-        tl.store(p_rows + (M + r - 1) * stride_rows, tl.exp2(a[r] - a[0]), mask=m_i)
-    tl.store(p_rows + (2 * M - 1) * stride_rows, delta, mask=m_i)
+        tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
     spread = tl.max(largest(a, M) - smallest(a, M), 0)
     tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
 
@@ -143,24 +184,27 @@ def gradient_queries(
     if CAUSAL:
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
-    _, _, width, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
+        return
     acc = tl.zeros([BM, BD], tl.float32)
     das = zeros_like_each(norm, M - FIRST)
-    if PATHS == 1 or (FACTORED and (spread + width <= SAFE_RANGE)):
-        for MASKED in tl.static_range(2):
-            acc, das = walk_keys(
-                full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr,
-                mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots,
-                M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED, False,
-            )  # fmt: skip
-        das = scaled(das, rho, M)
-    else:
-        for MASKED in tl.static_range(2):
-            acc, das = walk_keys(
-                full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr,
-                mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots,
-                M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED, True,
-            )  # fmt: skip
+    total = tl.zeros_like(norm)
+    for MASKED in tl.static_range(2):
+        acc, das, total = walk_keys(
+            full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, total,
+            k_src, v_src, i_b, i_k, start_k,
+            c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
+            stride_vs,
+            stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
+            DROPOUT, PRECISION,
+            UNEQUAL, MASKED, PATH != 1, TMA,
+        )  # fmt: skip
+    # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
+    # is delta's error.
+    tl.store(p_rows + (2 * M - 1) * stride_rows, delta + (total - dlse), mask=m_i)
+    if PATH == 1:
+        das = times(das, rho, 1, M)
 
     # The components' gradients of a row add up to that of its lse, so the first is the rest.
     if FIRST < M or M == 1:
@@ -191,34 +235,32 @@ def gradient_queries(
 
 
 @triton.jit
-def scaled(xs, rho, M: tl.constexpr):
-    out = ()
-    for r in tl.static_range(1, M):
-        out = out + (xs[r - 1] * tl.sum(rho[r - 1], 1),)
-    return out
-
-
-@triton.jit
 def walk_queries(
-    first, last, keys, b_v, coef, ref, lam, dks, dv, dcs, dlams, q_ptr, do_ptr, rows_ptr, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p,
+    first, last, keys, b_v, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_ptr, mask_ptr,
+    seed, i_bh, o_j, causal_offset, dropout_p,
     stride_ql, stride_ol, stride_ml, stride_mj, stride_rows, L, S,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from registers."""
+    """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
+    registers."""
     NS: tl.constexpr = 1 if SHIFTED else M
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
-        b_q = load_rows(q_ptr, o_i, stride_ql, L, D, BD, MASKED)
-        b_do = load_rows(do_ptr, o_i, stride_ol, L, E, BE, MASKED)
+        b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
+        b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_ol, L, BM, E, BE, False, MASKED, TMA)
         raw = ()
         for r in tl.static_range(NS):
             raw = raw + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
         b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         scores = raw
         if MASK:
-            scores = mask_scores(scores, mask_ptr, o_i[None, :], o_j[:, None], stride_ml, stride_mj, L, S, lam, NS, MASK)
+            scores = mask_scores(
+                scores, mask_ptr, o_i[None, :], o_j[:, None], stride_ml, stride_mj, L, S, lam, NS, MASK
+            )
         if MASKED:
             m_valid = (o_i < L)[None, :]
             if CAUSAL:
@@ -231,7 +273,7 @@ def walk_queries(
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, ref, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
+        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
         updated = ()
         for r in tl.static_range(M):
             part = parts[r]
@@ -254,19 +296,26 @@ def walk_queries(
     return dks, dv, dcs, dlams
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "n_query_tiles", "n_query_sums", "SECTION"])
+@triton.jit(
+    do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "n_query_tiles", "n_query_sums", "SECTION"]
+)
 def gradient_keys(
-    q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, do_ptr, rows_ptr, spread_ptr,
+    q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
+    do_src, rows_ptr, spread_ptr, flags_ptr,
     dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_ob, stride_oh, stride_ol, stride_rows, H, GROUP, L, S, n_slots, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, PATHS: tl.constexpr,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_ob, stride_oh, stride_ol, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, n_query_tiles,
+    n_query_sums, SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BQ: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one after another."""
+    """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one
+    after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
-    FACTORED: tl.constexpr = SHIFTED and not HARD and not UNEQUAL
     NS: tl.constexpr = 1 if SHIFTED else M
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
@@ -276,7 +325,8 @@ def gradient_keys(
     i_seq = i_bk // HK
     i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
-    if i_n * BN >= n_k:
+    p_flag = flags_ptr + i_bk * n_tiles + i_n
+    if i_n * BN >= n_k or not_mine(p_flag, PATH):
         return
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
     v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
@@ -285,22 +335,34 @@ def gradient_keys(
         tau = tl.load(tau_ptr + i_k)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     o_j = i_n * BN + tl.arange(0, BN)
-    keys = ()
-    for r in tl.static_range(NS):
-        keys = keys + (load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True),)
-    b_v = load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True)
     slot_c = (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
     p_stats = stats_ptr + (i_k * n_slots + slot + i_n * BN // TILE) * 4
     high = tl.load(p_stats)
-    ref = tl.where(high == -float("inf"), 0.0, high)
-    width = tl.maximum(ref - tl.load(p_stats + 1), 0.0)
+    low = tl.load(p_stats + 1)
 
+    spread = 0.0
+    if PATH == 1:
+        for t in range(0, GROUP * n_query_tiles, 128):
+            o_t = t + tl.arange(0, 128)
+            m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
+            b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
+            spread = tl.maximum(spread, tl.max(b_spread, 0))
+    if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
+        return
+
+    keys = ()
+    for r in tl.static_range(NS):
+        keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS),)
+    b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS)
+    if PATH == 1:
+        slot_c += (HK * M).to(tl.int64) * n_slots * TILE
+    coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
-    low = 0
+    begin = 0
     full = 0
     whole = n_q // BM * BM
     if CAUSAL:
-        low = max(i_n * BN - causal_offset, 0) // BM * BM
+        begin = max(i_n * BN - causal_offset, 0) // BM * BM
         full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
     dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), NS)
     dv = tl.zeros([BN, BE], tl.float32)
@@ -308,39 +370,27 @@ def gradient_keys(
     dlams = zeros_like_each(tl.zeros([BN], tl.float32), M if UNEQUAL else 0)
     for g in range(GROUP):
         i_h = i_k * GROUP + g
-        i_bh = i_seq * H + i_h
         o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
-        q_head = q_ptr + i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
-        do_head = do_ptr + i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
+        q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
+        do_head = head_of(do_src, i_b, i_h, start_q, stride_ob, stride_oh, stride_ol, TMA)
         mask_head = mask_ptr
         if MASK:
             mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
-        spread = 0.0
-        if FACTORED:
-            for t in range(0, tl.cdiv(n_q, BQ), 128):
-                o_t = t + tl.arange(0, 128)
-                b_spread = tl.load(spread_ptr + i_bh * n_query_tiles + o_t, mask=o_t < tl.cdiv(n_q, BQ), other=0.0)
-                spread = tl.maximum(spread, tl.max(b_spread, 0))
-        if PATHS == 1 or (FACTORED and (spread + width <= SAFE_RANGE)):
-            coef = load_vectors(coef_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
-            sums = zeros_like_each(tl.zeros([BN], tl.float32), M)
-            for part in tl.static_range(0 if CAUSAL else 1, 3):
-                dks, dv, sums, dlams = walk_queries(
-                    low if part == 0 else (full if part == 1 else max(whole, low)), full if part == 0 else (whole if part == 1 else n_q), keys, b_v, coef, ref,
-                    lam, dks, dv, sums, dlams, q_head, do_head, rows_ptr + o_row, mask_head, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_ol,
-                    stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
-                    False,
-                )  # fmt: skip
-            dcs = accumulate(dcs, sums, coef, M)
-        else:
-            bias = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
-            for part in tl.static_range(0 if CAUSAL else 1, 3):
-                dks, dv, dcs, dlams = walk_queries(
-                    low if part == 0 else (full if part == 1 else max(whole, low)), full if part == 0 else (whole if part == 1 else n_q), keys, b_v, bias, ref,
-                    lam, dks, dv, dcs, dlams, q_head, do_head, rows_ptr + o_row, mask_head, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_ol,
-                    stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
-                    True,
-                )  # fmt: skip
+        for part in tl.static_range(0 if CAUSAL else 1, 3):
+            dks, dv, dcs, dlams = walk_queries(
+                begin if part == 0 else (full if part == 1 else max(whole, begin)),
+                full if part == 0 else (whole if part == 1 else n_q),
+                keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_ptr + o_row,
+                mask_head, seed,
+                i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
+                stride_rows, n_q, n_k,
+                M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, PATH != 1,
+                TMA,
+            )  # fmt: skip
+    if PATH == 1:
+        dcs = times(dcs, coef, 0, M)
+    if HARD and not UNEQUAL:
+        dcs = without_others(dcs, M)
 
     o_d = tl.arange(0, BD)
     p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * (M * D + 1 + M)
@@ -373,11 +423,3 @@ def gradient_keys(
     if not UNEQUAL:
         tl.store(p_sums + M * D + 1, dscale)
     store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
-
-
-@triton.jit
-def accumulate(xs, sums, coef, M: tl.constexpr):
-    out = ()
-    for r in tl.static_range(M):
-        out = out + (xs[r] + sums[r] * tl.sum(coef[r], 1),)
-    return out

@@ -1,5 +1,11 @@
-"""The forward pass: one program owns a tile of queries and walks along the keys."""
+"""The forward pass: one program owns a tile of queries and walks along the keys.
 
+It comes in two: the first takes a bound of the row in place of its running maximum, and the factored form; tiles where
+that could lose
+weights are left to the second, which keeps a running maximum and one exponential a component.
+"""
+
+# ruff: noqa: E741  (l is the softmax's denominator)
 import triton
 import triton.language as tl
 
@@ -12,14 +18,20 @@ from .triton_tiles import (
     component_scores,
     exponents,
     extent,
+    head_of,
     hide,
+    in_registers,
     kept,
     key_range,
+    key_span,
     largest,
+    leaves_to_second,
     load_rows,
     load_scales,
+    load_tile,
     load_vectors,
     mask_scores,
+    not_mine,
     ratios,
     row_terms,
     schedule,
@@ -29,55 +41,58 @@ from .triton_tiles import (
 
 
 @triton.jit
-def weigh(scores, row, top, m, rho, coef, ref, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr):
-    """Weights of a tile relative to 2^m, and the new m. Without ONLINE, m is an upper bound of the whole row and already part of `row`."""
+def weigh(
+    scores, row, m, rho, coef, lam,
+    M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Weights of a tile relative to 2^m, and the new m. Without ONLINE, m bounds the whole row and is already part of
+    `row`."""
     if EXACT:
         xs = exponents(scores, row, coef, lam, M, SHIFTED)
         b_x = largest(xs, M)
         if ONLINE:
             m = tl.maximum(m, tl.max(b_x, 1))
             m_safe = tl.where(m == -float("inf"), 0.0, m)[:, None]
-            b_x = b_x - m_safe
         if HARD:
-            b_p = tl.exp2(b_x)
+            b_p = tl.exp2(b_x - m_safe) if ONLINE else tl.exp2(b_x)
         else:
             b_p = tl.zeros_like(b_x)
             for r in tl.static_range(M):
                 b_p += tl.exp2(xs[r] - m_safe) if ONLINE else tl.exp2(xs[r])
     elif SHIFTED:
-        offset = row[0] + ref
-        if ONLINE:
-            m = tl.maximum(m, tl.max(scores[0], 1) * (lam[0] * LOG2E) + (top + ref))
-            offset -= tl.where(m == -float("inf"), 0.0, m)[:, None]
-        b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + offset) * blend(rho, coef, M)
+        b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * blend(rho, coef, M)
     else:
-        offset = row[0] + ref
-        b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + offset) * coef[0]
+        b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * coef[0]
         for r in tl.static_range(1, M):
-            b_p += tl.exp2(scores[r] * (lam[r] * LOG2E) + offset) * coef[r]
+            b_p += tl.exp2(scores[r] * (lam[r] * LOG2E) + row[0]) * coef[r]
     return b_p, m
 
 
 @triton.jit
 def walk(
-    first, last, b_q, row, top, rho, lam, acc, l, m, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p,
+    first, last, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k, start_k, c_ptr, coef_ptr, mask_ptr, seed,
+    i_bh, o_i, causal_offset, dropout_p,
     stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, ONLINE: tl.constexpr,
-    EXACT: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    ONLINE: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
-        scores = component_scores(b_q, k_ptr, o_n, stride_km, stride_ks, S, D, BD, M, MASKED, SHIFTED, PRECISION)
+        scores = component_scores(
+            b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, M, MASKED, SHIFTED, PRECISION, TMA
+        )
         if MASK:
-            scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
+            scores = mask_scores(
+                scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
+            )
         if MASKED and CAUSAL:
             scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
-        ref = tl.load(stats_ptr + (n // TILE) * 4)
-        ref = tl.where(ref == -float("inf"), 0.0, ref)
         coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, m_new = weigh(scores, row, top, m, rho, coef, ref, lam, M, SHIFTED, HARD, ONLINE, EXACT)
+        b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT)
         if ONLINE:
             alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * alpha
@@ -86,19 +101,23 @@ def walk(
         l += tl.sum(b_p, 1)
         if DROPOUT:
             b_p = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_p, 0.0)
-        b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, MASKED)
+        b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, l, m
 
 
 @triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def mixture_forward(
-    q_ptr, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, coef_ptr, stats_ptr, out_ptr, lse_ptr,
-    scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_mb, stride_mh, stride_ml, stride_mj, H, GROUP, L, S, n_slots, n_tiles, n_heads, SECTION,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
-    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, RANGE: tl.constexpr, PATHS: tl.constexpr,
+    q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
+    flags_ptr, out_ptr, lse_ptr,
+    scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
+    stride_vh, stride_vs,
+    stride_mb, stride_mh, stride_ml, stride_mj, GROUP, H, L, S, n_slots, n_tiles, n_heads, SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr,
+    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -108,16 +127,16 @@ def mixture_forward(
     i_k = i_h // GROUP
     i_bq, start_q, n_q, _ = extent(cu_q_ptr, i_bh // H, L, PACKED)
     i_b, start_k, n_k, slot = extent(cu_k_ptr, i_bh // H, S, PACKED)
-    if i_m * BM >= n_q:
+    p_flag = flags_ptr + i_bh * n_tiles + i_m
+    if i_m * BM >= n_q or not_mine(p_flag, PATH):
         return
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
-    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
-    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
+    k_src = head_of(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
+    v_src = head_of(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
-    o_c = (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
-    c_ptr += o_c
-    coef_ptr += o_c
+    c_ptr += (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
+    coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_slots * TILE
     stats_ptr += (i_k * n_slots + slot) * 4
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
@@ -125,7 +144,7 @@ def mixture_forward(
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
 
     o_i = i_m * BM + tl.arange(0, BM)
-    b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
+    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS)
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     top = largest(a, M)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
@@ -135,35 +154,34 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, width, longest = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    ref = tl.load(stats_ptr + 3)
     spread = tl.max(top - smallest(a, M), 0)
     bound = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E)
+    slack = 2 * tl.max(bound, 0) + spread + tl.maximum(key_span(high, low), high - low)
+    if leaves_to_second(p_flag, (low <= high) & (slack <= SAFE_RANGE), PATH):
+        return
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    m = tl.full([BM], -float("inf"), tl.float32)
     flat = columns(a, 0.0, M)
-    if PATHS == 1 or (BOUNDED and (low <= high) & (2 * tl.max(bound, 0) + spread + high - low <= SAFE_RANGE)):
+    if PATH == 1:
         m = bound + top + high
-        for MASKED in tl.static_range(2):
-            acc, l, m = walk(
-                full if MASKED else 0, last if MASKED else full, b_q, columns(a, m, M), top, ratios(flat, M), lam, acc, l, m, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr,
-                seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN,
-                SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, False, not FACTORED,
-            )  # fmt: skip
-    elif PATHS == 2 or (FACTORED and SHIFTED and (spread + width <= RANGE)):
-        for MASKED in tl.static_range(2):
-            acc, l, m = walk(
-                full if MASKED else 0, last if MASKED else full, b_q, flat, top, ratios(flat, M), lam, acc, l, m, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr,
-                seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN,
-                SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, True, False,
-            )  # fmt: skip
+        row = columns(a, m, M)
+        rho = ratios(flat, M)
     else:
-        for MASKED in tl.static_range(2):
-            acc, l, m = walk(
-                full if MASKED else 0, last if MASKED else full, b_q, flat, top, flat, lam, acc, l, m, k_ptr, v_ptr, c_ptr, coef_ptr, stats_ptr, mask_ptr,
-                seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN,
-                SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, True, True,
-            )  # fmt: skip
+        m = tl.full([BM], -float("inf"), tl.float32)
+        row = flat
+        rho = flat
+    for MASKED in tl.static_range(2):
+        acc, l, m = walk(
+            full if MASKED else 0, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
+            start_k,
+            c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
+            stride_ml,
+            stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION,
+            MASKED, PATH != 1,
+            PATH != 1 or not FACTORED, TMA,
+        )  # fmt: skip
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
@@ -172,4 +190,4 @@ def mixture_forward(
         inverse = inverse / (1.0 - dropout_p)
     o_row = (i_bq * H + i_h).to(tl.int64) * L + start_q
     store_rows(out_ptr + o_row * E, acc * inverse[:, None], o_i, E, n_q, E, BE)
-    tl.store(lse_ptr + o_row + o_i, tl.where(empty, float("inf"), m + tl.log2(l)), mask=o_i < n_q)
+    tl.store(lse_ptr + o_row + o_i, tl.where(empty, float("inf"), m + tl.log2(l) + ref), mask=o_i < n_q)

@@ -1,9 +1,12 @@
 """Tile-level functions that the kernels of every pass share.
 
-Everything is in base 2. A row i is a query, a column j a key, r a component; a score is s_ij = q_i.k_j (or q_i.k_jr) before scaling.
-Row terms and key terms arrive already expanded to [rows, 1] and [1, keys], or to [1, rows] and [keys, 1] in the pass along the keys.
+Everything is in base 2. A row i is a query, a column j a key, r a component; a score is s_ij = q_i.k_j (or q_i.k_jr)
+before scaling.
+Row terms and key terms arrive already expanded to [rows, 1] and [1, keys], or to [1, rows] and [keys, 1] in the pass
+along the keys.
 """
 
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 import triton
 import triton.language as tl
 
@@ -16,7 +19,8 @@ SAFE_RANGE = tl.constexpr(80.0)
 
 @triton.jit
 def schedule(n_tiles, n_heads, SECTION):
-    """Program number -> (tile, head). Heads come in sections whose keys fit the L2 cache; in a section, the last tiles (the heavy causal rows) first."""
+    """Program number -> (tile, head). Heads come in sections whose keys fit the L2 cache; in a section, the last tiles
+    (the heavy causal rows) first."""
     i_p = tl.program_id(0)
     i_section = i_p // (SECTION * n_tiles)
     width = min(SECTION, n_heads - i_section * SECTION)
@@ -52,13 +56,52 @@ def load_scales(scale_ptr, scale, i_h, M: tl.constexpr, SCALE: tl.constexpr):
 def load_rows(ptr, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
     """[rows, BD], zero beyond n_rows and D."""
     o_d = tl.arange(0, BD)
-    p_row = ptr + o_row[:, None] * stride + o_d[None, :]
+    p_row = ptr + o_row[:, None].to(tl.int64) * stride + o_d[None, :]
     if MASKED:
         return tl.load(p_row, mask=(o_row < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
     elif D < BD:
         return tl.load(p_row, mask=(o_d < D)[None, :], other=0.0)
     else:
         return tl.load(p_row)
+
+
+@triton.jit
+def head_of(src, i_b, i_h, start, stride_b, stride_h, stride_row, TMA: tl.constexpr):
+    """Where a head's sequence begins: a pointer moved there; a descriptor stays what it is."""
+    if TMA:
+        return src
+    else:
+        return src + i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + start.to(tl.int64) * stride_row
+
+
+@triton.jit
+def load_tile(
+    src, i_b, i_h, r: tl.constexpr, start, n, stride_m, stride_row, n_rows, N: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, COMPONENTS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows n to n + N of a head, [N, BD], by pointer or by the bulk copy engine. src has an axis of components if
+    COMPONENTS, of which this is r.
+    The copy engine fills with zeros beyond the tensor; rows of the next packed sequence are finite and get no
+    weight."""
+    if TMA:
+        if COMPONENTS:
+            return src.load([i_b, i_h, r, start + n, 0]).reshape(N, BD)
+        else:
+            return src.load([i_b, i_h, start + n, 0]).reshape(N, BD)
+    else:
+        return load_rows(src + r * stride_m, n + tl.arange(0, N), stride_row, n_rows, D, BD, MASKED)
+
+
+@triton.jit
+def in_registers(b_x, BD: tl.constexpr, HALF: tl.constexpr):
+    """The same values as the result of a product: a left operand that stays in registers instead of being read from
+    shared memory at every use,
+    whose row sums lie as the rows of later products do."""
+    if HALF:
+        o_d = tl.arange(0, BD)
+        return tl.dot(b_x, (o_d[:, None] == o_d[None, :]).to(b_x.dtype)).to(b_x.dtype)
+    else:
+        return b_x
 
 
 @triton.jit
@@ -86,7 +129,10 @@ def load_shift(shift_ptr, i_h, r: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def row_terms(b_q, shift_ptr, i_h, lam, tau, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr):
+def row_terms(
+    b_q, shift_ptr, i_h, lam, tau, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SHIFTED: tl.constexpr,
+    UNEQUAL: tl.constexpr,
+):  # fmt: skip
     """a_ir (base 2): lambda_r q.b_r for shifted keys, and -tau lambda_r |q|^2 / 2 where the scales differ."""
     b_x = b_q.to(tl.float32)
     norm = tl.sum(b_x * b_x, 1)
@@ -136,30 +182,55 @@ def smallest(xs, M: tl.constexpr):
 
 @triton.jit
 def key_range(stats_ptr, n_tiles):
-    """Over the prepared tiles of a head: largest c, smallest finite c, widest tile, longest key."""
+    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; and the longest
+    key."""
     high = -float("inf")
     low = float("inf")
-    width = 0.0
     norm = 0.0
     for i_t in range(0, n_tiles, 128):
         o_t = i_t + tl.arange(0, 128)
         m_t = o_t < n_tiles
-        b_high = tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf"))
-        b_low = tl.load(stats_ptr + o_t * 4 + 1, mask=m_t, other=float("inf"))
-        high = tl.maximum(high, tl.max(b_high, 0))
-        low = tl.minimum(low, tl.min(b_low, 0))
-        width = tl.maximum(width, tl.max(tl.where(b_low <= b_high, b_high - b_low, 0.0), 0))
+        high = tl.maximum(high, tl.max(tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf")), 0))
+        low = tl.minimum(low, tl.min(tl.load(stats_ptr + o_t * 4 + 1, mask=m_t, other=float("inf")), 0))
         norm = tl.maximum(norm, tl.max(tl.load(stats_ptr + o_t * 4 + 2, mask=m_t, other=0.0), 0))
-    return high, low, width, norm
+    return high, low, norm
 
 
 @triton.jit
-def component_scores(b_q, k_ptr, o_n, stride_m, stride_s, S, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
-                     SHIFTED: tl.constexpr, PRECISION: tl.constexpr):
+def key_span(high, low):
+    """How far C_jr reach from 1, in exponents: 0 where every key is masked."""
+    return tl.maximum(tl.maximum(high, -low), 0.0)
+
+
+@triton.jit
+def not_mine(p_flag, PATH: tl.constexpr):
+    """The second kernel (PATH 2) takes only the tiles that the first flagged; a kernel without a first (PATH 0) takes
+    all."""
+    if PATH == 2:
+        return tl.load(p_flag) == 0.0
+    else:
+        return False
+
+
+@triton.jit
+def leaves_to_second(p_flag, safe, PATH: tl.constexpr):
+    """The first kernel (PATH 1) takes the safe tiles and flags the others."""
+    if PATH == 1:
+        tl.store(p_flag, tl.where(safe, 0.0, 1.0))
+        return not safe
+    else:
+        return False
+
+
+@triton.jit
+def component_scores(
+    b_q, k_src, i_b, i_k, start, n, stride_m, stride_s, S, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    M: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """q.k_j for shifted keys (one product), q.k_jr for independent ones (M products)."""
     out = ()
     for r in tl.static_range(1 if SHIFTED else M):
-        b_k = load_rows(k_ptr + r * stride_m, o_n, stride_s, S, D, BD, MASKED)
+        b_k = load_tile(k_src, i_b, i_k, r, start, n, stride_m, stride_s, S, BN, D, BD, not SHIFTED, MASKED, TMA)
         out = out + (tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION),)
     return out
 
@@ -203,7 +274,26 @@ def exponents(scores, alpha, bias, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
     """l_ijr (base 2) of a tile: lambda_r s + a_ir + c_jr, one tensor per component."""
     out = ()
     for r in tl.static_range(M):
-        out = out + (scores[0 if SHIFTED else r] * (lam[r] * LOG2E) + (alpha[r] + bias[r]),)
+        # In this order every operation on a tile has an operand that came out of a product: grouped as (alpha + bias)
+        # the compiler
+        # lays the sum out otherwise and moves it through shared memory.
+        out = out + ((scores[0 if SHIFTED else r] * (lam[r] * LOG2E) + alpha[r]) + bias[r],)
+    return out
+
+
+@triton.jit
+def shares(xs, M: tl.constexpr):
+    """For r >= 1: 1 where x_r is the largest and 0 where it is not; those that tie share evenly."""
+    out = ()
+    if M == 2:
+        out = (tl.where(xs[1] > xs[0], 0.5, 0.0) + tl.where(xs[1] >= xs[0], 0.5, 0.0),)
+    elif M > 2:
+        b_top = largest(xs, M)
+        ties = tl.zeros_like(b_top)
+        for r in tl.static_range(M):
+            ties += tl.where(xs[r] == b_top, 1.0, 0.0)
+        for r in tl.static_range(1, M):
+            out = out + (tl.where(xs[r] == b_top, 1.0 / ties, 0.0),)
     return out
 
 
@@ -221,46 +311,54 @@ def ratios(alpha, M: tl.constexpr):
     """A_ir / A_i0 for r >= 1."""
     out = ()
     for r in tl.static_range(1, M):
-        out = out + (tl.exp2(alpha[r] - alpha[0]),)
+        # Clamped where it would overflow: such rows are left to the second kernel, which does not use it.
+        out = out + (tl.exp2(tl.minimum(alpha[r] - alpha[0], 126.0)),)
     return out
 
 
 @triton.jit
-def gradients(scores, b_g, alpha, rho, coef, ref, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, EXACT: tl.constexpr,
-              UNEQUAL: tl.constexpr, FIRST: tl.constexpr):
-    """Weights p_ij, the score gradients (one tensor for shifted keys, M for independent ones) and, per component r >= FIRST,
-    what sums along a row or a column to the gradient of a_ir or c_jr (up to A_ir / A_i0 or C_jr in the factored form).
-    alpha is a_ir - lse_i; coef is C_jr in the factored form and c_jr otherwise."""
+def gradients(
+    scores, b_g, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Weights p_ij, the score gradients (one tensor for shifted keys, M for independent ones) and, per component r >=
+    FIRST,
+    what sums along a row or a column to the gradient of a_ir or c_jr (up to A_ir / A_i0 or C_jr in the factored form;
+    hard with equal
+    scales: r = 0 is the sum over all components).
+    alpha is a_ir - lse_i, less the reference of c; coef is C_jr in the factored form and c_jr otherwise."""
     parts = ()
     if not EXACT:
-        b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + (alpha[0] + ref))
+        b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
         b_mix = blend(rho, coef, M)
         b_ge = b_g * b_e
         b_ds = (b_ge * b_mix,)
         b_p = b_e * b_mix
-        for r in tl.static_range(FIRST, M):
+        for _ in tl.static_range(FIRST, M):
             parts = parts + (b_ge,)
     elif HARD:
         xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
-        b_x = largest(xs, M)
-        b_p = tl.exp2(b_x)
+        b_p = tl.exp2(largest(xs, M))
         b_all = b_p * b_g
-        ties = tl.zeros_like(b_x)
-        for r in tl.static_range(M):
-            ties += tl.where(xs[r] == b_x, 1.0, 0.0)
-        b_share = b_all / ties
+        share = shares(xs, M)
+        b_rest = b_all
         b_ds = ()
-        total = tl.zeros_like(b_x)
-        for r in tl.static_range(M):
-            part = tl.where(xs[r] == b_x, b_share, 0.0)
+        total = tl.zeros_like(b_p)
+        for r in tl.static_range(1, M):
+            part = b_all * share[r - 1]
+            b_rest -= part
             if UNEQUAL:
                 total += part * lam[r]
             if r >= FIRST:
                 parts = parts + (part,)
             if not SHIFTED:
                 b_ds = b_ds + (part,)
+        if FIRST == 0:
+            parts = (b_rest if UNEQUAL else b_all,) + parts
         if SHIFTED:
-            b_ds = (total if UNEQUAL else b_all,)
+            b_ds = (total + b_rest * lam[0] if UNEQUAL else b_all,)
+        else:
+            b_ds = (b_rest,) + b_ds
     else:
         xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
         b_p = tl.zeros_like(xs[0])

@@ -1,0 +1,289 @@
+"""Launches of the fused kernels: block sizes, grids, workspaces."""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .triton_backward import gradient_keys, gradient_queries
+from .triton_forward import mixture_forward
+from .triton_prepare import prepare_keys
+from .triton_tiles import TILE
+
+SLOT = TILE.value
+L2_BYTES = 24 << 20
+# Types whose forward may take a bound of the row for its maximum. Weights in fp16 need their true maximum near 1, or
+# they flush; fp32 would
+# lose digits to the bound.
+BOUNDED = (torch.bfloat16,)
+
+# By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
+# compiler's choice), and
+# whether the left operands that stay over the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md
+# has the measurements.
+Block = tuple[int, int, int, int, int | None, int]
+SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
+    "forward": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 64, 4, 3, 128, 1),
+        128: (64, 64, 4, 3, None, 1),
+        256: (64, 32, 4, 2, None, 0),
+    },
+    "queries": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
+        128: (64, 64, 4, 2, None, 0),
+        256: (64, 32, 8, 2, None, 0),
+    },
+    "hard queries": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 64, 4, 2, None, 1),
+        128: (64, 64, 4, 2, None, 0),
+        256: (64, 32, 8, 2, None, 0),
+    },
+    "keys": {
+        32: (128, 64, 4, 3, None, 0),
+        64: (128, 64, 4, 2, None, 0),
+        128: (32, 64, 4, 2, None, 0),
+        256: (32, 64, 8, 2, None, 0),
+    },
+}
+INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
+    "forward": {
+        32: (64, 64, 4, 3, None, 1),
+        64: (64, 64, 4, 3, None, 1),
+        128: (64, 64, 4, 2, None, 1),
+        256: (64, 32, 4, 1, None, 0),
+    },
+    "queries": {
+        32: (64, 128, 4, 2, None, 1),
+        64: (64, 64, 4, 2, None, 1),
+        128: (64, 32, 4, 2, None, 1),
+        256: (64, 16, 4, 1, None, 0),
+    },
+    "keys": {
+        32: (64, 64, 4, 2, None, 1),
+        64: (64, 64, 4, 2, None, 0),
+        128: (32, 64, 4, 2, None, 0),
+        256: (16, 32, 8, 1, None, 0),
+    },
+}
+
+
+@functools.cache
+def blocks(
+    kind: str, width: int, components: int, shifted: bool, itemsize: int
+) -> tuple[int, int, int, int, int | None, int]:
+    table = (SHIFTED_BLOCKS if shifted else INDEPENDENT_BLOCKS)[kind]
+    rows, keys, warps, stages, registers, resident = next(block for limit, block in table.items() if width <= limit)
+    if itemsize > 2 or (not shifted and components > 2):
+        # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
+        # memory.
+        rows, keys = min(rows, 32 if width > 128 else 64), min(keys, 32 if width <= 128 else 16)
+        keys = 16 if itemsize > 2 and components > 2 and not shifted else keys
+        stages, registers, resident = min(stages, 2 if width <= 64 else 1), None, 0
+    return rows, keys, warps, stages, registers, resident
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
+    warps: Any, stages: Any, registers: Any = None,
+) -> None:  # fmt: skip
+    """Launches a kernel for each of `paths`; past the first time without Triton's examination of every argument, which
+    takes longer than small problems do. The key has what Triton specialises on: types and alignment of `tensors`,
+    divisibility of `numbers`; `floats` and `free` it does not look at."""
+    key = (
+        kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, registers,
+        *switches.values(),
+        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers],
+        *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
+    )  # fmt: skip
+    args = (*tensors, *floats, *numbers, *free)
+    for path in paths:
+        compiled = _compiled.get((path, key))
+        if compiled is not None:
+            compiled[grid](*args, *switches.values(), path)
+        else:
+            options = {} if registers is None or path != 1 else {"maxnreg": registers}
+            _compiled[path, key] = kernel[grid](
+                *args, **switches, PATH=path, num_warps=warps, num_stages=stages, **options
+            )
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def _width(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def _precision(x: Tensor) -> str:
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@functools.cache
+def _has_bulk_copy(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _bulk(*tensors: Tensor) -> bool:
+    """Whether the bulk copy engine can read these: Hopper or later, rows and heads at multiples of 16 bytes."""
+    if tensors[0].device.type != "cuda" or not _has_bulk_copy(tensors[0].device):
+        return False
+    return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
+
+
+def _sources(bulk: bool, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
+    if not bulk:
+        return tensors
+    return tuple(
+        TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, _width(x.shape[-1])]) for x in tensors
+    )
+
+
+def _strides(x: Tensor | None, n: int) -> tuple[int, ...]:
+    return (0,) * n if x is None else x.stride()[:n]
+
+
+def _key_strides(keys: Tensor, shifted: bool) -> tuple[int, ...]:
+    b, h, *rest = keys.stride()
+    return (b, h, 0, rest[0]) if shifted else (b, h, rest[0], rest[1])
+
+
+def _section(n_heads: int, bytes_per_head: int) -> int:
+    return max(1, min(n_heads, L2_BYTES // max(1, bytes_per_head)))
+
+
+def slots_of(cu_k: Tensor | None, batch: int, keys: int) -> int:
+    """Tiles of prepared keys: a sequence begins a new one."""
+    return batch * ((keys + SLOT - 1) // SLOT) if cu_k is None else keys // SLOT + cu_k.shape[0] - 1
+
+
+def _switches(
+    query: Any, keys: Any, value: Any, shift: Any, mask: Any, scale_t: Any, tau_t: Any, cu_q: Any, dropout_p: Any,
+    causal: Any, hard: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What the attention kernels are compiled for; a launch adds its block sizes."""
+    D, E = query.shape[3], value.shape[3]
+    return {
+        "M": keys.shape[2] if shift is None else shift.shape[1], "D": D, "E": E, "BD": _width(D), "BE": _width(E),
+        "SHIFTED": shift is not None, "HARD": hard,
+        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "CAUSAL": causal,
+        "MASK": 0 if mask is None else 1 + mask.is_floating_point(), "DROPOUT": dropout_p > 0,
+        "PACKED": cu_q is not None,
+        "PRECISION": _precision(query),
+    }  # fmt: skip
+
+
+def launch_forward(
+    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any,
+    cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any,
+    max_k: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, lse, prepared and stats of `triton_ops.forward_op`."""
+    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
+    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
+    n_seq = B if cu_q is None else cu_q.shape[0] - 1
+    slots = slots_of(cu_k, B, S)
+    out = query.new_empty(B, H, L, E)
+    lse = query.new_empty(B, H, L, dtype=torch.float32)
+    prepared = lse.new_empty(2, HK, M, slots * SLOT)
+    stats = lse.new_empty(HK, slots, 4)
+    if out.numel() == 0:
+        return out, lse, prepared, stats
+    if S == 0:
+        return out.zero_(), lse.fill_(float("inf")), prepared, stats
+    bias = None if bias is None else bias.expand(B, HK, M, S)
+    mask = None if mask is None else mask.expand(B, H, L, S)
+    key_strides = _key_strides(keys, shifted)
+    _launch(
+        prepare_keys, (_cdiv(max_k, SLOT), HK, n_seq), (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats),
+        (scale, tau, constant),
+        (*key_strides, *_strides(bias, 4)), (HK, S, slots),
+        dict(M=M, D=D, BC=min(64, _width(D)), SHIFTED=shifted, BIAS=bias is not None,
+        **{name: switches[name] for name in ("SCALE", "TAU", "PACKED")}),
+        (0,), 4, 1,
+    )  # fmt: skip
+    size = query.element_size()
+    rows, cols, warps, stages, registers, resident = blocks(
+        "forward", max(switches["BD"], switches["BE"]), M, shifted, size
+    )
+    n_tiles = _cdiv(max_q, rows)
+    bulk = _bulk(keys, value)
+    switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=resident)
+    # A float mask has no bound that is known beforehand.
+    paths = (1, 2) if query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
+    _launch(
+        mixture_forward, (n_tiles * n_seq * H, 1, 1),
+        (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
+        lse.new_empty(n_seq * H * n_tiles), out, lse),
+        (scale, tau, dropout_p), (*query.stride()[:3], *key_strides, *value.stride()[:3], *_strides(mask, 4), H // HK),
+        (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
+        switches, paths, warps, stages, registers,
+    )  # fmt: skip
+    return out, lse, prepared, stats
+
+
+def launch_backward(
+    grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
+    shift: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any,
+    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients that `triton_ops.backward_op` returns."""
+    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
+    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
+    n_seq = B if cu_q is None else cu_q.shape[0] - 1
+    slots = stats.shape[1]
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
+    dbias = lse.new_empty(B, HK, M, S)
+    dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
+    if query.numel() == 0 or S == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), dbias.zero_(), lse.new_zeros(HK, M * D + 1 + M), dmask.zero_()
+    if mask_grad and causal:
+        dmask.zero_()
+    mask = None if mask is None else mask.expand(B, H, L, S)
+    width, size = max(switches["BD"], switches["BE"]), query.element_size()
+    q_rows, q_cols, *q_options, q_resident = blocks(
+        "hard queries" if hard and shifted else "queries", width, M, shifted, size
+    )
+    k_rows, k_cols, *k_options, k_resident = blocks("keys", width, M, shifted, size)
+    q_tiles, k_tiles = _cdiv(max_q, q_rows), _cdiv(max_k, k_cols)
+    query_sums = n_seq * (H // HK) * q_tiles
+    rows = lse.new_empty(2 * M, B * H * L)
+    spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
+    sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, M * D + 1 + M)
+    inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
+    along_keys, along_queries = _bulk(keys, value), _bulk(query, grad)
+    strides = (
+        *query.stride()[:3], *_key_strides(keys, shifted), *value.stride()[:3], *_strides(mask, 4),
+        *grad.stride()[:3], rows.stride(0), H // HK,
+    )  # fmt: skip
+    paths = (
+        (1, 2) if shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED) else (0,)
+    )
+    _launch(
+        gradient_queries, (q_tiles * n_seq * H, 1, 1),
+        (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
+        spread, flags, sums),
+        (scale, tau, dropout_p), strides,
+        (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
+        dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
+        REGISTERS=q_resident), paths, *q_options,
+    )  # fmt: skip
+    q_src, grad_src = _sources(along_queries, k_rows, query, grad)
+    _launch(
+        gradient_keys, (k_tiles * n_seq * HK, 1, 1), (q_src, keys, value, *inputs, grad_src, rows, spread, flags, dk,
+        dv, dbias, sums),
+        (scale, tau, dropout_p), strides,
+        (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums, _section(n_seq * HK, (D + E) * size * L * H // HK)),
+        dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident), paths, *k_options,
+    )  # fmt: skip
+    return dq, dk, dv, dbias, sums.sum(0), dmask
