@@ -23,8 +23,8 @@ from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
 HIDDEN = -1e30
 # Queries at a time where an explicit mask is needed: the mask is [B, H, TILE, S].
 TILE = 256
-# Feature widths are padded to a multiple of this, which the vectorised inner loops like.
-WIDTH_MULTIPLE = 8
+# Feature widths are padded to a multiple of this: odd ones are slower, and more padding is more work.
+WIDTH_MULTIPLE = 2
 
 
 def refuses(call: MixtureCall) -> str | None:
@@ -168,34 +168,41 @@ def mixture_forward(
     """
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
     keys, value = _for_query_heads(keys, group), _for_query_heads(value, group)
-    output = torch.zeros_like(query)
-    lse = query.new_full(query.shape[:-1], -math.inf)
-    if query.numel() == 0:
-        return output, lse
-    for rows, columns, is_causal, bias in _pieces(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
-        results = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, rows],
-                keys[:, :, r, columns],
-                value[:, :, columns],
-                0.0,
-                is_causal,
-                attn_mask=bias,
-                scale=1.0,
-            )
-            for r in range(components)
-        ]
-        part_lse = torch.stack([result[1] for result in results])  # [M, B, H, rows]
-        total = part_lse.logsumexp(0)
-        hidden = total < HIDDEN / 2
-        # Not exp(part - total): a large lse is rounded, and the shares would not sum to 1.
-        share = part_lse.softmax(0).masked_fill(hidden, 0)
-        merged = results[0][0] * share[0].unsqueeze(-1)
-        for r in range(1, components):
-            merged.addcmul_(results[r][0], share[r].unsqueeze(-1))
-        output[:, :, rows] = merged
-        lse[:, :, rows] = total.masked_fill(hidden, -math.inf)
+    parts = []
+    if query.numel():
+        for rows, columns, is_causal, bias in _pieces(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
+            results = [
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query[:, :, rows],
+                    keys[:, :, r, columns],
+                    value[:, :, columns],
+                    0.0,
+                    is_causal,
+                    attn_mask=bias,
+                    scale=1.0,
+                )
+                for r in range(components)
+            ]
+            parts.append((rows, *_merge(results)))
+    if len(parts) == 1 and parts[0][1].shape == query.shape:
+        return parts[0][1:]
+    output, lse = torch.zeros_like(query), query.new_full(query.shape[:-1], -math.inf)
+    for rows, part, part_lse in parts:
+        output[:, :, rows], lse[:, :, rows] = part, part_lse
     return output, lse
+
+
+def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One attention over all components out of those over each: outputs [B, H, L, F] and logsumexps [B, H, L]."""
+    lses = torch.stack([lse for _, lse in results])
+    total = lses.logsumexp(0)
+    hidden = total < HIDDEN / 2
+    # Not exp(lse - total): a large lse is rounded, and the shares would not sum to 1.
+    shares = lses.softmax(0).masked_fill(hidden, 0).unsqueeze(-1)
+    merged = results[0][0].mul_(shares[0])
+    for (output, _), share in zip(results[1:], shares[1:], strict=True):
+        merged.addcmul_(output, share)
+    return merged, total.masked_fill(hidden, -math.inf)
 
 
 @mixture_forward.register_fake
