@@ -200,7 +200,7 @@ def main() -> None:
     new = not path.exists()
     ratios: dict[tuple[str, str], list[float]] = {}
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if new:
             writer.writeheader()
         for shape in shapes:

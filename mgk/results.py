@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -30,8 +31,10 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the package's own checkout, with + when it has changes; "" where there is none."""
+    """The commit of the package's own checkout, with + when it has changes. $MGK_COMMIT says it where git cannot."""
     where = Path(__file__).parent
+    if "MGK_COMMIT" in os.environ:
+        return os.environ["MGK_COMMIT"]
 
     def git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True)
@@ -64,7 +67,7 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
         rows = [*read([path]), *rows]
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="")
+            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         temporary.replace(path)
