@@ -72,7 +72,8 @@ def table(found: dict[tuple[Shape, str, str], dict[str, str]], shapes: list[Shap
     some = next(iter(found.values()))
     return (
         "# The whole operator with H/2 heads over the best SDPA with H\n\n"
-        f"{some['gpu']}, {some['dtype']}, M = 2, torch {some['torch']}, triton {some['triton']}, {some['date']}. Device time, medians of "
+        f"{some['gpu']}, {some['dtype']}, M = 2, torch {some['torch']}, triton {some['triton']}, {some['date']}. "
+        "Device time, medians of "
         "CUDA graph replays on both sides; below 1 ours is faster. Forward + backward includes every gradient.\n"
         "Made by `python benchmarks/report.py` from `attention.csv`.\n\n"
         f"{text}\n\nThe same for SDPA's own variants, geometric means of the seven shapes:\n\n{peers_text}\n"

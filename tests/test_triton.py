@@ -2,29 +2,46 @@
 in bf16, fp16 and fp32."""
 
 import os
+import subprocess
+import sys
 
 import oracle
 import pytest
 import torch
 import torch._dynamo.testing
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from mgk.arguments import MixtureCall, Packed  # noqa: E402
-from mgk.kernels import fused, triton_launch, triton_ops  # noqa: E402
+from mgk.arguments import MixtureCall, Packed
+from mgk.kernels import fused, triton_launch, triton_ops
 
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 pytestmark = [pytest.mark.gpu] if GPU else []
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(request, monkeypatch):
-    """Several tiles in each direction at the lengths of the tests; `real_blocks` keeps the sizes that users get."""
-    if "real_blocks" not in request.keywords and not GPU:
+def runs_here(request):
+    if not GPU and not INTERPRETED and request.function is not test_under_the_interpreter:
+        pytest.skip("runs in the process that test_under_the_interpreter starts")
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="this process runs the tests themselves")
+def test_under_the_interpreter():
+    """Triton decides when it is imported whether to interpret, so the tests below need a process of their own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-n", "2", "-p", "no:cacheprovider"]
+    environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several tiles in each direction at the lengths of the tests; on a GPU the sizes that users get."""
+    if not GPU:
         monkeypatch.setattr(
             triton_launch,
             "blocks",
@@ -35,7 +52,11 @@ def small_blocks(request, monkeypatch):
 def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, **options):
     """float64 leaves of a call, as a dict by argument name, and the options that are not tensors."""
     g = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+
+    def randn(*shape):
+        """Uniform, of variance 1: without outliers, max errors are alike from draw to draw."""
+        return 12**0.5 * (torch.rand(*shape, generator=g, dtype=torch.float64) - 0.5)
+
     leaves = {"query": std * randn(B, H, L, D), "value": randn(B, Hk, S, E)}
     leaves["keys"] = std * (randn(B, Hk, S, D) if variant == "smgk" else randn(B, Hk, M, S, D))
     if variant == "smgk":
@@ -133,20 +154,23 @@ def measure(leaves, options, dtype, yardstick=True):
     return report
 
 
-def check(dtype, draws=2, **shape):
-    """The 2x rule: max error at most twice the oracle's own in that dtype, plus one rounding; both over a few draws.
-    4x in fp32, where |q - k|^2 as the oracle sums it has fewer roundings than the q.k - |k|^2 / 2 that a product
-    needs."""
+def check(dtype, **shape):
+    """The 2x rule: max error at most twice the oracle's own in that dtype, plus one rounding. Both over a few draws,
+    and where those exceed, over more: the oracle's few roundings may be right by luck."""
     rows = {}
-    for seed in range(draws):
-        leaves, options = case(seed=seed, **shape)
-        for name, row in measure(leaves, options, dtype).items():
-            rows.setdefault(name, []).append(row)
-    for name, row in rows.items():
-        error, rough, size = map(max, zip(*row, strict=True))
-        factor = 4 if dtype == torch.float32 else 2
-        words = f"{name}: error {error:.3e}, the oracle's {rough:.3e}, size {size:.3e}"
-        assert error <= factor * rough + torch.finfo(dtype).eps * size, words
+    for seeds in (range(2), range(2, 16)):
+        for seed in seeds:
+            leaves, options = case(seed=seed, **shape)
+            for name, row in measure(leaves, options, dtype).items():
+                rows.setdefault(name, []).append(row)
+        exceeding = {}
+        for name, row in rows.items():
+            error, rough, size = map(max, zip(*row, strict=True))
+            if not error <= 2 * rough + torch.finfo(dtype).eps * size:
+                exceeding[name] = f"error {error:.3e}, the oracle's {rough:.3e}, size {size:.3e}"
+        if not exceeding:
+            return
+    assert not exceeding, exceeding
 
 
 CASES = {

@@ -1,5 +1,4 @@
-"""The fused Triton backend (`backend="triton"`): forward and backward in O(L + S) memory. docs/kernels.md lists what
-it leaves to others."""
+"""The fused Triton backend: forward and backward in O(L + S) memory. docs/kernels.md lists what it leaves to others."""
 
 import importlib.util
 import math
@@ -23,8 +22,7 @@ def refuses(call: MixtureCall) -> str | None:
     query, value = call.query, call.value
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels need a CUDA device, query is on {query.device.type}"
-    covered = query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    if not covered and not torch.is_autocast_enabled(query.device.type):
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not covered (float16, bfloat16 and float32 are)"
     if call.return_weights:
         return "the weights are never formed (return_weights=True)"
@@ -43,7 +41,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Output [B, H, L, E], natural lse [B, H, L] or None, and no weights."""
     from . import triton_ops
 
-    query, keys, value = (_last_contiguous(x) for x in _autocast(call.query, call.keys, call.value))
+    query, keys, value = (_last_contiguous(x) for x in (call.query, call.keys, call.value))
     key_heads = value.shape[1]
     bias = None if call.hard or call.log_prior is None else call.log_prior
     constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
@@ -66,14 +64,6 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
     return out, _natural(lse2, query, call) if call.return_lse else None, None
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
