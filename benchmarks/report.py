@@ -34,9 +34,9 @@ def read(path: Path) -> tuple[dict[tuple[Shape, str, str], dict[str, str]], list
     """(shape, contender, pass) -> row, and the shapes in the order of the table."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found = {}
+    found: dict[tuple[Shape, str, str], dict[str, str]] = {}
     for row in rows:
-        shape = (row["B"], row["H"], row["N"], row["D"], "yes" if row["causal"] == "True" else "no")
+        shape: Shape = (row["B"], row["H"], row["N"], row["D"], "yes" if row["causal"] == "True" else "no")
         found[shape, row["contender"], row["pass"]] = row
     shapes = sorted({key[0] for key in found}, key=lambda s: (ORDER.index(f"{s[2]},{s[3]}"), s[4]))
     return found, shapes

@@ -155,7 +155,7 @@ def test_any_number_of_components(variant, components):
     close(layer(x), reference(layer, x)[0])
 
 
-# maths.md §9: the attention layer of LRA (d 64, head width 32, with biases); by EM the prior is no parameter.
+# The attention layer of LRA (d 64, head width 32, with biases); by EM the prior is no parameter.
 PARAMETERS = [
     ("softmax", 8, 66_368),
     ("softmax", 4, 33_216),

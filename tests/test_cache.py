@@ -117,7 +117,7 @@ def test_weights_of_all_keys_held():
     close(layer(x[:, 9:], cache=cache, need_weights=True)[1], layer(x, need_weights=True)[1][:, :, 9:])
 
 
-# maths.md §7, numbers per token and key head with M = 2: D + E, 2D + E, D + E.
+# Numbers per token and key head with M = 2: D + E, 2D + E, D + E.
 PER_TOKEN = {"softmax": 2 * D, "mgk": 3 * D, "mgk-hard": 3 * D, "mgk-em": 3 * D, "smgk": 2 * D, "smgk-hard": 2 * D}
 
 

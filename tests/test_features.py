@@ -257,3 +257,27 @@ def test_any_callable_is_a_feature_map():
             mgk.mlk_attention(query, keys, value, feature_map=wrong)
     with pytest.raises(ValueError, match="nu must be a positive integer"):
         DPFP(0)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", mgk.FAVOR(4)], ids=["elu", "favor"])
+def test_a_long_causal_call_is_the_same_in_blocks(monkeypatch, feature_map):
+    torch.manual_seed(0)
+    query, keys, value = torch.randn(1, 4, 100, 4), torch.randn(1, 2, 3, 100, 4), torch.randn(1, 2, 100, 5)
+    options = {
+        "log_prior": torch.randn(2, 3, 100).log_softmax(1),
+        "key_mask": torch.rand(1, 100) > 0.2,
+        "is_causal": True,
+        "feature_map": feature_map,
+        "return_state": True,
+        "backend": "chunked",
+    }
+
+    def run():
+        tensors = [x.clone().requires_grad_() for x in (query, keys, value)]
+        output, state = mgk.mlk_attention(*tensors, **options)
+        return [output, *state, *torch.autograd.grad(output.square().sum(), tensors)]
+
+    whole = run()
+    monkeypatch.setattr("mgk.kernels.linear.BLOCK", 33)
+    for found, wanted in zip(run(), whole, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

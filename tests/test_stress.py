@@ -85,7 +85,7 @@ def test_large_inputs_stay_finite_and_normalised_in_mlk(backend, op, causal, dty
 @pytest.mark.parametrize("denormals", ["kept", "flushed"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_range_example(backend, denormals):
-    """maths.md 3: the best key's product of factors underflows although its true weight is 0.114."""
+    """The best key's product of factors underflows although its true weight is 0.114."""
     e1, e2 = torch.eye(32)[:2]
     query = (60 * e1).view(1, 1, 1, 32)
     key = torch.stack([60 * e1 + 55.3 * e2] + [-0.01 * e1] * 4096).view(1, 1, 4097, 32)

@@ -230,7 +230,7 @@ def test_first_and_second_kernel(variant, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_range(dtype, monkeypatch):
-    """The example of maths.md, section 3: the key that matters is the one whose factors underflow."""
+    """The key that matters is the one whose factors underflow."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES if dtype != torch.float16 else ())
     n, D = 4096 if GPU else 512, 32
     e = torch.eye(D, dtype=torch.float64)

@@ -6,7 +6,10 @@ near 1 (Performer's exponentials): the sums are then kept relative to the larges
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +21,8 @@ from mgk.kernels.eager import compute_dtype, without_autocast
 from mgk.kernels.masks import repeat_heads, segments
 
 CHUNK = 64
+# Positions at a time: what is formed for them stays small enough for the allocator to keep and use again.
+BLOCK = 8192
 # The log weight of no keys at all: finite, so that differences of two are not NaN.
 NOTHING = -1e30
 
@@ -158,6 +163,9 @@ def _add_state(
 
 def run_chunked(call: LinearCall) -> tuple[Tensor, State | None, None]:
     """Causal: matmuls within chunks of CHUNK and a running state between them. Otherwise one sum over all keys."""
+    long = call.causal and call.cu_seqlens is None and not torch.compiler.is_compiling()
+    if long and call.query.shape[2] > BLOCK:
+        return _run_in_blocks(call)
     f = features(call)
     state = _checked_state(call, f)
     if call.cu_seqlens is not None:
@@ -166,6 +174,38 @@ def run_chunked(call: LinearCall) -> tuple[Tensor, State | None, None]:
     output = _causal(f, state, reference, call) if call.causal else _bidirectional(f, state, reference, call)
     final = _final_state(f, state, reference) if call.return_state else None
     return output.to(call.query.dtype), final, None
+
+
+def _run_in_blocks(call: LinearCall) -> tuple[Tensor, State | None, None]:
+    """A long causal call as several, each going on from the state of the one before."""
+
+    def blocks(x: Tensor | None, dim: int) -> Iterable[Tensor | None]:
+        # Split, not sliced: the gradient of a slice is as long as the whole.
+        return itertools.repeat(x) if x is None or x.shape[dim] == 1 else x.split(BLOCK, dim)
+
+    outputs = []
+    state = call.initial_state
+    for query, keys, value, log_prior, key_mask in zip(
+        call.query.split(BLOCK, 2),
+        call.keys.split(BLOCK, -2),
+        call.value.split(BLOCK, 2),
+        blocks(call.log_prior, -1),
+        blocks(call.key_mask, 1),
+        strict=False,
+    ):
+        block = dataclasses.replace(
+            call,
+            query=query,
+            keys=keys,
+            value=value,
+            log_prior=log_prior,
+            key_mask=key_mask,
+            initial_state=state,
+            return_state=True,
+        )
+        output, state, _ = run_chunked(block)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2), state if call.return_state else None, None
 
 
 def _bidirectional(f: Features, state: State | None, reference: Tensor | None, call: LinearCall) -> Tensor:
