@@ -28,6 +28,11 @@ passed: Counter[tuple[str, ...]] = Counter()  # (backend, variant, dtype) -> cas
 complete = True  # whether all of TABLE was collected; known to the workers, and told to the controller
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned():
     """Uninitialised memory is NaN, so a kernel that reads what it never wrote is found out."""

@@ -6,12 +6,12 @@ import math
 import oracle
 import pytest
 import torch
+from exact import F64, close, randn
 from safetensors.torch import load_file, save_file
 
 import mgk
 from mgk import Attention, Variant
 
-F64 = torch.float64
 EMBED, H, HK, D, L = 12, 4, 2, 5, 9
 MIXTURES = [name for name, variant in mgk.VARIANTS.items() if variant.similarity != "linear"]
 LINEAR = ["linear", "mlk", "smlk"]
@@ -29,19 +29,6 @@ MEANING = {
     "smgk-hard": ("gaussian", "shifted", "uniform", "hard", 3),
     "smgk-em": ("gaussian", "shifted", "em", "soft", 3),
 }
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def randn(*size):
-    return torch.randn(*size, dtype=F64)
-
-
-def close(found, wanted, tolerance=1e-10):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 @torch.no_grad()

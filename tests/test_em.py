@@ -7,25 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from exact import F64, close, randn
 from torch.utils.checkpoint import checkpoint
 
 from mgk import Attention, Variant, equations
 
-F64 = torch.float64
 EMBED, H, HK, D, L, B, M = 12, 4, 2, 5, 9, 3, 3
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def randn(*size):
-    return torch.randn(*size, dtype=F64)
-
-
-def close(found, wanted, tolerance=1e-10):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def make(variant="mgk-em", **options):

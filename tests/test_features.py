@@ -5,27 +5,18 @@ import math
 import oracle
 import pytest
 import torch
+from exact import F64, close
 
 import mgk
 from mgk import DPFP, FAVOR
 from mgk.features import FEATURE_MAPS, elu_plus_one
 
-F64 = torch.float64
 B, H, HK, M, D, E = 2, 4, 2, 3, 8, 5
 BACKENDS = ["eager", "chunked"]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def randn(*size, dtype=F64):
     return torch.randn(*size, dtype=dtype)
-
-
-def close(found, wanted, tolerance=1e-10):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def inputs(length=9, size=None, batch=B, dtype=F64):

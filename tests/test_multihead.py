@@ -5,26 +5,13 @@ import itertools
 
 import pytest
 import torch
+from exact import F64, close, randn
 from torch import nn
 
 import mgk
 from mgk import Attention, MultiheadAttention, Variant
 
-F64 = torch.float64
 EMBED, H, L, S, B = 12, 4, 7, 9, 3
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def randn(*size):
-    return torch.randn(*size, dtype=F64)
-
-
-def close(found, wanted, tolerance=1e-10):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def parameters(function):

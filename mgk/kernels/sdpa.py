@@ -206,15 +206,7 @@ def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 @mixture_forward.register_fake
-def _(
-    query: Tensor,
-    keys: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(query.shape[:-1])
 
 
@@ -266,23 +258,10 @@ def mixture_backward(
 
 @mixture_backward.register_fake
 def _(
-    grad_output: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(query, memory_format=torch.contiguous_format),
-        torch.empty_like(keys, memory_format=torch.contiguous_format),
-        torch.empty_like(value, memory_format=torch.contiguous_format),
-    )
+    grad_output: Tensor, grad_lse: Tensor, query: Tensor, keys: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    like = torch.contiguous_format
+    return tuple(torch.empty_like(x, memory_format=like) for x in (query, keys, value))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
