@@ -16,11 +16,6 @@ LINEAR_BACKENDS = ["eager", "chunked"]
 B, H, HK, M, L, S, D, E = 2, 4, 2, 3, 11, 14, 5, 6
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def randn(*size):
     return torch.randn(*size, dtype=torch.float64)
 

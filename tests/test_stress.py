@@ -15,11 +15,6 @@ SOFT_AND_HARD = [("eager", "soft"), ("eager", "hard"), ("sdpa", "soft")]
 LINEAR_BACKENDS = ["eager", "chunked"]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def call(op, query, keys, value, shift, **options):
     """Any of the four operators; the shifted ones take the first component and the shifts."""
     args = (query, keys[:, :, 0], value, shift) if op[0] == "s" else (query, keys, value)
