@@ -120,7 +120,7 @@ class Attention(nn.Module):
             positive_integer("max_positions", max_positions)
         positions = max_positions or self.preset.max_positions
         backends = functional.LINEAR_BACKENDS if self.is_linear else functional.MIXTURE_BACKENDS
-        self.backend = one_of("backend", backend, ["auto", *backends])
+        self.backend = one_of("backend", backend, functional.backend_names(backends))
         self.rotary = self._make_rotary(rotary)
         # Looked at also where the variant has no use for it, so that a wrong name is found out.
         chosen = check_feature_map(feature_map)
@@ -256,6 +256,7 @@ class Attention(nn.Module):
         causal: bool | str = how.is_causal
         if how.cache is not None:
             cache = _for_inference(how.cache, query, keys, value)
+            cache.check_padding(how.key_padding_mask is not None)
             if positions is not None and positions.dim() == 1:
                 positions = positions.expand(query.shape[0], -1)
             keys, value, positions = cache.append(keys, value, positions)
@@ -283,6 +284,8 @@ class Attention(nn.Module):
             return_weights=how.need_weights,
         )
         result = functional.run_mixture(call, self.backend)
+        if isinstance(how.cache, KeyValueCache):
+            how.cache.padded = how.key_padding_mask is not None
         self._update(call, positions)
         return result if how.need_weights else (result, None)
 

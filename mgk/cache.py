@@ -42,6 +42,10 @@ class Cache(ABC):
         return slice(self.length - new, self.length)
 
     def _check_rows(self, rows: Tensor) -> Tensor:
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
+            fail("rows", "must be an integer tensor of row numbers")
+        if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
+            fail("rows", f"must be numbers from 0 to {self.batch_size - 1}, got {rows.tolist()}")
         if rows.dim() != 1 or rows.numel() != self.batch_size:
             fail("rows", f"must be {self.batch_size} indices, one for each row, got shape {list(rows.shape)}")
         return rows
@@ -58,6 +62,7 @@ class KeyValueCache(Cache):
     def __init__(self, max_length: int, keys: Tensor, value: Tensor, positions: Tensor | None) -> None:
         super().__init__(keys.shape[0], max_length)
         self._buffers = [keys, value] if positions is None else [keys, value, positions]
+        self.padded = False  # whether the last call came with a padding mask
         # The axis along which each grows.
         self._axes = [keys.dim() - 2, 2, 1][: len(self._buffers)]
 
@@ -65,8 +70,16 @@ class KeyValueCache(Cache):
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
+    def check_padding(self, given: bool) -> None:
+        """A mask given with earlier tokens is of all keys: without it, their padding would be attended to."""
+        if self.padded and not given:
+            fail("key_padding_mask", "was given for earlier tokens of this cache: give it for all keys held")
+
     def append(self, keys: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Everything held, the new at the end."""
+        wanted = [x.shape[:axis] + x.shape[axis + 1 :] for x, axis in zip(self._buffers, self._axes, strict=True)]
+        if [wanted[0], wanted[1]] != [keys.shape[:-2] + keys.shape[-1:], value.shape[:2] + value.shape[3:]]:
+            fail("cache", "was made by a layer of other sizes")
         span = self._grow(keys.shape[0], keys.shape[-2])
         new = (keys, value, positions)
         held = []
@@ -85,7 +98,7 @@ class KeyValueCache(Cache):
         self.length = self._check_length(length)
 
     def reset(self) -> None:
-        self.length = 0
+        self.length, self.padded = 0, False
 
 
 class StateCache(Cache):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def main() -> None:
@@ -14,6 +19,8 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    # As Ctrl-C does, so that what a command has started is ended with it.
+    signal.signal(signal.SIGTERM, _leave)
     try:
         commands.app(standalone_mode=True)
     except ValueError as error:

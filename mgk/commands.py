@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
-from mgk import recipes, results
+from mgk import __version__, recipes, results
+from mgk.checks import one_of, positive_integer
 from mgk.recipes import Row
+from mgk.variants import VARIANTS
 
 app = typer.Typer(
     add_completion=False,
@@ -34,6 +36,25 @@ def _progress(stage: str, done: int, total: int) -> None:
         print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
+def _steps(steps: int | None) -> list[str]:
+    return [] if steps is None else [f"steps={steps}"]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"mgk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file; `mgk recipes` lists them.")],
@@ -52,14 +73,20 @@ def train(
     results_file: Annotated[Path | None, typer.Option("--results", help="A CSV file to add the result to.")] = None,
 ) -> None:
     """Train one model and evaluate the best checkpoint on the test set."""
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
     from mgk import tasks
     from mgk.evaluation import finish
     from mgk.training import Run, fit
 
-    chosen = recipes.load(recipe).with_settings([*(settings or []), *([f"steps={steps}"] if steps else [])])
+    chosen = recipes.load(recipe).with_settings([*(settings or []), *_steps(steps)])
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
+    if variant is not None:
+        one_of("--variant", variant, VARIANTS)
+    for name, count in (("--heads", heads), ("--kv-heads", kv_heads)):
+        if count is not None:
+            positive_integer(name, count)
     row = Row(variant or first.variant, heads or first.heads, kv_heads)
-    Row.parse(str(row))
     if resume not in (None, "auto"):
         raise ValueError(f"--resume must be auto, got {resume!r}")
     task = tasks.task(chosen.task)
@@ -67,7 +94,10 @@ def train(
     data = data_directory(data_dir)
     task.prepare(data, os.cpu_count() or 1, _progress)
     run = Run(chosen, row, preset, seed, data, where)
-    module, record = fit(run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy)
+    try:
+        module, record = fit(run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy)
+    except MisconfigurationException as error:
+        raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
     if record.stopped_by is not None:
         print(f"stopped at step {module.trainer.global_step}; go on with: --resume auto --out {where}", file=sys.stderr)
         raise typer.Exit(128 + record.stopped_by)
@@ -138,7 +168,7 @@ def list_recipes() -> None:
 def compare(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
     rows: Annotated[str | None, typer.Option(help="softmax:8,smgk:4,…; default: all rows of the recipe.")] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds 0 to N-1 of each row.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
     preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     settings: Settings = None,
@@ -155,7 +185,7 @@ def compare(
     from mgk import compare as comparison
     from mgk import tasks
 
-    overrides = [*(settings or []), *([f"steps={steps}"] if steps else [])]
+    overrides = [*(settings or []), *_steps(steps)]
     chosen = recipes.load(recipe).with_settings(overrides)
     models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
     where = data_directory(data_dir)
@@ -174,6 +204,8 @@ def compare(
     command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
     command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
     failed = comparison.run_jobs(wanted, command, jobs or (4 if torch.cuda.is_available() else 1))
+    if failed and not results.read([own]):
+        raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
     lines = comparison.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
     shown = Table(*lines[0], title=chosen.title)
     for line in lines[1:]:

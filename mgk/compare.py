@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,21 @@ def matching(
 def run_jobs(jobs: list[Job], command: list[str], at_once: int) -> list[Job]:
     """Runs each job as `command` with its row and seed, several at once; returns those that failed."""
     waiting, running, failed = list(jobs), [], []  # type: ignore[var-annotated]
-    total, started = len(jobs), time.time()
+    try:
+        _run_all(waiting, running, failed, command, at_once)
+    finally:
+        # Interrupted: what still trains is asked to save and leave, and is not left behind.
+        for job in running:
+            assert job.process is not None
+            job.process.terminate()
+        for job in running:
+            assert job.process is not None
+            job.process.wait()
+    return failed
+
+
+def _run_all(waiting: list[Job], running: list[Job], failed: list[Job], command: list[str], at_once: int) -> None:
+    total, started = len(waiting), time.time()
     while waiting or running:
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
@@ -78,15 +93,17 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int) -> list[Job]:
             if job.process.poll() is None:
                 continue
             running.remove(job)
-            outcome = "done" if job.process.returncode == 0 else f"FAILED, see {job.directory / 'log.txt'}"
+            outcome = "done"
             if job.process.returncode != 0:
                 failed.append(job)
+                path = job.directory / "log.txt"
+                last = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["no output"]
+                outcome = f"FAILED: {last[0]} (see {path})"
             done = total - len(waiting) - len(running)
             print(
                 f"[{done}/{total}] {job.row} seed {job.seed}: {outcome} ({time.time() - started:.0f} s)",
                 file=sys.stderr,
             )
-    return failed
 
 
 def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> list[Summary]:
@@ -128,7 +145,8 @@ def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
         paper = recipe.paper.get(str(summary.row))
         cells.append("" if paper is None else f"{paper:.2f}")
         cells += [f"{summary.params:,}", f"{summary.flops / 1e9:.3f}"]
-        lines.append([*cells, f"{summary.step_ms:.1f}", f"{summary.memory_mb:,.0f}"])
+        step = "" if math.isnan(summary.step_ms) else f"{summary.step_ms:.1f}"
+        lines.append([*cells, step, f"{summary.memory_mb:,.0f}"])
     return lines
 
 

@@ -24,7 +24,7 @@ def from_softmax(
 ) -> Any:
     """See `Attention.from_softmax`."""
     if not isinstance(source, nn.MultiheadAttention):
-        fail("source", f"must be an nn.MultiheadAttention, got {type(source).__name__}")
+        fail("source", f"must be a torch.nn.MultiheadAttention, got {type(source).__module__}.{type(source).__name__}")
     if source.bias_k is not None or source.add_zero_attn:
         fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not have")
     number("noise", noise, 0)

@@ -228,6 +228,8 @@ def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
     reasons: dict[str, str] = {}
     chosen = ""
     for name, backend in backends.items():
+        if name == "meta" and call.query.device.type != "meta":
+            continue
         if chosen:
             reasons[name] = f"{chosen} covers the call and is faster"
             continue
@@ -241,8 +243,13 @@ def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
     return BackendChoice(chosen, reasons)
 
 
+def backend_names(backends: dict[str, Backend]) -> list[str]:
+    """What `backend` may be. The one for the meta device is chosen by the device."""
+    return ["auto", *(name for name in backends if name != "meta")]
+
+
 def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
-    one_of("backend", asked, ["auto", *backends])
+    one_of("backend", asked, backend_names(backends))
     if asked == "auto":
         return backends[_choose(call, backends).backend]
     reason = backends[asked].refuses(call)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk.batches import Examples, InOrder, Order, Stream, seed_of
+from mgk.checks import one_of
 from mgk.models import Classifier, EncoderConfig, save_model
 from mgk.models.storage import write_atomically
 from mgk.recipes import Recipe, Row, Training
@@ -43,6 +46,9 @@ class Run:
     def model_config(self, task: Any) -> EncoderConfig:
         """The resolved configuration. Pooling over the padded length is what the authors' code does."""
         defaults = {"pooling": "mean-padded" if self.preset == "ref-lra" else "mean"}
+        known = {field.name for field in fields(EncoderConfig)}
+        for name in self.recipe.model:
+            one_of("--set model.", name, sorted(known))
         return EncoderConfig(
             vocab_size=task.vocab_size,
             num_classes=task.num_classes,
@@ -206,10 +212,19 @@ class Record(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # Lightning validates once more on leaving early: the run that goes on will not have done so.
-        if self._left:
-            return
+        if not self._left:
+            self._record(trainer, module, {name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        # The last step is evaluated also where it is no multiple of eval_every.
+        if not self._left and (self._mark is None or self._mark[0] != trainer.global_step):
+            assert isinstance(module, Fit)
+            values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            values["dev_accuracy"] = float(module.correct("dev").mean())
+            self._record(trainer, module, {**values, "dev_loss": float("nan")})
+
+    def _record(self, trainer: pl.Trainer, module: pl.LightningModule, values: dict[str, float]) -> None:
         assert isinstance(module, Fit)
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if trainer.is_global_zero:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             with (self.directory / "metrics.csv").open("a") as file:
@@ -246,6 +261,9 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
     """Trains, or goes on from the last checkpoint, and leaves everything in the run's directory."""
     settings = run.recipe.training
     config = run.model_config(task)
+    # Lightning greets on every run, and torch warns of what Lightning does with its trees.
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     description = run.describe(config)
     run.directory.mkdir(parents=True, exist_ok=True)
     written = run.directory / "run.json"

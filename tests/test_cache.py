@@ -258,3 +258,30 @@ def test_decoding_under_autocast():
         found, wanted = decode(layer, x, (3, 10)), layer(x)
     assert found.dtype == torch.bfloat16
     assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
+def test_padding_of_earlier_tokens_is_asked_for_again():
+    layer = mgk.Attention(16, 2, head_dim=8, is_causal=True)
+    x, padding = torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, :2] = True
+    with torch.no_grad():
+        cache = layer.make_cache(2, 10)
+        layer(x[:, :5], cache=cache, key_padding_mask=padding[:, :5])
+        with pytest.raises(ValueError, match="key_padding_mask was given for earlier tokens"):
+            layer(x[:, 5:], cache=cache)
+        assert cache.length == 5
+        layer(x[:, 5:], cache=cache, key_padding_mask=padding)
+        cache.reset()
+        layer(x, cache=cache)
+
+
+def test_a_cache_of_another_layer_is_refused():
+    cache = mgk.Attention(16, 2, head_dim=4, is_causal=True).make_cache(2, 10)
+    with torch.no_grad(), pytest.raises(ValueError, match="cache was made by a layer of other sizes"):
+        mgk.Attention(16, 2, head_dim=8, is_causal=True)(torch.randn(2, 6, 16), cache=cache)
+
+
+@pytest.mark.parametrize("rows", [[1, 0], torch.tensor([0.0, 1.0]), torch.tensor([0, 5]), torch.tensor([0])], ids=str)
+def test_wrong_rows_of_a_reorder(rows):
+    with pytest.raises(ValueError, match="rows must be"):
+        mgk.Attention(16, 2, head_dim=4).make_cache(2, 10).reorder(rows)

@@ -72,7 +72,9 @@ def test_each_layer_is_the_variant_that_was_asked_for(asked):
     ("arguments", "says"),
     [
         (["train", "nothing"], "recipe must be one of"),
-        (["train", "listops", "--variant", "soft"], "row must be one of"),
+        (["train", "listops", "--variant", "soft"], "--variant must be one of"),
+        (["train", "listops", "--heads", "0"], "--heads must be a positive integer"),
+        (["train", "listops", "--steps", "0"], "steps must be a positive integer"),
         (["train", "listops", "--set", "speed=1"], "--set knows"),
         (["train", "listops", "--resume", "yes"], "--resume must be auto"),
         (["data", "nothing"], "task must be one of"),

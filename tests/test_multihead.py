@@ -332,7 +332,7 @@ def test_from_softmax_can_learn(variant):
 
 
 REFUSED = [
-    (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be an nn.MultiheadAttention, got Linear"),
+    (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be a torch.nn.MultiheadAttention, got torch.nn"),
     (lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_bias_kv=True)), "source has add_bias_kv"),
     (
         lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_zero_attn=True)),

@@ -149,3 +149,16 @@ def test_recipe_is_checked_as_a_whole():
     with pytest.raises(ValueError, match="accumulate"):
         Training(batch_size=8, accumulate=3)
     assert Recipe("a", "b", "c").rows == ()
+
+
+@pytest.mark.slow
+def test_a_run_shorter_than_an_evaluation_still_has_a_best_model(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import tiny_training as t; from mgk import training;"
+        "training.fit(t.run(sys.argv[2], steps=7, eval_every=5), t.TinyTask(), resume=False, accelerator='cpu')"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPT.parent), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == ["5", "5", "7", "7"]
+    assert (tmp_path / "best" / "model.safetensors").exists()

@@ -148,6 +148,9 @@ def load(name: str) -> Recipe:
     for key in training:
         one_of(f"recipe {name}: training key", key, [f.name for f in dataclasses.fields(Training)])
     rows = tuple(Row.parse(row) for row in fields.pop("rows", []))
+    for key in ("title", "task"):
+        if base is None and key not in fields:
+            fail(f"recipe {name}", f"has no {key}")
     if base is None:
         return Recipe(name=path.stem, training=Training(**training), rows=rows, **fields)
     model = {**base.model, **fields.pop("model", {})}
