@@ -150,12 +150,20 @@ def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
     return lines
 
 
-def markdown(lines: list[list[str]], recipe: Recipe) -> str:
+def majority(rows: list[dict[str, str]], recipe: Recipe) -> str:
+    """What always answering with the most frequent class would get, in words; "" where it was not recorded."""
+    found = [
+        row for row in rows if (row["recipe"], row["metric"], row["split"]) == (recipe.name, "majority_share", "test")
+    ]
+    return f" Always the most frequent class: {100 * float(found[0]['value']):.1f} %." if found else ""
+
+
+def markdown(lines: list[list[str]], recipe: Recipe, remark: str) -> str:
     head, *body = ("| " + " | ".join(line) + " |" for line in lines)
     rule = "|" + "---|" * len(lines[0])
     note = (
         "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
-        "GFLOPs are one example's forward."
+        f"GFLOPs are one example's forward.{remark}"
     )
     return "\n".join([f"# {recipe.title}", "", head, rule, *body, "", note, ""])
 
@@ -192,11 +200,12 @@ def picture(summaries: list[Summary], recipe: Recipe, path: Path) -> None:
 
 def report(recipe: Recipe, models: list[Row], preset: str, files: list[Path], out: Path) -> list[list[str]]:
     """Writes NAME.md and NAME.png beside the results; the table comes back for the terminal."""
-    summaries = summarise(results.read(files), recipe, models, preset)
+    rows = results.read(files)
+    summaries = summarise(rows, recipe, models, preset)
     if not summaries:
         raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files))}")
     lines = table(summaries, recipe)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe))
+    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, majority(rows, recipe)))
     picture(summaries, recipe, out / f"{recipe.name}.png")
     return lines

@@ -89,10 +89,11 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
     ]
     for split in test_splits(task):
         correct = judge.correct(split)
+        shares = judge.splits[split].class_shares(task.num_classes)
+        examples = {**common, "split": split, "n_examples": len(correct)}
+        rows.append({**examples, "metric": "majority_share", "value": float(shares.max())})
         np.save(run.directory / f"correct-{split}.npy", correct, allow_pickle=False)
-        rows.append(
-            {**common, "split": split, "n_examples": len(correct), "metric": "accuracy", "value": float(correct.mean())}
-        )
+        rows.append({**examples, "metric": "accuracy", "value": float(correct.mean())})
     write_atomically(run.directory / "result.json", json.dumps(rows, indent=2))
     return rows
 
