@@ -152,9 +152,8 @@ def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
 
 def majority(rows: list[dict[str, str]], recipe: Recipe) -> str:
     """What always answering with the most frequent class would get, in words; "" where it was not recorded."""
-    found = [
-        row for row in rows if (row["recipe"], row["metric"], row["split"]) == (recipe.name, "majority_share", "test")
-    ]
+    wanted = {"recipe": recipe.name, "metric": "majority_share", "split": "test"}
+    found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
     return f" Always the most frequent class: {100 * float(found[0]['value']):.1f} %." if found else ""
 
 
