@@ -154,5 +154,6 @@ def linear_attention(
     if allowed is not None:
         scores = scores.masked_fill(~allowed, 0)
     total = scores.sum(-1, keepdim=True)
-    weights = scores / total.masked_fill(total == 0, 1)
-    return weights @ value, weights
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    return (scores @ value).masked_fill(empty, 0) / total, scores / total

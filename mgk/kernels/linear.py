@@ -134,22 +134,23 @@ def run_eager(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
         # Each query's own sequence sets the scale.
         seen = f.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
         reference = seen.amax(-1).detach().clamp(min=NOTHING)
-    scores = f.query @ repeat_heads(f.key, call.group).transpose(-1, -2)
-    if f.log_weight is not None and reference is not None:
-        # [B, Hk, L or 1, S]: a query sees each key relative to the largest weight that it sees itself.
-        relative = f.log_weight.unsqueeze(-2) - reference.unsqueeze(-1)
-        scores = scores * repeat_heads(relative.masked_fill(~allowed, -math.inf).exp(), call.group)
-    scores = scores.masked_fill(~allowed, 0)
-    numerator = scores @ repeat_heads(f.value, call.group)
-    denominator = scores.sum(-1)
-    if state is not None:
-        numerator, denominator = _add_state(numerator, denominator, f.query, state, reference, call.group)
-    output = _divide(numerator, denominator, call.normalise)
-    weights = None
-    if call.return_weights:
-        weights = _divide(scores, denominator, call.normalise).to(call.query.dtype)
+    key, value = repeat_heads(f.key, call.group), repeat_heads(f.value, call.group)
+    if reference is None and state is None and call.normalise:
+        output, weights = equations.linear_attention(f.query, key, value, allowed)
+    else:
+        scores = (f.query @ key.transpose(-1, -2)).masked_fill(~allowed, 0)
+        if f.log_weight is not None and reference is not None:
+            # [B, Hk, L or 1, S]: a query sees each key relative to the largest weight that it sees itself.
+            relative = f.log_weight.unsqueeze(-2) - reference.unsqueeze(-1)
+            scores = scores * repeat_heads(relative.masked_fill(~allowed, -math.inf).exp(), call.group)
+        numerator, denominator = scores @ value, scores.sum(-1)
+        if state is not None:
+            numerator, denominator = _add_state(numerator, denominator, f.query, state, reference, call.group)
+        output = _divide(numerator, denominator, call.normalise)
+        weights = _divide(scores, denominator, call.normalise)
     final = _final_state(f, state, reference) if call.return_state else None
-    return output.to(call.query.dtype), final, weights
+    dtype = call.query.dtype
+    return output.to(dtype), final, weights.to(dtype) if call.return_weights else None
 
 
 def _add_state(
