@@ -54,7 +54,7 @@ def test_an_option_of_train_arrives(asked, option, arguments, reach, wanted):
 
 def test_every_option_of_train_is_in_the_table():
     # --results is what the finished run is written to: the training itself does not see it.
-    assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train).parameters)
+    assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train.train).parameters)
 
 
 def test_each_layer_is_the_variant_that_was_asked_for(asked):

@@ -1,4 +1,4 @@
-"""The subcommands of `mgk`."""
+"""mgk train, eval, data, recipes."""
 
 from __future__ import annotations
 
@@ -10,49 +10,11 @@ from typing import Annotated
 
 import typer
 
-from mgk import __version__, recipes, results
+from mgk import recipes, results
 from mgk.checks import one_of, positive_integer
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, steps_setting
 from mgk.recipes import Row
 from mgk.variants import VARIANTS
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Train and compare transformers whose attention keys are mixtures of Gaussians.",
-)
-
-DataDir = Annotated[Path | None, typer.Option(help="Where the data lives; by default $MGK_DATA, else ./data.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value or model.key=value.")]
-
-
-def data_directory(given: Path | None) -> Path:
-    return given or Path(os.environ.get("MGK_DATA", "data"))
-
-
-def _progress(stage: str, done: int, total: int) -> None:
-    end = "\n" if done >= total else "\r"
-    if sys.stderr.isatty() or done >= total:
-        print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
-
-
-def _steps(steps: int | None) -> list[str]:
-    return [] if steps is None else [f"steps={steps}"]
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        print(f"mgk {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and leave.")
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command()
@@ -79,7 +41,7 @@ def train(
     from mgk.evaluation import finish
     from mgk.training import Run, fit
 
-    chosen = recipes.load(recipe).with_settings([*(settings or []), *_steps(steps)])
+    chosen = recipes.load(recipe).with_settings([*(settings or []), *steps_setting(steps)])
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
     if variant is not None:
         one_of("--variant", variant, VARIANTS)
@@ -92,7 +54,7 @@ def train(
     task = tasks.task(chosen.task)
     where = out or Path("runs") / chosen.name / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
     data = data_directory(data_dir)
-    task.prepare(data, os.cpu_count() or 1, _progress)
+    task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
     try:
         module, record = fit(run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy)
@@ -151,7 +113,7 @@ def data(
 
     chosen = tasks.task(task)
     where = data_directory(data_dir)
-    chosen.prepare(where, workers or os.cpu_count() or 1, _progress)
+    chosen.prepare(where, workers or os.cpu_count() or 1, progress)
     for name in chosen.splits:
         split = chosen.split(where, name)
         print(f"{task} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
@@ -162,55 +124,3 @@ def list_recipes() -> None:
     """List the recipes that come with the package."""
     for name in recipes.names():
         print(f"{name:20s} {recipes.load(name).title}")
-
-
-@app.command()
-def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
-    rows: Annotated[str | None, typer.Option(help="softmax:8,smgk:4,…; default: all rows of the recipe.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
-    preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
-    steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
-    settings: Settings = None,
-    data_dir: DataDir = None,
-    jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
-    out: Annotated[Path, typer.Option(help="Where results, table and picture go.")] = Path("results"),
-    runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
-) -> None:
-    """Train rows × seeds, several at once, and show side by side what was gained. Skips what out/ already has."""
-    import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    from mgk import compare as comparison
-    from mgk import tasks
-
-    overrides = [*(settings or []), *_steps(steps)]
-    chosen = recipes.load(recipe).with_settings(overrides)
-    models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
-    where = data_directory(data_dir)
-    tasks.task(chosen.task).prepare(where, os.cpu_count() or 1, _progress)
-    # Its own file, and any other of results/ that already has the row.
-    own = out / f"{chosen.name}.csv"
-    known = results.read(sorted(out.glob("*.csv")))
-    wanted = [
-        comparison.Job(
-            row, seed, runs / chosen.name / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
-        )
-        for row in models
-        for seed in range(seeds)
-        if not comparison.matching(known, chosen, row, preset, seed)
-    ]
-    command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
-    command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
-    failed = comparison.run_jobs(wanted, command, jobs or (4 if torch.cuda.is_available() else 1))
-    if failed and not results.read([own]):
-        raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
-    lines = comparison.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
-    shown = Table(*lines[0], title=chosen.title)
-    for line in lines[1:]:
-        shown.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
-    print(f"table: {out / chosen.name}.md   picture: {out / chosen.name}.png   results: {own}")
-    if failed:
-        raise ValueError(f"{len(failed)} of {len(wanted)} trainings failed; their logs are in their directories")

@@ -1,0 +1,66 @@
+"""mgk compare."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk import recipes, results
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, steps_setting
+from mgk.recipes import Row
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
+    rows: Annotated[str | None, typer.Option(help="softmax:8,smgk:4,…; default: all rows of the recipe.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
+    preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
+    steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    settings: Settings = None,
+    data_dir: DataDir = None,
+    jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where results, table and picture go.")] = Path("results"),
+    runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
+) -> None:
+    """Train rows × seeds, several at once, and show side by side what was gained. Skips what out/ already has."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from mgk import compare as comparison
+    from mgk import tasks
+
+    overrides = [*(settings or []), *steps_setting(steps)]
+    chosen = recipes.load(recipe).with_settings(overrides)
+    models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
+    where = data_directory(data_dir)
+    tasks.task(chosen.task).prepare(where, os.cpu_count() or 1, progress)
+    # Its own file, and any other of results/ that already has the row.
+    own = out / f"{chosen.name}.csv"
+    known = results.read(sorted(out.glob("*.csv")))
+    wanted = [
+        comparison.Job(
+            row, seed, runs / chosen.name / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
+        )
+        for row in models
+        for seed in range(seeds)
+        if not comparison.matching(known, chosen, row, preset, seed)
+    ]
+    command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
+    command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
+    failed = comparison.run_jobs(wanted, command, jobs or (4 if torch.cuda.is_available() else 1))
+    if failed and not results.read([own]):
+        raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
+    lines = comparison.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
+    shown = Table(*lines[0], title=chosen.title)
+    for line in lines[1:]:
+        shown.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    print(f"table: {out / chosen.name}.md   picture: {out / chosen.name}.png   results: {own}")
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(wanted)} trainings failed; their logs are in their directories")
