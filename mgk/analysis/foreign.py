@@ -95,8 +95,11 @@ def from_text(
     """Each text as the model's own tokeniser has it, cut to `length`; and the tokens of the first."""
     try:
         tokeniser = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise ValueError(f"--text needs a tokeniser, and {name} has none: give token ids with --ids") from error
+    except Exception:
+        tokeniser = None
+    # Where the files are missing, some classes come without a vocabulary instead of failing.
+    if tokeniser is None or set(tokeniser.get_vocab()) <= set(tokeniser.all_special_tokens):
+        raise ValueError(f"--text needs a tokeniser, and {name} has none: give token ids with --ids")
     samples: list[dict[str, Any]] = []
     tokens: list[list[str]] = []
     for text in texts:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from mgk.analysis.maps import Maps, MapSums
 from mgk.analysis.mixture import Mixture, MixtureSums
+from mgk.analysis.ranking import THRESHOLD, in_batches, matrices_at_once, spectra
 from mgk.analysis.redundancy import PairSums, Similarity
 from mgk.analysis.removal import Removal, remove_heads
-from mgk.analysis.spectra import THRESHOLD, in_batches, matrices_at_once, spectra
 from mgk.analysis.watching import Call, Progress, Watch, at_rest, run, watching
 from mgk.analysis.weights import SampleWeights, sample_weights
 from mgk.arguments import LinearCall

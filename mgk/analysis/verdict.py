@@ -124,7 +124,7 @@ def _mixtures(layers: Sequence[Layer]) -> str:
 def _savings(costs: Sequence[Cost], own: Cost) -> str:
     half = own.heads // 2
     named = [
-        f"{cost.variant} with {cost.heads} {_change(own.params, cost.params)} parameters and "
+        f"{cost.variant} with {cost.heads} has {_change(own.params, cost.params)} parameters and "
         f"{_change(own.flops, cost.flops)} FLOPs"
         for cost in costs
         if (cost.length, cost.heads) == (own.length, half) and cost.variant in (own.variant, "smgk")
@@ -137,4 +137,4 @@ def _savings(costs: Sequence[Cost], own: Cost) -> str:
 
 def _change(before: int, after: int) -> str:
     percent = 100 * (after - before) / before
-    return f"has {abs(percent):.0f} % {'fewer' if percent <= 0 else 'more'}"
+    return f"{abs(percent):.0f} % {'fewer' if percent <= 0 else 'more'}"

@@ -33,9 +33,10 @@ _lock = threading.Lock()
 @contextmanager
 def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """While it lasts, every call of an operator that `model` makes is shown to the watcher."""
-    names = {
-        module: name for name, module in model.named_modules() if isinstance(module, Attention | MultiheadAttention)
-    }
+    kinds = (Attention, MultiheadAttention)
+    # A compiled model holds the one that was written under this name.
+    written: Any = getattr(model, "_orig_mod", model)
+    names = {module: name for name, module in written.named_modules() if isinstance(module, kinds)}
     inside: list[str] = []
     others = 0
 

@@ -45,7 +45,7 @@ def analyze(
     map_size: Annotated[
         int, typer.Option(help="Pixels of a map; longer ones are pooled, and shown in full as tiles.")
     ] = 256,
-    removal: Annotated[int, typer.Option(min=0, help="Samples to try without each head; 0: leave it out.")] = 16,
+    removal: Annotated[int, typer.Option(min=0, help="Samples to try without each head; 0: leave it out.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the choice of samples.")] = 0,
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="Default: RUN/analysis, or analysis/MODEL.")] = None,
@@ -113,9 +113,11 @@ class _Given:
 
 def _read(text: str) -> str:
     """A file's text, if it names one."""
-    path = Path(text)
     try:
-        return path.read_text(encoding="utf-8") if len(text) < 1000 and path.is_file() else text
+        return Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
+    except OSError:
+        # Too long for the name of a file.
+        return text
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: {text} is no UTF-8 text") from error
 

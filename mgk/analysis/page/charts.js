@@ -1,7 +1,8 @@
 "use strict";
 // Small charts as SVG. Colours are variables of the style sheet, so light and dark need no redrawing.
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 420;
+// One unit is one pixel on a phone, so that text keeps its size there.
+const WIDTH = Math.max(280, Math.min(420, window.innerWidth - 62));
 
 function make(tag, attributes = {}, ...children) {
   const shape = ["svg", "g", "rect", "path", "line", "text", "circle", "title"].includes(tag);
@@ -84,12 +85,12 @@ function histogram(all, some, high, { bins = 24, unit = "", label = "" } = {}) {
     for (const value of values) found[Math.min(bins - 1, Math.floor((value / high) * bins))] += 1;
     return found.map((n) => (values.length ? (100 * n) / values.length : 0));
   };
-  const height = 190, left = 40, bottom = 38, top = 10;
+  const height = 190, left = 40, bottom = 38, top = 10, right = 16;
   const [whole, part] = [count(all), count(some)];
   const most = Math.max(1, ...whole, ...part);
   const picture = canvas(height, label);
   const y = (value) => top + (height - top - bottom) * (1 - value / most);
-  const room = (WIDTH - left) / bins;
+  const room = (WIDTH - left - right) / bins;
   for (const t of ticks(0, most)) {
     picture.append(make("line", { class: "grid", x1: left, x2: WIDTH, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, `${t} %`, "end"));
   }
@@ -101,13 +102,13 @@ function histogram(all, some, high, { bins = 24, unit = "", label = "" } = {}) {
       titled(make("rect", { x: x + room * 0.25, width: room * 0.5, y: y(part[n]), height: y(0) - y(part[n]), style: "fill:var(--c0)" }), `this head, ${range}: ${part[n].toFixed(1)} %`),
     );
   }
-  for (const t of ticks(0, high, 5)) picture.append(text(left + ((WIDTH - left) * t) / high, height - 22, short(t) + unit));
+  for (const t of ticks(0, high, 5)) picture.append(text(left + ((WIDTH - left - right) * t) / high, height - 22, short(t) + unit));
   return picture;
 }
 
 // A matrix of similarities from 0 to 1, heads in the order given.
 function heat(matrix, order, chosen, tap, label) {
-  const count = order.length, left = 30, top = 20, side = (WIDTH - left - 60) / count;
+  const count = order.length, left = 30, top = 20, side = Math.min(64, (WIDTH - left - 60) / count);
   const picture = canvas(top + side * count + 8, label);
   order.forEach((a, i) => {
     const strong = a === chosen ? "strong" : "";
@@ -132,7 +133,7 @@ function heat(matrix, order, chosen, tap, label) {
   });
   const at = order.indexOf(chosen);
   picture.append(make("rect", { x: left, y: top + at * side, width: side * count, height: side, fill: "none", style: "stroke:var(--c1)", "stroke-width": 2, rx: 3, "pointer-events": "none" }));
-  const x = WIDTH - 46, tall = side * count;
+  const x = left + side * count + 16, tall = side * count;
   for (let n = 0; n < 40; n += 1) {
     picture.append(make("rect", { x, y: top + (tall * n) / 40, width: 10, height: tall / 40 + 0.5, style: `fill:color-mix(in oklab, var(--heat-high) ${100 - 2.5 * n}%, var(--heat-low))` }));
   }

@@ -80,11 +80,14 @@ async function choose(event) {
 
 function drawTile() {
   const maps = layer().maps;
-  at("detail").hidden = !maps.tiles.length;
+  at("detail").hidden = at("frame").hidden = !maps.tiles.length;
   if (!maps.tiles.length) return;
   const uri = maps.tiles[state.head][state.tile];
   const [row, column] = [Math.floor(state.tile / maps.columns), state.tile % maps.columns];
   const range = (n, total) => `${n * DATA.tile + 1}–${Math.min(total, (n + 1) * DATA.tile)}`;
+  const edge = (n, total) => [(100 * n * DATA.tile) / total, (100 * Math.min(DATA.tile, total - n * DATA.tile)) / total];
+  const [[up, tall], [left, wide]] = [edge(row, maps.queries), edge(column, maps.keys)];
+  Object.assign(at("frame").style, { top: `${up}%`, height: `${tall}%`, left: `${left}%`, width: `${wide}%` });
   at("tile-title").textContent = `In full: queries ${range(row, maps.queries)}, keys ${range(column, maps.keys)}`;
   at("tile").hidden = !uri;
   if (uri) at("tile").src = uri;
@@ -110,9 +113,24 @@ function drawMaps() {
   const stops = Array.from({ length: 12 }, (_, n) => { const c = Math.round((n / 11) * 255) * 3; return `rgb(${COLOURS[c]},${COLOURS[c + 1]},${COLOURS[c + 2]})`; });
   const bar = make("i");
   bar.style.background = `linear-gradient(90deg, ${stops.join(",")})`;
-  fill("scale", bar, make("div", {}, make("span", {}, "none"), make("span", {}, "uniform is 1 ×, logarithmic"), make("span", {}, `1 (${maps.keys} ×)`)));
+  const uniform = make("span", {}, "1/keys: uniform");
+  uniform.style.left = `${(-100 * DATA.lowest) / (Math.log10(maps.keys) - DATA.lowest)}%`;
+  fill("scale", bar, make("div", {}, make("span", {}, "0"), uniform, make("span", {}, "1")));
   at("readout").textContent = "Point at the map to read it.";
+  drawFacts();
   drawTile();
+}
+
+function drawFacts() {
+  const one = layer(), head = state.head, entries = [];
+  const others = one.divergence[head].map((value, n) => [value, n]).filter(([, n]) => n !== head).sort((a, b) => a[0] - b[0]);
+  if (others.length) entries.push(["most like", `head ${others[0][1] + 1} (similarity ${(1 - others[0][0]).toFixed(2)})`], ["least like", `head ${others.at(-1)[1] + 1} (${(1 - others.at(-1)[0]).toFixed(2)})`]);
+  const own = one.ranks.rank.map((_, n) => n).filter((n) => one.ranks.head[n] === head);
+  const mean = (values) => own.reduce((sum, n) => sum + values[n] / one.ranks.size[n], 0) / own.length;
+  if (own.length) entries.push(["rank", `${percent(mean(one.ranks.rank))} of the size, effective ${percent(mean(one.ranks.effective))}`]);
+  const removal = one.removal;
+  if (removal) entries.push(["silenced", removal.flipped ? `${percent(removal.flipped[head], 1)} of predictions change` : `the output moves by ${percent(removal.change[head], 1)}`]);
+  fill("facts", ...entries.flatMap(([word, words]) => [make("dt", {}, word), make("dd", {}, words)]));
 }
 
 function drawSimilarity() {
@@ -120,7 +138,8 @@ function drawSimilarity() {
   at("measure-about").textContent = about;
   fill("similarity", heat(matrix(one), one.order, state.head, (head) => pick({ head }), "similarity of heads"));
   const groups = new Set(one.groups).size;
-  at("similarity-about").textContent = `Layer ${state.layer + 1}: ${one.different[state.measure].toFixed(2)} of ${one.heads} heads effectively different. Similar heads stand side by side; ${groups} group${groups === 1 ? "" : "s"} of heads closer than ${DATA.same_group} bits. Tap a cell to choose its head.`;
+  const alike = groups < one.heads ? ` ${one.heads} heads in ${groups} group${groups === 1 ? "" : "s"} closer than ${DATA.same_group} bits.` : "";
+  at("similarity-about").textContent = `Layer ${state.layer + 1}: ${one.different[state.measure].toFixed(2)} of ${one.heads} heads effectively different. Similar heads stand side by side.${alike} Tap a cell to choose its head.`;
   const items = model().layers.map((l, n) => ({ label: n + 1, parts: [{ value: l.different[state.measure], fill: "var(--c0)", words: `layer ${n + 1}: ${l.different[state.measure].toFixed(2)} of ${l.heads}` }] }));
   const most = Math.max(...model().layers.map((l) => l.heads));
   fill("different", bars(items, { high: most, reference: most, chosen: state.layer, tap: (n) => pick({ layer: n }), label: "different heads by layer" }));
@@ -141,7 +160,7 @@ function drawRanks() {
   draw("ranks", ranks.rank, "histogram of ranks");
   draw("effective", ranks.effective, "histogram of effective ranks");
   const middle = [...place(ranks.rank)].sort((a, b) => a - b)[Math.floor(ranks.rank.length / 2)];
-  at("ranks-about").textContent = `Singular values above ${model().threshold}, ${ranks.rank.length} matrices of layer ${state.layer + 1}, ${even ? `of size ${high}` : "in per cent of the matrix's size"}; median ${short(middle)}${even ? "" : " %"}.`;
+  at("ranks-about").textContent = `Singular values above ${model().threshold.toExponential()}, ${ranks.rank.length} matrices of layer ${state.layer + 1}, ${even ? `of size ${high}` : "in per cent of the matrix's size"}; median ${even ? middle : short(middle)}${even ? "" : " %"}.`;
 }
 
 function drawMixture() {
@@ -190,7 +209,11 @@ function drawCosts() {
   fill("flops", lines(series("flops"), { ...style, label: "FLOPs against heads" }), names);
   fill("params", lines(series("params"), { ...style, label: "parameters against heads" }), names.cloneNode(true));
   at("flops-about").textContent = `FLOPs of one forward at ${length} tokens, counted on the meta device.`;
-  const change = (value, base) => (base ? `${value <= base ? "−" : "+"}${Math.abs(Math.round((100 * (value - base)) / base))} %` : "");
+  const change = (value, base) => {
+    if (!base) return "";
+    const rounded = Math.round((100 * (value - base)) / base);
+    return rounded === 0 ? "the same" : `${rounded < 0 ? "−" : "+"}${Math.abs(rounded)} %`;
+  };
   const rows = here.map((c) => ({ own: own && c.variant === own.variant && c.heads === own.heads, cells: [`${c.variant}, ${c.heads} head${c.heads === 1 ? "" : "s"}`, c.params.toLocaleString("en"), change(c.params, own?.params), `${(c.flops / 1e9).toPrecision(3)} G`, change(c.flops, own?.flops)] }));
   fill("cost-table", table(["", "parameters", "against this model", "FLOPs", "against this model"], rows));
 }
@@ -260,8 +283,8 @@ function notes() {
     ["Responsibility", "Which component of a key's mixture answers for a query (Eq. 11 of the paper), weighted by the attention that the pair gets. The hard choice is the nearest component, without prior (Eq. 12)."],
   ];
   fill("notes", ...entries.flatMap(([word, words]) => [make("dt", {}, word), make("dd", {}, words)]));
-  const files = DATA.files.length ? ` · beside this page: ${DATA.files.join(", ")}` : "";
-  at("footer").textContent = `mgk ${DATA.version} · ${DATA.command}${files}`;
+  const links = DATA.files.flatMap((name, n) => [n ? ", " : "", make("a", { href: name }, name)]);
+  fill("footer", make("p", {}, `mgk ${DATA.version} · ${DATA.command}`), ...(links.length ? [make("p", {}, "Beside this page: ", ...links)] : []));
 }
 
 function theme() {
