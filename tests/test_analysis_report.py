@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from mgk import commands, tasks
 from mgk.analysis import analyse, report
 from mgk.analysis.curves import read_curves
 from mgk.analysis.report import Subject, write_report
+from mgk.cli import main
 from mgk.models import Classifier, EncoderConfig, save_model
 
 TASK = dataclasses.replace(tasks.TASKS["listops-short"], name="tiny", counts={"test": 60, "dev": 4, "train": 4})
@@ -263,11 +266,23 @@ def run(tmp_path, monkeypatch):
     return make_run(tmp_path / "run", "smgk", 2)
 
 
-def refused(result, says):
-    """A ValueError, which the command turns into one line and exit code 2."""
-    assert isinstance(result.exception, ValueError), result.output
-    assert says in str(result.exception)
-    assert len(str(result.exception).splitlines()) == 1
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Runs the command as a shell would, and expects one line that says it, and exit code 2."""
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+
+    def run_it(says, *arguments):
+        monkeypatch.setattr(sys, "argv", ["mgk", "analyze", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith("mgk: ")
+        assert says in lines[0]
+
+    return run_it
 
 
 def test_user_ids_and_lengths(run, tmp_path):
@@ -281,21 +296,21 @@ def test_user_ids_and_lengths(run, tmp_path):
     assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"10"}
 
 
-def test_length_of_a_runs_own_examples(run, tmp_path, monkeypatch):
+def test_length_of_a_runs_own_examples(run, tmp_path, monkeypatch, refused):
     monkeypatch.setitem(tasks.TASKS, "tiny", TASK)
     options = ["--data-dir", tmp_path / "data", "--removal", 0]
     assert call(run, *options, "--length", 12).exception is None
     assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"12"}
-    refused(call(run, *options, "--length", 60), "--length finds no example")
-    refused(call(run, *options, "--length", 61), "is more than the model's 60 positions")
+    refused("--length finds no example", run, *options, "--length", 60)
+    refused("is more than the model's 60 positions", run, *options, "--length", 61)
 
 
-def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path):
-    refused(call(tmp_path / "nowhere"), "is no run: it has no run.json")
-    refused(call(), "give the directory of one or more runs, or --hf MODEL")
-    refused(call(run, "--text", "some text of mine"), "--text needs a model that reads bytes")
-    refused(call(run, "--images", "x.png"), "--images goes with --hf")
-    refused(call(run, "--memory", "0"), "--memory must be more than 0")
+def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path, refused):
+    refused("is no run: it has no run.json", tmp_path / "nowhere")
+    refused("give the directory of one or more runs, or --hf MODEL")
+    refused("--text needs a model that reads bytes", run, "--text", "some text of mine")
+    refused("--images goes with --hf", run, "--images", "x.png")
+    refused("--memory must be more than 0", run, "--memory", "0")
     ids = tmp_path / "ids.txt"
     for text, says in (
         ("1 2 3", "a sample of 3 tokens, and at least 8"),
@@ -303,15 +318,15 @@ def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path):
         ("99 " * 9, "ends at 31"),
     ):
         ids.write_text(text)
-        refused(call(run, "--ids", ids), says)
-    refused(call(run, "--ids", tmp_path / "none"), "is no file")
+        refused(says, run, "--ids", ids)
+    refused("is no file", run, "--ids", tmp_path / "none")
     weights = run / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
-    refused(call(run, "--ids", ids), "is damaged")
+    refused("is damaged", run, "--ids", ids)
     weights.unlink()
-    refused(call(run, "--ids", ids), "model.safetensors is missing")
+    refused("model.safetensors is missing", run, "--ids", ids)
     (run / "run.json").write_text("{")
-    refused(call(run), "run.json is damaged")
+    refused("run.json is damaged", run)
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +358,7 @@ def test_a_transformers_model_on_text_of_the_users(gpt2, tmp_path):
     assert '"tokens":["the","cat","sat"' in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_vision_model_on_images(tmp_path):
+def test_a_vision_model_on_images(tmp_path, refused):
     transformers = pytest.importorskip("transformers")
     from matplotlib import image
 
@@ -355,27 +370,27 @@ def test_a_vision_model_on_images(tmp_path):
     assert result.exception is None, result.output
     assert {row["size"] for row in rows(tmp_path / "out" / "ranks.csv")} == {"17"}
     (tmp_path / "y.png").write_text("no image")
-    refused(call("--hf", tmp_path / "vit", "--images", tmp_path / "y.png"), "is no image that can be read")
+    refused("is no image that can be read", "--hf", tmp_path / "vit", "--images", tmp_path / "y.png")
 
 
-def test_what_is_wrong_with_a_transformers_model_is_one_line(gpt2, tmp_path):
+def test_what_is_wrong_with_a_transformers_model_is_one_line(gpt2, tmp_path, refused):
     transformers = pytest.importorskip("transformers")
-    refused(call("--hf", gpt2), "--hf needs something to look at")
-    refused(call("--hf", gpt2, "--text", "the cat"), "--text is 2 tokens long, and at least 8 are needed")
-    refused(call("--hf", gpt2, "--text", "the cat " * 9, "--length", 20), "18 tokens long, and at least 20 are needed")
-    refused(call("--hf", gpt2, "--text", "a", "--images", "b"), "give one of --text, --ids and --images")
-    refused(call("--hf", gpt2, "--images", "b"), "--images needs a model of images")
-    refused(call("--hf", tmp_path, "--text", "a"), "cannot be loaded")
-    refused(call("--hf", tmp_path / "nothing", "--text", "a"), "cannot be loaded")
+    refused("--hf needs something to look at", "--hf", gpt2)
+    refused("--text is 2 tokens long, and at least 8 are needed", "--hf", gpt2, "--text", "the cat")
+    refused("18 tokens long, and at least 20 are needed", "--hf", gpt2, "--text", "the cat " * 9, "--length", 20)
+    refused("give one of --text, --ids and --images", "--hf", gpt2, "--text", "a", "--images", "b")
+    refused("--images needs a model of images", "--hf", gpt2, "--images", "b")
+    refused("cannot be loaded", "--hf", tmp_path, "--text", "a")
+    refused("cannot be loaded", "--hf", tmp_path / "nothing", "--text", "a")
     ids = tmp_path / "ids.txt"
     ids.write_text("70 " * 9)
-    refused(call("--hf", gpt2, "--ids", ids), "vocabulary ends at 63")
+    refused("vocabulary ends at 63", "--hf", gpt2, "--ids", ids)
     ids.write_text("7 " * 9)
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, **ends)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    refused(call("--hf", tmp_path / "mamba", "--ids", ids), "has no attention layers")
-    refused(call("--hf", tmp_path / "mamba", "--text", "the cat " * 9), "--text needs a tokeniser")
+    refused("has no attention layers", "--hf", tmp_path / "mamba", "--ids", ids)
+    refused("--text needs a tokeniser", "--hf", tmp_path / "mamba", "--text", "the cat " * 9)
     weights = tmp_path / "mamba" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    refused(call("--hf", tmp_path / "mamba", "--ids", ids), "cannot be loaded")
+    refused("cannot be loaded", "--hf", tmp_path / "mamba", "--ids", ids)

@@ -121,30 +121,26 @@ def from_ids(rows: Sequence[Sequence[int]], model: PreTrainedModel) -> list[dict
 
 
 def from_images(paths: Sequence[Path], name: str, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Each image as the model's own processor has it, or scaled to its size and to values from -1 to 1."""
+    """Each image as the model's own processor has it; without one, scaled to its size and to values from -1 to 1."""
     from PIL import Image, UnidentifiedImageError
 
     size, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
     if size is None:
         fail("--images", f"needs a model of images, and {type(model).__name__} has no image_size")
     height, width = (size, size) if isinstance(size, int) else size
-    samples = []
-    for path in paths:
-        try:
-            image = Image.open(path).convert("RGB" if channels == 3 else "L").resize((width, height))
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"--images: {path} is no image that can be read") from error
-        pixels = torch.from_numpy(np.array(image)).float().reshape(height, width, channels)
-        samples.append({"pixel_values": (pixels / 127.5 - 1).permute(2, 0, 1)[None]})
-    return samples
-
-
-def use_processor(samples: list[dict[str, Any]], paths: Sequence[Path], name: str) -> list[dict[str, Any]]:
-    """The samples as the model's image processor makes them, where it has one."""
-    from PIL import Image
-
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(name)
     except Exception:
-        return samples
-    return [dict(processor(Image.open(path).convert("RGB"), return_tensors="pt")) for path in paths]
+        processor = None
+    samples = []
+    for path in paths:
+        try:
+            image = Image.open(path).convert("RGB" if channels == 3 else "L")
+        except (OSError, UnidentifiedImageError) as error:
+            raise ValueError(f"--images: {path} is no image that can be read") from error
+        if processor is not None:
+            samples.append(dict(processor(image, return_tensors="pt")))
+            continue
+        pixels = torch.from_numpy(np.array(image.resize((width, height)))).float().reshape(height, width, channels)
+        samples.append({"pixel_values": (pixels / 127.5 - 1).permute(2, 0, 1)[None]})
+    return samples
