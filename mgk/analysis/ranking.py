@@ -8,7 +8,7 @@ counted again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -61,28 +61,35 @@ def _from_gram(matrices: Tensor, threshold: float) -> Spectra:
     noise = rounding * squares[:, -1:].clamp(min=0)
     above = (squares > threshold**2).sum(-1)
     unsure = ((squares - threshold**2).abs() <= noise).any(-1)
-    for index in unsure.nonzero().flatten().tolist():
-        above[index] = _count_deflated(matrices[index], threshold)
+    unclear = unsure.nonzero().flatten()
+    if len(unclear):
+        counts = _at_once(lambda matrix: _count_deflated(matrix, threshold), list(matrices[unclear]))
+        above[unclear] = torch.stack(counts)
     return Spectra(above, effective_rank(squares.clamp(min=0).sqrt()))
 
 
 def _eigenvalues(gram: Tensor) -> Tensor:
     """Ascending, [n, k]."""
-    parts = gram.tensor_split(min(STREAMS, len(gram))) if gram.device.type == "cuda" and STREAMS > 1 else (gram,)
-    if len(parts) == 1:
-        return torch.linalg.eigvalsh(gram)
-    ready = torch.cuda.current_stream(gram.device)
+    return torch.cat(_at_once(torch.linalg.eigvalsh, gram.tensor_split(min(STREAMS, len(gram)))))
 
-    def decompose(part: Tensor) -> Tensor:
-        stream = torch.cuda.Stream(gram.device)
+
+def _at_once(function: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """function(part) for each part; on a GPU up to STREAMS of them at the same time."""
+    if parts[0].device.type != "cuda" or len(parts) == 1 or STREAMS == 1:
+        return [function(part) for part in parts]
+    device = parts[0].device
+    ready = torch.cuda.current_stream(device)
+
+    def run(part: Tensor) -> Tensor:
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(ready)
         with torch.cuda.stream(stream):
-            found = torch.linalg.eigvalsh(part)
+            found = function(part)
         stream.synchronize()
         return found
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return torch.cat(list(pool.map(decompose, parts)))
+    with ThreadPoolExecutor(min(STREAMS, len(parts))) as pool:
+        return list(pool.map(run, parts))
 
 
 def _count_deflated(matrix: Tensor, threshold: float) -> Tensor:
