@@ -12,6 +12,9 @@ from mgk.analysis.survey import Analysis, Layer
 # Of all heads, the share that is effectively different, and what it is called.
 GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))
 
+# By how much, as a share of all heads, outputs must differ more than maps to be worth a remark.
+APART = 0.15
+
 
 def grade(analysis: Analysis) -> str:
     share = analysis.different["maps"] / analysis.heads
@@ -53,10 +56,13 @@ def _layers(analysis: Analysis) -> str:
 
 
 def _outputs(analysis: Analysis) -> str:
-    outputs = analysis.different.get("outputs")
+    outputs, maps = analysis.different.get("outputs"), analysis.different["maps"]
     if outputs is None:
         return ""
-    return f"That is by where they look; by what they pass on (CKA of their outputs) it is {outputs:.1f}."
+    said = f"That is by where they look; by what they pass on (CKA of their outputs) it is {outputs:.1f}"
+    if outputs - maps > APART * analysis.heads:
+        return f"{said}: heads that look at the same places read different things there. They could share a map."
+    return f"{said}."
 
 
 def _groups(layers: Sequence[Layer]) -> str:
