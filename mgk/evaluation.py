@@ -51,11 +51,10 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
     """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
     config, settings = module.model.config, run.recipe.training
     memory = peak_memory_mb()
-    best = load_model(run.directory / "best", module.device)
+    best = load_model(run.directory / "best", record.device)
     assert isinstance(best, Classifier)
-    device = module.device
     judge = Fit(best, settings, run.seed, {name: task.split(run.data_dir, name) for name in test_splits(task)})
-    judge.to(device)
+    judge.to(record.device)
     judge.setup("test")
     # The first window holds compilation and warm-up.
     windows = record.step_ms[1:] or record.step_ms

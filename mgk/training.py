@@ -86,13 +86,16 @@ class Fit(pl.LightningModule):
         self.model, self.settings, self.seed, self.splits = model, settings, seed, splits
         self.network: Any = model
         self.examples: dict[str, Examples] = {}
+        self.packs = self.compiles = False
         self.best: dict[str, float] = {"accuracy": -1.0, "step": -1}
 
     def setup(self, stage: str) -> None:
         if not self.examples:
             length = self.model.config.max_length
             self.examples = {name: Examples(split, length, self.device) for name, split in self.splits.items()}
-        if self.settings.compile and self.network is self.model and self.device.type == "cuda":
+        self.packs = self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda"
+        self.compiles = self.settings.compile and self.device.type == "cuda"
+        if self.compiles and self.network is self.model:
             self.network = torch.compile(self.model)
 
     def train_dataloader(self) -> Stream:
@@ -112,11 +115,22 @@ class Fit(pl.LightningModule):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         torch.manual_seed(seed_of(self.seed, 2, batch_idx, self.global_rank))
 
+    def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
+        """Indices stay where the lengths of the examples are known."""
+        return batch
+
     def logits(self, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        examples = self.examples[split]
-        width = examples.max_length if self.settings.pad_full else examples.width(indices.cpu().numpy())
-        tokens, lengths, labels = examples.batch(indices.to(self.device), width)
-        return self.network(tokens, lengths), labels
+        examples, chosen, count = self.examples[split], indices.numpy(), len(indices)
+        if self.compiles and split != "train":
+            # One more shape would be compiled for the last batch.
+            chosen = np.resize(chosen, self.settings.eval_batch_size)
+        if self.packs:
+            tokens, edges, labels = examples.packed(chosen)
+            torch._dynamo.maybe_mark_dynamic(tokens, 0)
+            return self.network(tokens, cu_seqlens=edges)[:count], labels[:count]
+        width = examples.width(chosen) if self.settings.padding == "longest" else examples.max_length
+        tokens, lengths, labels = examples.batch(torch.from_numpy(chosen).to(self.device), width)
+        return self.network(tokens, lengths)[:count], labels[:count]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits, labels = self.logits(batch, "train")
@@ -169,6 +183,7 @@ class Record(pl.Callback):
 
     def __init__(self, directory: Path, settings: Training) -> None:
         self.directory, self.settings = directory, settings
+        self.device = torch.device("cpu")
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
         self._mark: tuple[int, float] | None = None
@@ -176,6 +191,8 @@ class Record(pl.Callback):
         self._old_handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        # Lightning leaves the model on the CPU when it is done.
+        self.device = module.device
         # Rows after the checkpoint will be written again.
         done = trainer.global_step
         path = self.directory / "metrics.csv"
@@ -299,6 +316,8 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         enable_model_summary=False,
         enable_progress_bar=sys.stderr.isatty(),
         use_distributed_sampler=False,
+        # Under inference_mode what is compiled for the development set would be compiled again for the test set.
+        inference_mode=False,
     )
     trainer.fit(module, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
     return module, record

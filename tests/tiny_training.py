@@ -34,7 +34,7 @@ def run(out: str, **settings) -> training.Run:
         "tiny",
         "tiny",
         model={"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "dropout": settings.pop("dropout", 0.1)},
-        training=Training(**{**defaults, "compile": False, "pad_full": False, **settings}),
+        training=Training(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
     return training.Run(recipe, Row("smgk", 2), "paper", 3, Path("."), Path(out))
 
