@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from mgk.batches import Examples, InOrder, Order, Stream, seed_of
@@ -86,7 +87,7 @@ class Fit(pl.LightningModule):
         self.model, self.settings, self.seed, self.splits = model, settings, seed, splits
         self.network: Any = model
         self.examples: dict[str, Examples] = {}
-        self.packs = self.compiles = False
+        self.packs = self.compiles = self._sharded = False
         self.best: dict[str, float] = {"accuracy": -1.0, "step": -1}
 
     def setup(self, stage: str) -> None:
@@ -97,6 +98,16 @@ class Fit(pl.LightningModule):
         self.compiles = self.settings.compile and self.device.type == "cuda"
         if self.compiles and self.network is self.model:
             self.network = torch.compile(self.model)
+
+    def configure_model(self) -> None:
+        """FSDP: every layer's weights are shared out among the processes, and gathered where they are used."""
+        mesh = self.device_mesh
+        if mesh is not None and not self._sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            for part in (*self.model.layers, self.model):
+                fully_shard(part, mesh=mesh["data_parallel"])
+            self._sharded = True
 
     def train_dataloader(self) -> Stream:
         order = Order(len(self.splits["train"]), seed_of(self.seed, 1))
@@ -257,8 +268,9 @@ class Record(pl.Callback):
                 )
         if values["dev_accuracy"] > module.best["accuracy"]:
             module.best = {"accuracy": values["dev_accuracy"], "step": trainer.global_step}
+            weights = whole_weights(module.model)
             if trainer.is_global_zero:
-                save_model(module.model, self.directory / "best")
+                save_model(module.model, self.directory / "best", weights)
         self._save(trainer)
         self._mark = (trainer.global_step, self._clock(module))
 
@@ -272,6 +284,24 @@ class Record(pl.Callback):
         if module.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model; of one that is shared out, gathered, which all processes must do together."""
+    from torch.distributed.tensor import DTensor
+
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def chosen_strategy(name: str, world: int) -> Any:
+    one_of("--strategy", name, ("auto", "ddp", "fsdp"))
+    if name == "fsdp":
+        # One file that any number of processes can go on from, as with the other strategies.
+        return ModelParallelStrategy(
+            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    return "ddp" if world > 1 and name == "auto" else name
 
 
 def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto") -> tuple[Fit, Record]:
@@ -300,7 +330,7 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         accelerator=accelerator,
         devices=local,
         num_nodes=max(1, world // local),
-        strategy="ddp" if world > 1 and strategy == "auto" else strategy,
+        strategy=chosen_strategy(strategy, world),
         precision="bf16-mixed" if settings.precision == "bf16" else "32-true",
         max_steps=settings.steps,
         max_epochs=-1,
