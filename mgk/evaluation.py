@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import resource
 import shlex
@@ -47,6 +48,17 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
+def plateau_left(metrics: Path, accuracy: float) -> int:
+    """The first step at which the development set was above this accuracy, 0 if none was."""
+    with metrics.open(newline="", encoding="utf-8") as file:
+        steps = [
+            int(row["step"])
+            for row in csv.DictReader(file)
+            if row["split"] == "dev" and float(row["accuracy"]) > accuracy
+        ]
+    return min(steps, default=0)
+
+
 def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
     """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
     config, settings = module.model.config, run.recipe.training
@@ -86,6 +98,10 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
         {**common, "split": "dev", "n_examples": len(module.splits["dev"]), "metric": name, "value": value}
         for name, value in (("best_accuracy", module.best["accuracy"]), ("best_step", module.best["step"]))
     ]
+    if run.recipe.plateau is not None:
+        # 0: never.
+        step = plateau_left(run.directory / "metrics.csv", run.recipe.plateau / 100)
+        rows.append({**rows[0], "metric": "plateau_left_at_step", "value": step})
     for split in test_splits(task):
         correct = judge.correct(split)
         shares = judge.splits[split].class_shares(task.num_classes)
@@ -93,6 +109,9 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
         rows.append({**examples, "metric": "majority_share", "value": float(shares.max())})
         np.save(run.directory / f"correct-{split}.npy", correct, allow_pickle=False)
         rows.append({**examples, "metric": "accuracy", "value": float(correct.mean())})
+        for name, scores in task.baselines(run.data_dir).items():
+            if split in scores:
+                rows.append({**examples, "metric": f"baseline: {name}", "value": scores[split]})
     write_atomically(run.directory / "result.json", json.dumps(rows, indent=2))
     return rows
 

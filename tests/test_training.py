@@ -46,7 +46,9 @@ def uninterrupted(tmp_path_factory):
     ("kill_at", "signal_number"), [(10, 9), (12, 9), (15, 15)], ids=["middle", "boundary", "sigterm"]
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, kill_at, signal_number):
-    assert train(tmp_path, f"--kill-at={kill_at}", f"--kill-with={signal_number}") == (-9 if signal_number == 9 else 143)
+    assert train(tmp_path, f"--kill-at={kill_at}", f"--kill-with={signal_number}") == (
+        -9 if signal_number == 9 else 143
+    )
     assert not (tmp_path / "final").exists()
     assert train(tmp_path, "--resume") == 0
     whole, resumed = weights(uninterrupted), weights(tmp_path)

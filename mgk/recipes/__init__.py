@@ -85,6 +85,8 @@ class Recipe:
     training: Training = field(default_factory=Training)
     rows: tuple[Row, ...] = ()
     paper: dict[str, float] = field(default_factory=dict)
+    # Accuracy on the development set, in per cent, above which a run has left the plateau that the task begins with.
+    plateau: float | None = None
 
     def with_settings(self, settings: list[str]) -> Recipe:
         """With "key=value" for each setting: a field of the training, or one of the model as "model.key=value"."""
