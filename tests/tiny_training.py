@@ -18,6 +18,7 @@ class TinyTask:
     num_classes: int = 4
     max_length: int = 24
     documents: int = 1
+    objective: str = "classification"
 
     def split(self, data_dir: Path, name: str) -> Split:
         draw = np.random.default_rng(len(name))

@@ -11,7 +11,7 @@ from typing import Any
 from mgk.checks import fail, number, one_of, positive_integer
 from mgk.variants import VARIANTS
 
-SCHEDULES = ("one-cycle", "constant")
+SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
 
 
@@ -65,7 +65,7 @@ class Training:
             number(name, getattr(self, name), 0)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("precision", self.precision, PRECISIONS)
-        if self.warmup >= self.steps and self.schedule == "one-cycle":
+        if self.warmup >= self.steps and self.schedule != "constant":
             fail("warmup", f"must be below steps = {self.steps}, got {self.warmup}")
         if self.batch_size % self.accumulate:
             fail("accumulate", f"= {self.accumulate} must divide batch_size = {self.batch_size}")
