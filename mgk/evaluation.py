@@ -119,14 +119,3 @@ def judge_of(
     judge = kind(model, settings, task, {name: task.split(data_dir, name) for name in names})
     judge.place(device)
     return judge
-
-
-def read_run(directory: Path) -> dict[str, Any]:
-    """The description of a run, from its directory."""
-    try:
-        description = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{directory} is no run: it has no run.json") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{directory / 'run.json'} is damaged: {error}") from None
-    return dict(description)

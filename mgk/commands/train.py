@@ -12,7 +12,7 @@ import typer
 
 from mgk import recipes, results
 from mgk.checks import one_of, positive_integer
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, steps_setting
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, steps_setting
 from mgk.recipes import Row
 from mgk.variants import VARIANTS
 
@@ -52,7 +52,7 @@ def train(
     if resume not in (None, "auto"):
         raise ValueError(f"--resume must be auto, got {resume!r}")
     task = tasks.task(chosen.task)
-    where = out or Path("runs") / chosen.name / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
+    where = out or run_directory(Path("runs"), chosen.name, row, preset, seed)
     data = data_directory(data_dir)
     task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
@@ -91,9 +91,10 @@ def evaluate(
     import torch
 
     from mgk import tasks
-    from mgk.evaluation import judge_of, read_run
+    from mgk.evaluation import judge_of
     from mgk.objectives import LanguageModelling
     from mgk.recipes import Training
+    from mgk.runs import read_run
 
     description = read_run(run)
     task = tasks.task(description["task"])

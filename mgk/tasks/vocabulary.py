@@ -20,6 +20,8 @@ FILE = "vocabulary.txt"
 class Vocabulary(ABC):
     """Text to ids and back."""
 
+    spaced: bool  # whether a space ends each piece
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -45,6 +47,8 @@ class WordVocabulary(Vocabulary):
     A line's words are what white space separates, and each line ends with <eos>. Words that are as frequent stand in
     the order in which the text has them first. Where the text has no <unk>, that is the last word.
     """
+
+    spaced = True
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
@@ -93,6 +97,8 @@ class WordVocabulary(Vocabulary):
 
 class ByteVocabulary(Vocabulary):
     """A byte is its own id."""
+
+    spaced = False
 
     def __len__(self) -> int:
         return 256
