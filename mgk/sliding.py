@@ -38,9 +38,10 @@ def sliding_losses(
     hidden = first.new_empty(len(inputs), first.shape[-1])
     hidden[:window] = first
     # The window that ends at position e begins at e − window + 1.
-    ends = torch.arange(window + stride - 1, len(inputs), stride, device=tokens.device)
+    steps = list(range(window + stride - 1, len(inputs), stride))
     if len(inputs) > window and (len(inputs) - window) % stride:
-        ends = torch.cat([ends, ends.new_full((1,), len(inputs) - 1)])
+        steps.append(len(inputs) - 1)
+    ends = torch.tensor(steps, dtype=torch.long, device=tokens.device)
     size = min(batch_size, len(ends))
     for begin in range(0, len(ends), max(1, size)):
         # The last batch is as large as the others, some windows a second time: one shape, compiled once.
