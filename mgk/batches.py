@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mgk.tasks.store import Split
 
 
+# Packed batches are as long as the next multiple of this, so that memory is allocated in few sizes.
+ROUND = 1024
+
+
 def seed_of(*parts: int) -> int:
     """One seed out of several numbers, well mixed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
@@ -85,14 +89,16 @@ class Examples:
         self.offsets = torch.from_numpy(np.array(split.offsets)).to(device)
         self.labels = torch.from_numpy(np.array(split.labels)).to(device)
         lengths = np.minimum(np.diff(np.asarray(split.offsets)), max_length)
-        self.longest = lengths.reshape(-1, split.documents).max(1) if len(lengths) else lengths
+        self.lengths = lengths.reshape(-1, split.documents)
+        # The padding of a packed batch counts as a document: it may not be longer than one.
+        self.round_to = min(ROUND, max_length)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def width(self, indices: np.ndarray) -> int:
         """The longest document among these examples, up to a multiple of 16."""
-        longest = int(self.longest[indices].max())
+        longest = int(self.lengths[indices].max())
         return min(self.max_length, longest + -longest % 16)
 
     def batch(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +109,25 @@ class Examples:
         places = torch.arange(width, device=indices.device)
         tokens = self.tokens[starts.unsqueeze(-1) + places].long()
         return tokens.masked_fill(places >= lengths.unsqueeze(-1), 0), lengths, self.labels[indices]
+
+    def packed(self, indices: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [T], int32 offsets [n + 1] or [2 n + 1] of the documents lying one after another, labels [n].
+
+        T is a multiple of `round_to`: the rest is padding. The lengths are known here, so nothing waits for the device.
+        """
+        total = int(self.lengths[indices].sum())
+        device = self.tokens.device
+        chosen = torch.from_numpy(indices).to(device, non_blocking=True)
+        ends = self.lengths[indices].reshape(-1).cumsum()
+        edges = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device, non_blocking=True)
+        rows = chosen if self.documents == 1 else (chosen[:, None] * 2 + torch.arange(2, device=device)).flatten()
+        places = torch.arange(total + -total % self.round_to, device=device)
+        document = torch.bucketize(places, edges[1:], right=True)
+        starts = torch.cat([self.offsets[rows], self.offsets[:1]])
+        begins = torch.cat([edges[:-1], edges[-1:]])
+        sources = (starts[document] + places - begins[document]).clamp(max=self.tokens.shape[0] - 1)
+        tokens = self.tokens[sources].long()
+        return tokens.masked_fill(places >= total, 0), edges, self.labels[chosen]
 
 
 class Segments:

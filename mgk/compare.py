@@ -69,6 +69,7 @@ class Summary:
     flops: int = 0
     step_ms: float = float("nan")
     memory_mb: float = float("nan")
+    plateau: list[int] = field(default_factory=list)  # the step at which each seed left it, 0: never
 
 
 def matching(
@@ -142,10 +143,12 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
     summaries = []
     for row in models:
         how = shown(recipe)
-        found = [each for each in matching(rows, recipe, row, preset, None) if each["metric"] == how.metric]
+        measured = matching(rows, recipe, row, preset, None)
+        found = [each for each in measured if each["metric"] == how.metric]
         if not found:
             continue
         summary = Summary(row)
+        summary.plateau = [int(each["value"]) for each in measured if each["metric"] == "plateau_left_at_step"]
         for each in found:
             summary.values.setdefault(each["split"], []).append(how.factor * float(each["value"]))
             summary.examples[each["split"]] = int(each["n_examples"])
@@ -180,8 +183,9 @@ def all_splits(summaries: list[Summary]) -> list[str]:
 def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
     """Header and rows, as text."""
     splits, how = all_splits(summaries), shown(recipe)
-    header = ["model", *(f"{split} {how.title}" for split in splits), "each seed", "paper", "parameters", "GFLOPs"]
-    lines = [[*header, "step, ms", "memory, MB"]]
+    header = ["model", *(f"{split} {how.title}" for split in splits), "each seed"]
+    header += [] if recipe.plateau is None else ["left the plateau at step"]
+    lines = [[*header, "paper", "parameters", "GFLOPs", "step, ms", "memory, MB"]]
     for summary in summaries:
         cells = [str(summary.row)]
         for split in splits:
@@ -190,6 +194,8 @@ def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
             cell = f"{statistics.mean(values):.2f}" if values else ""
             cells.append(cell if width is None else f"{cell} ± {width:.2f}")
         cells.append(" ".join(f"{value:.1f}" for value in summary.values.get(splits[0], [])))
+        if recipe.plateau is not None:
+            cells.append(" ".join(f"{step:,}" if step else "never" for step in summary.plateau))
         paper = recipe.paper.get(str(summary.row))
         cells.append("" if paper is None else f"{paper:.2f}")
         cells += [f"{summary.params:,}", f"{summary.flops / 1e9:.3f}"]
@@ -198,11 +204,14 @@ def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
     return lines
 
 
-def majority(rows: list[dict[str, str]], recipe: Recipe) -> str:
-    """What always answering with the most frequent class would get, in words; "" where it was not recorded."""
-    wanted = {"recipe": recipe.name, "metric": "majority_share", "split": "test"}
-    found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
-    return f" Always the most frequent class: {100 * float(found[0]['value']):.1f} %." if found else ""
+def to_beat(rows: list[dict[str, str]], recipe: Recipe) -> str:
+    """What simple methods get on the test set, in words; "" where none was recorded."""
+    own = [row for row in rows if row.get("recipe") == recipe.name and row.get("split") == "test"]
+    known = {row["metric"]: 100 * float(row["value"]) for row in own if row["metric"].startswith("baseline: ")}
+    said = [f"{name.removeprefix('baseline: ')} {value:.1f} %" for name, value in known.items()]
+    majority = [row for row in own if row["metric"] == "majority_share"]
+    said += [f"always the most frequent class {100 * float(majority[0]['value']):.1f} %"] if majority else []
+    return f" Without a network: {', '.join(said)}." if said else ""
 
 
 def markdown(lines: list[list[str]], recipe: Recipe, remark: str) -> str:
@@ -250,6 +259,6 @@ def report(recipe: Recipe, models: list[Row], preset: str, files: list[Path], ou
         raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files))}")
     lines = table(summaries, recipe)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, majority(rows, recipe)))
+    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, to_beat(rows, recipe)))
     picture(summaries, recipe, out / f"{recipe.name}.png")
     return lines

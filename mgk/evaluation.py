@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import resource
 import shlex
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mgk import results
 from mgk.models import Classifier, LanguageModel, load_model
 from mgk.models.storage import KINDS, write_atomically
-from mgk.objectives import OBJECTIVES, Objective
+from mgk.objectives import OBJECTIVES, Measured, Objective
 from mgk.recipes import Training
 from mgk.training import Fit, Record, Run
 from mgk.variants import VARIANTS
@@ -63,6 +64,17 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
+def plateau_left(metrics: Path, accuracy: float) -> int:
+    """The first step at which the development set was above this accuracy, 0 if none was."""
+    with metrics.open(newline="", encoding="utf-8") as file:
+        steps = [
+            int(row["step"])
+            for row in csv.DictReader(file)
+            if row["split"] == "dev" and float(row["accuracy"]) > accuracy
+        ]
+    return min(steps, default=0)
+
+
 def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
     """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
     config, settings = module.model.config, run.recipe.training
@@ -99,8 +111,16 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
         {**common, "split": "dev", "n_examples": len(module.splits["dev"]), "metric": name, "value": value}
         for name, value in ((f"best_{metric}", module.best[metric]), ("best_step", module.best["step"]))
     ]
+    if run.recipe.plateau is not None:
+        # 0: never.
+        step = plateau_left(run.directory / "metrics.csv", run.recipe.plateau / 100)
+        rows.append({**rows[0], "metric": "plateau_left_at_step", "value": step})
+    baselines = task.baselines(run.data_dir)
     for split in judge.splits:
-        rows += [{**common, "split": split, **found._asdict()} for found in judge.judge(split, run.directory)]
+        known = [(f"baseline: {name}", scores[split]) for name, scores in baselines.items() if split in scores]
+        found = list(judge.judge(split, run.directory))
+        found += [Measured(found[0].n_examples, *baseline) for baseline in known]
+        rows += [{**common, "split": split, **each._asdict()} for each in found]
     write_atomically(run.directory / "result.json", json.dumps(rows, indent=2))
     return rows
 

@@ -38,11 +38,13 @@ class Objective(ABC):
     better: ClassVar[int]  # 1 where more of it is better, -1 where less is
     config_class: ClassVar[type]
     model_class: ClassVar[type[nn.Module]]
+    entries: ClassVar[tuple[str, ...]] = ()  # methods beside forward by which training enters the model
 
     def __init__(self, model: Any, settings: Training, task: Any, splits: dict[str, Any]) -> None:
         self.model, self.settings, self.task, self.splits = model, settings, task, splits
         self.device = torch.device("cpu")
         self.network: Any = model
+        self.compiles = False
         self.examples: dict[str, Any] = {}
 
     @classmethod
@@ -69,7 +71,8 @@ class Objective(ABC):
         if not self.examples:
             self.device = device
             self.examples = {name: self.hold(split) for name, split in self.splits.items()}
-            if self.settings.compile and device.type == "cuda":
+            self.compiles = self.settings.compile and device.type == "cuda"
+            if self.compiles:
                 self.network = self.compiled()
 
     @abstractmethod
@@ -147,10 +150,17 @@ class Classification(Objective):
         return torch.compile(self.model)
 
     def logits(self, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        examples = self.examples[split]
-        width = examples.max_length if self.settings.pad_full else examples.width(indices.numpy())
-        tokens, lengths, labels = examples.batch(indices.to(self.device, non_blocking=True), width)
-        return self.network(tokens, lengths), labels
+        examples, chosen, count = self.examples[split], indices.numpy(), len(indices)
+        if self.compiles and split != "train":
+            # One more shape would be compiled for the last batch.
+            chosen = np.resize(chosen, self.settings.eval_batch_size)
+        if self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda":
+            tokens, edges, labels = examples.packed(chosen)
+            torch._dynamo.maybe_mark_dynamic(tokens, 0)
+            return self.network(tokens, cu_seqlens=edges)[:count], labels[:count]
+        width = examples.width(chosen) if self.settings.padding == "longest" else examples.max_length
+        tokens, lengths, labels = examples.batch(torch.from_numpy(chosen).to(self.device), width)
+        return self.network(tokens, lengths)[:count], labels[:count]
 
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
         logits, labels = self.logits(indices, split)
@@ -191,7 +201,7 @@ class LanguageModelling(Objective):
     """The next token. While training, perplexity within segments; a finished model is judged by the sliding window."""
 
     metric, better = "perplexity", -1
-    config_class, model_class = DecoderConfig, LanguageModel
+    config_class, model_class, entries = DecoderConfig, LanguageModel, ("losses",)
     stride = 1
 
     @classmethod
@@ -214,7 +224,11 @@ class LanguageModelling(Objective):
         return self.model
 
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
-        return {"loss": self.network.losses(*self.examples[split].batch(indices)).mean()}
+        if not self.compiles or split == "train":
+            return {"loss": self.network.losses(*self.examples[split].batch(indices)).mean()}
+        # One more shape would be compiled for the last batch.
+        filled = torch.from_numpy(np.resize(indices.numpy(), self.settings.eval_batch_size))
+        return {"loss": self.network.losses(*self.examples[split].batch(filled))[: len(indices)].mean()}
 
     def value(self, means: dict[str, float]) -> float:
         return math.exp(min(means["loss"], 100.0))

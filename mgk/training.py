@@ -22,10 +22,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from mgk.batches import InOrder, Order, Stream, seed_of
+from mgk.checks import one_of
 from mgk.models import save_model
 from mgk.models.storage import write_atomically
 from mgk.objectives import OBJECTIVES, Objective
@@ -91,10 +93,23 @@ class Fit(pl.LightningModule):
         super().__init__()
         self.objective, self.settings, self.seed = objective, objective.settings, seed
         self.model, self.splits = objective.model, objective.splits
+        self._sharded = False
         self.best: dict[str, float] = {objective.metric: -objective.better * math.inf, "step": -1}
 
     def setup(self, stage: str) -> None:
         self.objective.place(self.device)
+
+    def configure_model(self) -> None:
+        """FSDP: every layer's weights are shared out among the processes, and gathered where they are used."""
+        mesh = self.device_mesh
+        if mesh is not None and not self._sharded:
+            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+            for part in (*self.model.layers, self.model):
+                fully_shard(part, mesh=mesh["data_parallel"])
+            for method in self.objective.entries:
+                register_fsdp_forward_method(self.model, method)
+            self._sharded = True
 
     def train_dataloader(self) -> Stream:
         order = Order(len(self.splits["train"]), seed_of(self.seed, 1))
@@ -225,8 +240,9 @@ class Record(pl.Callback):
                 print(told, file=sys.stderr, flush=True)
         if objective.better * (found["dev"] - module.best[objective.metric]) > 0:
             module.best = {objective.metric: found["dev"], "step": step}
+            weights = whole_weights(module.model)
             if trainer.is_global_zero:
-                save_model(module.model, self.directory / "best")
+                save_model(module.model, self.directory / "best", weights)
         self._save(trainer)
         self._mark = (trainer.global_step, self._clock(module))
 
@@ -240,6 +256,24 @@ class Record(pl.Callback):
         if module.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model; of one that is shared out, gathered, which all processes must do together."""
+    from torch.distributed.tensor import DTensor
+
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def chosen_strategy(name: str, world: int) -> Any:
+    one_of("--strategy", name, ("auto", "ddp", "fsdp"))
+    if name == "fsdp":
+        # One file that any number of processes can go on from, as with the other strategies.
+        return ModelParallelStrategy(
+            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    return "ddp" if world > 1 and name == "auto" else name
 
 
 def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto") -> tuple[Fit, Record]:
@@ -270,7 +304,7 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         accelerator=accelerator,
         devices=local,
         num_nodes=max(1, world // local),
-        strategy="ddp" if world > 1 and strategy == "auto" else strategy,
+        strategy=chosen_strategy(strategy, world),
         precision="bf16-mixed" if settings.precision == "bf16" else "32-true",
         max_steps=settings.steps,
         max_epochs=-1,

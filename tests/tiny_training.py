@@ -1,8 +1,6 @@
-"""A training small enough for a test, in a process of its own: tiny_training.py OUT [KILL_AT SIGNAL [resume]].
+"""A training small enough for a test, in a process of its own. TINY_TASK=text: of a language model."""
 
-TINY_TASK=text trains a language model instead of a classifier.
-"""
-
+import argparse
 import os
 import sys
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mgk import training
+from mgk.models import save_model
 from mgk.recipes import Recipe, Row, Training
 from mgk.tasks.corpus import TokenStream
 from mgk.tasks.store import Split
@@ -64,32 +63,40 @@ def run(out: str, **settings) -> training.Run:
         "tiny",
         "tiny",
         model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
-        training=Training(**{**defaults, "compile": False, "pad_full": False, **settings}),
+        training=Training(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
     return training.Run(recipe, Row("smgk", 2), "paper", 3, Path("."), Path(out))
 
 
-def main(out: str, kill_at: str = "0", signal_number: str = "9", resume: str = "") -> None:
-    if int(kill_at):
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--kill-at", type=int, default=0)
+    parser.add_argument("--kill-with", type=int, default=9)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--strategy", default="auto")
+    given = parser.parse_args()
+    if given.kill_at:
         keep_going = training.Record.on_train_batch_end
 
         def die(self, trainer, *arguments):
             keep_going(self, trainer, *arguments)
-            if trainer.global_step == int(kill_at):
-                os.kill(os.getpid(), int(signal_number))
+            if trainer.global_step == given.kill_at:
+                os.kill(os.getpid(), given.kill_with)
 
         training.Record.on_train_batch_end = die
-    settings = {"dropout": 0.0} if os.environ.get("WORLD_SIZE") or resume == "no-dropout" else {}
-    if TASK == "text":
-        settings |= {"schedule": "cosine", "clip": 0.25}
-    module, record = training.fit(run(out, **settings), TASKS[TASK](), resume=resume == "resume", accelerator="cpu")
+    settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
+    described = run(given.out, dropout=given.dropout, **settings)
+    module, record = training.fit(
+        described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
+    )
     if record.stopped_by is not None:
         sys.exit(128 + record.stopped_by)
+    weights = training.whole_weights(module.model)
     if module.global_rank == 0:
-        from mgk.models import save_model
-
-        save_model(module.model, Path(out) / "final")
+        save_model(module.model, Path(given.out) / "final", weights)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

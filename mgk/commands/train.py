@@ -130,6 +130,8 @@ def data(
     for name in chosen.splits:
         split = chosen.split(where, name)
         print(f"{task} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
+    for name, scores in chosen.baselines(where).items():
+        print(f"{task} baseline, {name}: " + ", ".join(f"{100 * score:.1f} % of {s}" for s, score in scores.items()))
 
 
 @app.command("recipes")
