@@ -5,7 +5,8 @@ That is what makes a resumed run the same run: nothing about the data has to be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from mgk.tasks.corpus import TokenStream
     from mgk.tasks.store import Split
 
 
@@ -126,3 +128,30 @@ class Examples:
         sources = (starts[document] + places - begins[document]).clamp(max=self.tokens.shape[0] - 1)
         tokens = self.tokens[sources].long()
         return tokens.masked_fill(places >= total, 0), edges, self.labels[chosen]
+
+
+class Segments:
+    """A running text in the memory of a device: a batch is some of its segments.
+
+    How many targets of each segment lie in each cluster of an adaptive softmax is counted here, on the host, so that
+    training never waits for the device to count them.
+    """
+
+    def __init__(self, stream: TokenStream, cutoffs: Sequence[int], device: torch.device) -> None:
+        self.length = stream.length
+        tokens = np.asarray(stream.tokens)
+        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
+        targets = tokens[1 : 1 + len(stream) * self.length].reshape(len(stream), self.length)
+        beyond = [(targets >= cutoff).sum(1) for cutoff in cutoffs]
+        edges = [np.full(len(stream), self.length), *beyond, np.zeros(len(stream), dtype=np.int64)]
+        self.counts = np.stack([high - low for high, low in pairwise(edges)], axis=1)  # [segments, clusters]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """tokens and their successors [n, length], and how many successors lie in each cluster."""
+        device = self.tokens.device
+        starts = indices.to(device, non_blocking=True) * self.length
+        both = self.tokens[starts[:, None] + torch.arange(self.length + 1, device=device)].long()
+        return both[:, :-1], both[:, 1:], self.counts[indices.numpy()].sum(0).tolist()

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mgk import results
+from mgk import results, tasks
 from mgk.models.storage import write_atomically
 from mgk.recipes import Recipe, Row
 
@@ -25,12 +25,44 @@ class Job:
     process: subprocess.Popen[bytes] | None = None
 
 
+@dataclass(frozen=True)
+class Shown:
+    """How the metric of an objective is shown."""
+
+    metric: str
+    title: str
+    factor: float
+    note: str
+
+
+SHOWN = {
+    "classification": Shown(
+        "accuracy",
+        "accuracy, %",
+        100.0,
+        "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
+        "GFLOPs are one example's forward.",
+    ),
+    "language-model": Shown(
+        "perplexity",
+        "perplexity",
+        1.0,
+        "Perplexity of the sliding window, every prediction with a full window before it. "
+        "± is the standard deviation over seeds. GFLOPs are one segment's forward, all its targets frequent words.",
+    ),
+}
+
+
+def shown(recipe: Recipe) -> Shown:
+    return SHOWN[tasks.task(recipe.task).objective]
+
+
 @dataclass
 class Summary:
     """A line of the table."""
 
     row: Row
-    accuracy: dict[str, list[float]] = field(default_factory=dict)  # split -> one a seed, in per cent
+    values: dict[str, list[float]] = field(default_factory=dict)  # split -> one a seed, as shown
     seeds: list[int] = field(default_factory=list)
     examples: dict[str, int] = field(default_factory=dict)
     params: int = 0
@@ -110,14 +142,15 @@ def _run_all(waiting: list[Job], running: list[Job], failed: list[Job], command:
 def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> list[Summary]:
     summaries = []
     for row in models:
+        how = shown(recipe)
         measured = matching(rows, recipe, row, preset, None)
-        found = [each for each in measured if each["metric"] == "accuracy"]
+        found = [each for each in measured if each["metric"] == how.metric]
         if not found:
             continue
         summary = Summary(row)
         summary.plateau = [int(each["value"]) for each in measured if each["metric"] == "plateau_left_at_step"]
         for each in found:
-            summary.accuracy.setdefault(each["split"], []).append(100 * float(each["value"]))
+            summary.values.setdefault(each["split"], []).append(how.factor * float(each["value"]))
             summary.examples[each["split"]] = int(each["n_examples"])
             summary.seeds = sorted({*summary.seeds, int(each["seed"])})
         summary.params, summary.flops = int(found[0]["params"]), int(found[0]["flops"])
@@ -133,19 +166,34 @@ def interval(percent: float, examples: int) -> float:
     return float(196 * (share * (1 - share) / examples) ** 0.5)
 
 
+def spread(summary: Summary, split: str, how: Shown) -> float | None:
+    """Over seeds; with one, what the size of the test set leaves open, where that is known."""
+    values = summary.values[split]
+    if len(values) > 1:
+        return statistics.stdev(values)
+    return interval(values[0], summary.examples[split]) if how.metric == "accuracy" else None
+
+
+def all_splits(summaries: list[Summary]) -> list[str]:
+    """The one that decides first."""
+    names = {split for summary in summaries for split in summary.values}
+    return sorted(names, key=lambda name: (name != "test", name != "dev", name))
+
+
 def table(summaries: list[Summary], recipe: Recipe) -> list[list[str]]:
     """Header and rows, as text."""
-    splits = sorted({split for summary in summaries for split in summary.accuracy}, reverse=True)
-    header = ["model", *(f"{split} accuracy, %" for split in splits), "each seed"]
+    splits, how = all_splits(summaries), shown(recipe)
+    header = ["model", *(f"{split} {how.title}" for split in splits), "each seed"]
     header += [] if recipe.plateau is None else ["left the plateau at step"]
     lines = [[*header, "paper", "parameters", "GFLOPs", "step, ms", "memory, MB"]]
     for summary in summaries:
         cells = [str(summary.row)]
         for split in splits:
-            values = summary.accuracy.get(split, [])
-            spread = statistics.stdev(values) if len(values) > 1 else interval(values[0], summary.examples[split])
-            cells.append(f"{statistics.mean(values):.2f} ± {spread:.2f}" if values else "")
-        cells.append(" ".join(f"{value:.1f}" for value in summary.accuracy.get("test", [])))
+            values = summary.values.get(split, [])
+            width = spread(summary, split, how) if values else None
+            cell = f"{statistics.mean(values):.2f}" if values else ""
+            cells.append(cell if width is None else f"{cell} ± {width:.2f}")
+        cells.append(" ".join(f"{value:.1f}" for value in summary.values.get(splits[0], [])))
         if recipe.plateau is not None:
             cells.append(" ".join(f"{step:,}" if step else "never" for step in summary.plateau))
         paper = recipe.paper.get(str(summary.row))
@@ -169,34 +217,31 @@ def to_beat(rows: list[dict[str, str]], recipe: Recipe) -> str:
 def markdown(lines: list[list[str]], recipe: Recipe, remark: str) -> str:
     head, *body = ("| " + " | ".join(line) + " |" for line in lines)
     rule = "|" + "---|" * len(lines[0])
-    note = (
-        "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
-        f"GFLOPs are one example's forward.{remark}"
-    )
+    note = f"{shown(recipe).note}{remark}"
     return "\n".join([f"# {recipe.title}", "", head, rule, *body, "", note, ""])
 
 
 def picture(summaries: list[Summary], recipe: Recipe, path: Path) -> None:
-    """Accuracy against forward FLOPs, a point for each model, with the paper's number beside it."""
+    """The metric against forward FLOPs, a point for each model, with the paper's number beside it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
+    how, split = shown(recipe), all_splits(summaries)[0]
     colours = {variant: f"C{n}" for n, variant in enumerate(dict.fromkeys(s.row.variant for s in summaries))}
     for summary in summaries:
-        values = summary.accuracy.get("test", [])
+        values = summary.values.get(split, [])
         if not values:
             continue
-        mean = statistics.mean(values)
-        spread = statistics.stdev(values) if len(values) > 1 else interval(values[0], summary.examples["test"])
-        axes.errorbar(summary.flops / 1e9, mean, spread, fmt="o", capsize=3, color=colours[summary.row.variant])
+        mean, width = statistics.mean(values), spread(summary, split, how)
+        axes.errorbar(summary.flops / 1e9, mean, width, fmt="o", capsize=3, color=colours[summary.row.variant])
         axes.annotate(str(summary.row), (summary.flops / 1e9, mean), xytext=(6, 6), textcoords="offset points")
         if str(summary.row) in recipe.paper:
             axes.plot(summary.flops / 1e9, recipe.paper[str(summary.row)], "x", color="grey")
     axes.set_xlabel("GFLOPs of one example's forward")
-    axes.set_ylabel("test accuracy, %  (× the paper's)")
+    axes.set_ylabel(f"{split} {how.title}" + ("  (× the paper's)" if recipe.paper else ""))
     axes.set_title(recipe.title, fontsize=10)
     axes.margins(x=0.15)
     axes.grid(alpha=0.3)

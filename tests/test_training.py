@@ -20,8 +20,8 @@ from mgk.tasks.store import Split
 SCRIPT = Path(__file__).with_name("tiny_training.py")
 
 
-def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent)}
+def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), task: str = "classes") -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent), "TINY_TASK": task}
     result = subprocess.run([*launcher, str(SCRIPT), str(out), *arguments], env=environment, capture_output=True)
     # torchrun makes 1 of whatever its processes ended with.
     killed = any("--kill" in each for each in arguments)
@@ -36,21 +36,30 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole")
-    assert train(out) == 0
-    return out
+    """The directory of a whole run of each task, trained when first asked for."""
+    done = {}
+
+    def whole(task):
+        if task not in done:
+            done[task] = tmp_path_factory.mktemp(task)
+            assert train(done[task], task=task) == 0
+        return done[task]
+
+    return whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kill_at", "signal_number"), [(10, 9), (12, 9), (15, 15)], ids=["middle", "boundary", "sigterm"]
+    ("task", "kill_at", "signal_number"),
+    [("classes", 10, 9), ("classes", 12, 9), ("classes", 15, 15), ("text", 10, 9)],
+    ids=["middle", "boundary", "sigterm", "language-model"],
 )
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, kill_at, signal_number):
-    assert train(tmp_path, f"--kill-at={kill_at}", f"--kill-with={signal_number}") == (
-        -9 if signal_number == 9 else 143
-    )
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, task, kill_at, signal_number):
+    uninterrupted = uninterrupted(task)
+    killed = train(tmp_path, f"--kill-at={kill_at}", f"--kill-with={signal_number}", task=task)
+    assert killed == (-9 if signal_number == 9 else 143)
     assert not (tmp_path / "final").exists()
-    assert train(tmp_path, "--resume") == 0
+    assert train(tmp_path, "--resume", task=task) == 0
     whole, resumed = weights(uninterrupted), weights(tmp_path)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     # Wall-clock time aside, the record of the run is the same too.

@@ -1,4 +1,4 @@
-"""A training small enough for a test, in a process of its own."""
+"""A training small enough for a test, in a process of its own. TINY_TASK=text: of a language model."""
 
 import argparse
 import os
@@ -11,7 +11,9 @@ import numpy as np
 from mgk import training
 from mgk.models import save_model
 from mgk.recipes import Recipe, Row, Training
+from mgk.tasks.corpus import TokenStream
 from mgk.tasks.store import Split
+from mgk.tasks.vocabulary import ByteVocabulary
 
 
 @dataclass
@@ -20,6 +22,7 @@ class TinyTask:
     num_classes: int = 4
     max_length: int = 24
     documents: int = 1
+    objective: str = "classification"
 
     def split(self, data_dir: Path, name: str) -> Split:
         draw = np.random.default_rng(len(name))
@@ -29,13 +32,37 @@ class TinyTask:
         return Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 4, examples))
 
 
+@dataclass
+class TinyText:
+    max_length: int = 12
+    objective: str = "language-model"
+    unit: str = "byte"
+    splits: tuple[str, ...] = ("train", "dev", "test")
+
+    def vocabulary(self, data_dir: Path) -> ByteVocabulary:
+        return ByteVocabulary()
+
+    def split(self, data_dir: Path, name: str) -> TokenStream:
+        draw = np.random.default_rng(len(name))
+        # 24 steps of 8 segments: more than one epoch, and a step that spans two.
+        return TokenStream(draw.integers(0, 60, 29 * 12 + 5 if name == "train" else 50).astype(np.uint8), 12)
+
+
+TASKS = {"classes": TinyTask, "text": TinyText}
+MODELS = {
+    "classes": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4},
+    "text": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "num_layers": 2, "cutoffs": [20, 50]},
+}
+TASK = os.environ.get("TINY_TASK", "classes")
+
+
 def run(out: str, **settings) -> training.Run:
     defaults = {"steps": 24, "batch_size": 8, "lr": 1e-3, "warmup": 4, "eval_every": 6, "precision": "fp32"}
     recipe = Recipe(
         "tiny",
         "tiny",
         "tiny",
-        model={"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "dropout": settings.pop("dropout", 0.1)},
+        model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
         training=Training(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
     return training.Run(recipe, Row("smgk", 2), "paper", 3, Path("."), Path(out))
@@ -59,9 +86,10 @@ def main() -> None:
                 os.kill(os.getpid(), given.kill_with)
 
         training.Record.on_train_batch_end = die
-    described = run(given.out, dropout=given.dropout)
+    settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
+    described = run(given.out, dropout=given.dropout, **settings)
     module, record = training.fit(
-        described, TinyTask(), resume=given.resume, accelerator="cpu", strategy=given.strategy
+        described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
     )
     if record.stopped_by is not None:
         sys.exit(128 + record.stopped_by)

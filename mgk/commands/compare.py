@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mgk import recipes, results
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, steps_setting
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, steps_setting
 from mgk.recipes import Row
 
 
@@ -44,9 +44,7 @@ def compare(
     own = out / f"{chosen.name}.csv"
     known = results.read(sorted(out.glob("*.csv")))
     wanted = [
-        comparison.Job(
-            row, seed, runs / chosen.name / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
-        )
+        comparison.Job(row, seed, run_directory(runs, chosen.name, row, preset, seed))
         for row in models
         for seed in range(seeds)
         if not comparison.matching(known, chosen, row, preset, seed)

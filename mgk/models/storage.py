@@ -13,10 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 
 # What a config.json may call itself, and what it then makes.
-KINDS: dict[str, tuple[type, type]] = {"classifier": (EncoderConfig, Classifier)}
+KINDS: dict[str, tuple[type, type]] = {
+    "classifier": (EncoderConfig, Classifier),
+    "language-model": (DecoderConfig, LanguageModel),
+}
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from mgk.checks import fail, number, one_of, positive_integer
 from mgk.variants import VARIANTS
 
-SCHEDULES = ("one-cycle", "constant")
+SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
 PADDINGS = ("packed", "full", "longest")
 
@@ -68,7 +68,7 @@ class Training:
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("precision", self.precision, PRECISIONS)
         one_of("padding", self.padding, PADDINGS)
-        if self.warmup >= self.steps and self.schedule == "one-cycle":
+        if self.warmup >= self.steps and self.schedule != "constant":
             fail("warmup", f"must be below steps = {self.steps}, got {self.warmup}")
         if self.batch_size % self.accumulate:
             fail("accumulate", f"= {self.accumulate} must divide batch_size = {self.batch_size}")
