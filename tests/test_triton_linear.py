@@ -1,5 +1,5 @@
-"""Causal linear attention in Triton against the oracle by the 2x rule: under the interpreter (fp32, fp16) without a GPU,
-on one in bf16, fp16 and fp32."""
+"""Causal linear attention in Triton against the oracle by the 2x rule: under the interpreter (fp32, fp16) without a
+GPU, on one in bf16, fp16 and fp32."""
 
 import os
 import subprocess

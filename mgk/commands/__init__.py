@@ -1,6 +1,6 @@
 """The subcommands of `mgk`, a file each; importing one adds it to the application."""
 
-from mgk.commands import compare, train
+from mgk.commands import bench, compare, train
 from mgk.commands.common import app
 
-__all__ = ["app", "compare", "train"]
+__all__ = ["app", "bench", "compare", "train"]

@@ -91,7 +91,7 @@ def unmix_gradients(
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, MAP: tl.constexpr, SHIFTED: tl.constexpr,
     PRIOR: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of φ̃ those of keys, log prior [B, HK, M, S] and, summed over each program's rows, the shifts."""
+    """From the gradient of φ̃ those of keys, log prior [B, HK, M, S] and, summed over a program's rows, the shifts."""
     place = tl.program_id(1)
     head, batch = place % HK, place // HK
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)

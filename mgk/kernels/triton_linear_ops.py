@@ -1,4 +1,4 @@
-"""Causal linear attention as a torch operator: block sizes, launches, gradients, shapes for the compiler, FLOP counts."""
+"""Causal linear attention as a torch operator: block sizes, launches, gradients, FLOP counts."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def _sum_states(
 def _tiles(plan: Plan) -> tuple[int, dict[str, Any]]:
     """Tiles in a head, and what the kernels that work on tiles are compiled for."""
     BD, BE = _width(plan.D), _width(plan.E)
-    return plan.slots * (plan.size.slot // plan.size.block), {**plan.switches, "BD": BD, "BE": BE, "PART": min(
-        PART, BD, BE)}  # fmt: skip
+    switches = {**plan.switches, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
+    return plan.slots * (plan.size.slot // plan.size.block), switches
 
 
 def launch_forward(
@@ -177,7 +177,7 @@ def launch_backward(
     mixed: Any, states: Any, inverse: Any, feature_map: int, normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan = _plan(query, keys, value, shift, cu_seqlens)
-    B, H, HK, S, D, E = plan[:6]
+    B, H, HK, S, D = plan[:5]
     dquery, dkeys, dvalue = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
     dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
     behind = torch.empty_like(states)
