@@ -55,8 +55,8 @@ def peers_table(rows: list[Row]) -> str:
             lines.append([f"SDPA {backend}, {words}", *(peer(rows, backend, share, key_share, p) for p in PASSES)])
     flex = [select(rows, "speed", which, backend="flex") for which in PASSES]
     if any(flex):
-        words = [", ".join(f"{float(row['ratio']):.2f} ({shape_of(row)})" for row in found) or "–" for found in flex]
-        lines.append(["FlexAttention expressing sMGK, H/2 heads", *words])
+        cells = [", ".join(f"{float(row['ratio']):.2f} ({shape_of(row)})" for row in found) or "–" for found in flex]
+        lines.append(["FlexAttention expressing sMGK, H/2 heads", *cells])
     return markdown(lines)
 
 
@@ -155,9 +155,11 @@ def picture(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2 + linear, figsize=(11 + 4 * linear, 4.2), constrained_layout=True)
     for axis, which in zip(axes, PASSES, strict=False):
         draw_speed(axis, rows, which)
-    axes[1].sharey(axes[0])
+    top = max(axis.get_ylim()[1] for axis in axes[:2])
+    for axis in axes[:2]:
+        axis.set_ylim(0, top)
     axes[0].set_ylabel("time over the best SDPA with H heads")
-    axes[1].legend(fontsize=8)
+    axes[0].legend(fontsize=8)
     if linear:
         draw_linear(axes[2], rows)
     temporary = path.with_name(f".{path.name}.tmp")
