@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.metadata
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -235,10 +236,8 @@ CPU_PARTS = ("speed",)
 
 def environment(setting: Setting, command: str) -> Row:
     try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
         version = ""
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
     return {"dtype": name, "triton": version, "command": command, **results.environment()}
