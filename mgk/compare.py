@@ -14,6 +14,11 @@ from mgk import results, tasks
 from mgk.models.storage import write_atomically
 from mgk.recipes import Recipe, Row
 
+# Of these results the table takes step time and memory where they exist; `mgk.cost` measures them.
+ALONE = ("step_ms_alone", "peak_mem_mb_alone")
+# Seconds between two lines on how the running trainings stand.
+TOLD_EVERY = 60
+
 
 @dataclass
 class Job:
@@ -70,6 +75,7 @@ class Summary:
     step_ms: float = float("nan")
     memory_mb: float = float("nan")
     plateau: list[int] = field(default_factory=list)  # the step at which each seed left it, 0: never
+    alone: bool = False  # step_ms and memory_mb were measured with the machine to itself
 
 
 def matching(
@@ -92,6 +98,16 @@ def matching(
     return [each for each in rows if all(each.get(key) == value for key, value in wanted.items())]
 
 
+def finished(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int) -> bool:
+    """Whether the results already have this training."""
+    return any(each["metric"] == shown(recipe).metric for each in matching(rows, recipe, row, preset, seed))
+
+
+def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str) -> bool:
+    """Whether the results already have what the row costs by itself."""
+    return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None))
+
+
 def run_jobs(jobs: list[Job], command: list[str], at_once: int) -> list[Job]:
     """Runs each job as `command` with its row and seed, several at once; returns those that failed."""
     waiting, running, failed = list(jobs), [], []  # type: ignore[var-annotated]
@@ -110,6 +126,7 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int) -> list[Job]:
 
 def _run_all(waiting: list[Job], running: list[Job], failed: list[Job], command: list[str], at_once: int) -> None:
     total, started = len(waiting), time.time()
+    told = started
     while waiting or running:
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
@@ -121,6 +138,10 @@ def _run_all(waiting: list[Job], running: list[Job], failed: list[Job], command:
                 job.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log)
             running.append(job)
         time.sleep(0.5)
+        if time.time() - told > TOLD_EVERY:
+            told = time.time()
+            for job in running:
+                print(f"  {job.row} seed {job.seed}: {_last_line(job)}", file=sys.stderr)
         for job in list(running):
             assert job.process is not None
             if job.process.poll() is None:
@@ -129,14 +150,17 @@ def _run_all(waiting: list[Job], running: list[Job], failed: list[Job], command:
             outcome = "done"
             if job.process.returncode != 0:
                 failed.append(job)
-                path = job.directory / "log.txt"
-                last = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["no output"]
-                outcome = f"FAILED: {last[0]} (see {path})"
+                outcome = f"FAILED: {_last_line(job)} (see {job.directory / 'log.txt'})"
             done = total - len(waiting) - len(running)
             print(
                 f"[{done}/{total}] {job.row} seed {job.seed}: {outcome} ({time.time() - started:.0f} s)",
                 file=sys.stderr,
             )
+
+
+def _last_line(job: Job) -> str:
+    text = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
+    return text.rpartition("\n")[2] or "no output yet"
 
 
 def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> list[Summary]:
@@ -156,6 +180,10 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
         summary.params, summary.flops = int(found[0]["params"]), int(found[0]["flops"])
         summary.step_ms = statistics.median(float(each["step_ms"]) for each in found)
         summary.memory_mb = statistics.median(float(each["peak_mem_mb"]) for each in found)
+        costs = {each["metric"]: float(each["value"]) for each in measured if each["metric"] in ALONE}
+        if costs:
+            summary.alone = True
+            summary.step_ms, summary.memory_mb = costs["step_ms_alone"], costs["peak_mem_mb_alone"]
         summaries.append(summary)
     return summaries
 
@@ -258,7 +286,9 @@ def report(recipe: Recipe, models: list[Row], preset: str, files: list[Path], ou
     if not summaries:
         raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files))}")
     lines = table(summaries, recipe)
+    alone = all(summary.alone for summary in summaries)
+    remark = to_beat(rows, recipe) + (" Step time and memory: each model alone on the machine." if alone else "")
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, to_beat(rows, recipe)))
+    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, remark))
     picture(summaries, recipe, out / f"{recipe.name}.png")
     return lines

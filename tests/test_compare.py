@@ -96,3 +96,17 @@ def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
     assert plateau_left(tmp_path / "metrics.csv", 0.25) == 500
     assert plateau_left(tmp_path / "metrics.csv", 0.35) == 0
+
+
+def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_path):
+    path = tmp_path / "listops.csv"
+    results.append(path, [measured("smgk:4", 0, 12.5, "train", "step_ms_alone")])
+    results.append(path, [measured("smgk:4", 0, 77, "train", "peak_mem_mb_alone")])
+    recipe, row = recipes.load("listops"), Row("smgk", 4)
+    assert compare.timed(results.read([path]), recipe, row, "paper")
+    assert not compare.finished(results.read([path]), recipe, row, "paper", 0)
+    results.append(path, [measured("smgk:4", 0, 0.37)])
+    assert compare.finished(results.read([path]), recipe, row, "paper", 0)
+    lines = compare.report(recipe, [row], "paper", [path], tmp_path)
+    assert lines[1][-2:] == ["12.5", "77"]
+    assert "alone on the machine" in (tmp_path / "listops.md").read_text()
