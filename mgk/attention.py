@@ -49,6 +49,7 @@ class How:
     cu_seqlens: Tensor | None = None
     cache: Cache | None = None
     need_weights: bool = False
+    max_seqlen: int | None = None
 
 
 class Attention(nn.Module):
@@ -164,6 +165,7 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
         cache: Cache | None = None,
         need_weights: bool = False,
     ) -> Any:
@@ -177,6 +179,7 @@ class Attention(nn.Module):
             position_ids: [L] or [B, L], for rotary positions and per-position priors of self-attention; by default
                 they count from 0, or on from the cache.
             cu_seqlens: int32 [N + 1] offsets of N sequences packed along L, with B = 1 (self-attention).
+            max_seqlen: the longest of them, or a bound; spares GPU kernels programs with nothing to do.
             cache: from `make_cache`; keys and values are appended to it. For inference only.
             need_weights: also return the weights [B, H, L, S].
 
@@ -184,7 +187,7 @@ class Attention(nn.Module):
             [B, L, embed_dim], or with need_weights a tuple of it and the weights.
         """
         flag("need_weights", need_weights)
-        how = How(self.is_causal, key_padding_mask, None, attn_mask, cu_seqlens, cache, need_weights)
+        how = How(self.is_causal, key_padding_mask, None, attn_mask, cu_seqlens, cache, need_weights, max_seqlen)
         return self.attend(query, key, value, how, position_ids)
 
     def attend(
@@ -213,6 +216,8 @@ class Attention(nn.Module):
             if not self_attention or how.cache is not None:
                 fail("cu_seqlens", "goes with self-attention without a cache")
             check_cu_seqlens("cu_seqlens", how.cu_seqlens, query, query.shape[1])
+        elif how.max_seqlen is not None:
+            fail("max_seqlen", "goes with cu_seqlens, which is not given")
         positions = self._positions(query, position_ids, how)
         key_positions = positions if self_attention else self._positions(key, None, how)
 
@@ -281,6 +286,8 @@ class Attention(nn.Module):
             assignment=self.variant.assignment,
             cu_seqlens_q=how.cu_seqlens,
             cu_seqlens_k=how.cu_seqlens,
+            max_seqlen_q=how.max_seqlen,
+            max_seqlen_k=how.max_seqlen,
             return_weights=how.need_weights,
         )
         result = functional.run_mixture(call, self.backend)

@@ -5,7 +5,8 @@ That is what makes a resumed run the same run: nothing about the data has to be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from mgk.tasks.corpus import TokenStream
     from mgk.tasks.store import Split
+
+
+# Packed batches are as long as the next multiple of this, so that memory is allocated in few sizes.
+ROUND = 1024
 
 
 def seed_of(*parts: int) -> int:
@@ -83,14 +89,16 @@ class Examples:
         self.offsets = torch.from_numpy(np.array(split.offsets)).to(device)
         self.labels = torch.from_numpy(np.array(split.labels)).to(device)
         lengths = np.minimum(np.diff(np.asarray(split.offsets)), max_length)
-        self.longest = lengths.reshape(-1, split.documents).max(1) if len(lengths) else lengths
+        self.lengths = lengths.reshape(-1, split.documents)
+        # The padding of a packed batch counts as a document: it may not be longer than one.
+        self.round_to = min(ROUND, max_length)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def width(self, indices: np.ndarray) -> int:
         """The longest document among these examples, up to a multiple of 16."""
-        longest = int(self.longest[indices].max())
+        longest = int(self.lengths[indices].max())
         return min(self.max_length, longest + -longest % 16)
 
     def batch(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,3 +109,49 @@ class Examples:
         places = torch.arange(width, device=indices.device)
         tokens = self.tokens[starts.unsqueeze(-1) + places].long()
         return tokens.masked_fill(places >= lengths.unsqueeze(-1), 0), lengths, self.labels[indices]
+
+    def packed(self, indices: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [T], int32 offsets [n + 1] or [2 n + 1] of the documents lying one after another, labels [n].
+
+        T is a multiple of `round_to`: the rest is padding. The lengths are known here, so nothing waits for the device.
+        """
+        total = int(self.lengths[indices].sum())
+        device = self.tokens.device
+        chosen = torch.from_numpy(indices).to(device, non_blocking=True)
+        ends = self.lengths[indices].reshape(-1).cumsum()
+        edges = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device, non_blocking=True)
+        rows = chosen if self.documents == 1 else (chosen[:, None] * 2 + torch.arange(2, device=device)).flatten()
+        places = torch.arange(total + -total % self.round_to, device=device)
+        document = torch.bucketize(places, edges[1:], right=True)
+        starts = torch.cat([self.offsets[rows], self.offsets[:1]])
+        begins = torch.cat([edges[:-1], edges[-1:]])
+        sources = (starts[document] + places - begins[document]).clamp(max=self.tokens.shape[0] - 1)
+        tokens = self.tokens[sources].long()
+        return tokens.masked_fill(places >= total, 0), edges, self.labels[chosen]
+
+
+class Segments:
+    """A running text in the memory of a device: a batch is some of its segments.
+
+    How many targets of each segment lie in each cluster of an adaptive softmax is counted here, on the host, so that
+    training never waits for the device to count them.
+    """
+
+    def __init__(self, stream: TokenStream, cutoffs: Sequence[int], device: torch.device) -> None:
+        self.length = stream.length
+        tokens = np.asarray(stream.tokens)
+        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
+        targets = tokens[1 : 1 + len(stream) * self.length].reshape(len(stream), self.length)
+        beyond = [(targets >= cutoff).sum(1) for cutoff in cutoffs]
+        edges = [np.full(len(stream), self.length), *beyond, np.zeros(len(stream), dtype=np.int64)]
+        self.counts = np.stack([high - low for high, low in pairwise(edges)], axis=1)  # [segments, clusters]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """tokens and their successors [n, length], and how many successors lie in each cluster."""
+        device = self.tokens.device
+        starts = indices.to(device, non_blocking=True) * self.length
+        both = self.tokens[starts[:, None] + torch.arange(self.length + 1, device=device)].long()
+        return both[:, :-1], both[:, 1:], self.counts[indices.numpy()].sum(0).tolist()

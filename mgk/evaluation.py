@@ -1,44 +1,61 @@
-"""What a finished run is worth: accuracy on the test sets, parameters, FLOPs, step time, memory."""
+"""What a finished run is worth: its metric on the test sets, parameters, FLOPs, step time, memory."""
 
 from __future__ import annotations
 
+import csv
 import json
 import resource
 import shlex
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mgk import results
-from mgk.models import Classifier, EncoderConfig, load_model
-from mgk.models.storage import write_atomically
+from mgk.models import Classifier, LanguageModel, load_model
+from mgk.models.storage import KINDS, write_atomically
+from mgk.objectives import OBJECTIVES, Measured, Objective
+from mgk.recipes import Training
 from mgk.training import Fit, Record, Run
 from mgk.variants import VARIANTS
 
 
-def forward_flops(config: EncoderConfig, length: int) -> int:
-    """FLOPs of one example's forward, counted on the meta device."""
+def _classify(model: Any, length: int) -> None:
+    shape = (1, length) if model.config.documents == 1 else (1, 2, length)
+    model(torch.empty(shape, dtype=torch.long), torch.empty(shape[:-1], dtype=torch.long))
+
+
+def _predict(model: Any, length: int) -> None:
+    """Every target a frequent token: how many are not, and pay for a second softmax, only the text can tell."""
+    tokens = torch.empty((1, length), dtype=torch.long)
+    model.losses(tokens, tokens, [length, *[0] * len(model.config.cutoffs)])
+
+
+FORWARDS: dict[type, Callable[[Any, int], None]] = {Classifier: _classify, LanguageModel: _predict}
+
+
+def _unallocated(config: Any) -> nn.Module:
     with torch.device("meta"):
-        model = Classifier(config).eval()
-        shape = (1, length) if config.documents == 1 else (1, 2, length)
-        tokens, lengths = torch.empty(shape, dtype=torch.long), torch.empty(shape[:-1], dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, lengths)
+        kind = next(model for configuration, model in KINDS.values() if isinstance(config, configuration))
+        model: nn.Module = kind(config)
+        return model.eval()
+
+
+def forward_flops(config: Any, length: int) -> int:
+    """FLOPs of one example's forward, counted on the meta device."""
+    model = _unallocated(config)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        FORWARDS[type(model)](model, length)
     return int(counter.get_total_flops())
 
 
-def parameters(config: EncoderConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Classifier(config).parameters())
-
-
-def test_splits(task: Any) -> list[str]:
-    return [name for name in task.splits if name not in ("train", "dev")]
+def parameters(config: Any) -> int:
+    return sum(parameter.numel() for parameter in _unallocated(config).parameters())
 
 
 def peak_memory_mb() -> float:
@@ -47,20 +64,21 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
-    """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
-    config, settings = module.model.config, run.recipe.training
-    memory = peak_memory_mb()
-    best = load_model(run.directory / "best", module.device)
-    assert isinstance(best, Classifier)
-    device = module.device
-    judge = Fit(best, settings, run.seed, {name: task.split(run.data_dir, name) for name in test_splits(task)})
-    judge.to(device)
-    judge.setup("test")
-    # The first window holds compilation and warm-up.
-    windows = record.step_ms[1:] or record.step_ms
-    step_ms = statistics.median(windows) if windows else float("nan")
-    common = {
+def plateau_left(metrics: Path, accuracy: float) -> int:
+    """The first step at which the development set was above this accuracy, 0 if none was."""
+    with metrics.open(newline="", encoding="utf-8") as file:
+        steps = [
+            int(row["step"])
+            for row in csv.DictReader(file)
+            if row["split"] == "dev" and float(row["accuracy"]) > accuracy
+        ]
+    return min(steps, default=0)
+
+
+def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
+    """The columns of results that say which model was measured on what, and where."""
+    settings = run.recipe.training
+    return {
         "recipe": run.recipe.name,
         "task": run.recipe.task,
         "dataset": task.dataset,
@@ -78,32 +96,51 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
         "backend": config.backend,
         "params": parameters(config),
         "flops": forward_flops(config, task.max_length),
-        "step_ms": f"{step_ms:.3f}",
-        "peak_mem_mb": f"{memory:.0f}",
         "command": shlex.join(["mgk", *sys.argv[1:]]),
         **results.environment(),
     }
+
+
+def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
+    """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
+    config, settings = module.model.config, run.recipe.training
+    memory = peak_memory_mb()
+    judge = judge_of(run.directory / "best", settings, task, run.data_dir, record.device)
+    # The first window holds compilation and warm-up.
+    windows = record.step_ms[1:] or record.step_ms
+    step_ms = statistics.median(windows) if windows else float("nan")
+    common = description(run, task, config)
+    common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}")
+    metric = module.objective.metric
     rows = [
         {**common, "split": "dev", "n_examples": len(module.splits["dev"]), "metric": name, "value": value}
-        for name, value in (("best_accuracy", module.best["accuracy"]), ("best_step", module.best["step"]))
+        for name, value in ((f"best_{metric}", module.best[metric]), ("best_step", module.best["step"]))
     ]
-    for split in test_splits(task):
-        correct = judge.correct(split)
-        shares = judge.splits[split].class_shares(task.num_classes)
-        examples = {**common, "split": split, "n_examples": len(correct)}
-        rows.append({**examples, "metric": "majority_share", "value": float(shares.max())})
-        np.save(run.directory / f"correct-{split}.npy", correct, allow_pickle=False)
-        rows.append({**examples, "metric": "accuracy", "value": float(correct.mean())})
+    if run.recipe.plateau is not None:
+        # 0: never.
+        step = plateau_left(run.directory / "metrics.csv", run.recipe.plateau / 100)
+        rows.append({**rows[0], "metric": "plateau_left_at_step", "value": step})
+    baselines = task.baselines(run.data_dir)
+    for split in judge.splits:
+        known = [(f"baseline: {name}", scores[split]) for name, scores in baselines.items() if split in scores]
+        found = list(judge.judge(split, run.directory))
+        found += [Measured(found[0].n_examples, *baseline) for baseline in known]
+        rows += [{**common, "split": split, **each._asdict()} for each in found]
     write_atomically(run.directory / "result.json", json.dumps(rows, indent=2))
     return rows
 
 
-def read_run(directory: Path) -> dict[str, Any]:
-    """The description of a run, from its directory."""
-    try:
-        description = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{directory} is no run: it has no run.json") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{directory / 'run.json'} is damaged: {error}") from None
-    return dict(description)
+def judge_of(
+    directory: Path, settings: Training, task: Any, data_dir: Path, device: torch.device, split: str | None = None
+) -> Objective:
+    """A saved model, ready to be judged on a split, or on all that a finished model is judged on."""
+    kind = OBJECTIVES[task.objective]
+    model = load_model(directory, device)
+    if not isinstance(model, kind.model_class):
+        raise ValueError(
+            f"{directory} holds a {type(model).__name__}, and {task.name} is for a {kind.model_class.__name__}"
+        )
+    names = kind.judged_on(task) if split is None else [split]
+    judge = kind(model, settings, task, {name: task.split(data_dir, name) for name in names})
+    judge.place(device)
+    return judge

@@ -9,27 +9,52 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from mgk.batches import Examples, InOrder, Order, Stream, seed_of
+from mgk.batches import InOrder, Order, Stream, seed_of
 from mgk.checks import one_of
-from mgk.models import Classifier, EncoderConfig, save_model
+from mgk.models import save_model
 from mgk.models.storage import write_atomically
+from mgk.objectives import OBJECTIVES, Objective
 from mgk.recipes import Recipe, Row, Training
 
 CHECKPOINT = "last.ckpt"
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, s: Training) -> LRScheduler:
+    return OneCycleLR(optimizer, s.lr, total_steps=s.steps + 1, pct_start=s.warmup / s.steps, anneal_strategy="linear")
+
+
+def cosine(optimizer: torch.optim.Optimizer, s: Training) -> LRScheduler:
+    """Up in a line, then down to 0 along a cosine."""
+
+    def factor(step: int) -> float:
+        done = (step - s.warmup) / max(1, s.steps - s.warmup)
+        return (step + 1) / s.warmup if step < s.warmup else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    return LambdaLR(optimizer, factor)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, Training], LRScheduler]] = {
+    "one-cycle": one_cycle,
+    "constant": lambda optimizer, s: LambdaLR(optimizer, lambda step: 1.0),
+    "cosine": cosine,
+}
 
 
 @dataclass(frozen=True)
@@ -43,28 +68,11 @@ class Run:
     data_dir: Path
     directory: Path
 
-    def model_config(self, task: Any) -> EncoderConfig:
-        """The resolved configuration. Pooling over the padded length is what the authors' code does."""
-        defaults = {"pooling": "mean-padded" if self.preset == "ref-lra" else "mean"}
-        known = {field.name for field in fields(EncoderConfig)}
-        for name in self.recipe.model:
-            one_of("--set model.", name, sorted(known))
-        return EncoderConfig(
-            vocab_size=task.vocab_size,
-            num_classes=task.num_classes,
-            max_length=task.max_length,
-            documents=task.documents,
-            **{
-                **defaults,
-                **self.recipe.model,
-                "variant": self.row.variant,
-                "num_heads": self.row.heads,
-                "num_kv_heads": self.row.kv_heads,
-                "preset": self.preset,
-            },
-        )
+    def model_config(self, task: Any) -> Any:
+        """The resolved configuration."""
+        return OBJECTIVES[task.objective].config(self.recipe, self.row, self.preset, task, self.data_dir)
 
-    def describe(self, config: EncoderConfig) -> dict[str, Any]:
+    def describe(self, config: Any) -> dict[str, Any]:
         """What goes into run.json: everything that determines the run."""
         return {
             "recipe": self.recipe.name,
@@ -79,21 +87,29 @@ class Run:
 
 
 class Fit(pl.LightningModule):
-    """Trains a classifier. `settings` is the recipe's training section."""
+    """Trains the model of an objective."""
 
-    def __init__(self, model: Classifier, settings: Training, seed: int, splits: dict[str, Any]) -> None:
+    def __init__(self, objective: Objective, seed: int) -> None:
         super().__init__()
-        self.model, self.settings, self.seed, self.splits = model, settings, seed, splits
-        self.network: Any = model
-        self.examples: dict[str, Examples] = {}
-        self.best: dict[str, float] = {"accuracy": -1.0, "step": -1}
+        self.objective, self.settings, self.seed = objective, objective.settings, seed
+        self.model, self.splits = objective.model, objective.splits
+        self._sharded = False
+        self.best: dict[str, float] = {objective.metric: -objective.better * math.inf, "step": -1}
 
     def setup(self, stage: str) -> None:
-        if not self.examples:
-            length = self.model.config.max_length
-            self.examples = {name: Examples(split, length, self.device) for name, split in self.splits.items()}
-        if self.settings.compile and self.network is self.model and self.device.type == "cuda":
-            self.network = torch.compile(self.model)
+        self.objective.place(self.device)
+
+    def configure_model(self) -> None:
+        """FSDP: every layer's weights are shared out among the processes, and gathered where they are used."""
+        mesh = self.device_mesh
+        if mesh is not None and not self._sharded:
+            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+            for part in (*self.model.layers, self.model):
+                fully_shard(part, mesh=mesh["data_parallel"])
+            for method in self.objective.entries:
+                register_fsdp_forward_method(self.model, method)
+            self._sharded = True
 
     def train_dataloader(self) -> Stream:
         order = Order(len(self.splits["train"]), seed_of(self.seed, 1))
@@ -112,37 +128,26 @@ class Fit(pl.LightningModule):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         torch.manual_seed(seed_of(self.seed, 2, batch_idx, self.global_rank))
 
-    def logits(self, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        examples = self.examples[split]
-        width = examples.max_length if self.settings.pad_full else examples.width(indices.cpu().numpy())
-        tokens, lengths, labels = examples.batch(indices.to(self.device), width)
-        return self.network(tokens, lengths), labels
+    def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
+        """Indices stay where what is known of the examples is."""
+        return batch
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits, labels = self.logits(batch, "train")
-        loss = nn.functional.cross_entropy(logits.float(), labels)
-        accuracy = (logits.argmax(-1) == labels).float().mean()
-        self.log_dict({"loss": loss.detach(), "accuracy": accuracy}, prog_bar=True)
-        return loss
+        means = self.objective.measure(batch, "train")
+        self.log_dict({name: value.detach() for name, value in means.items()}, prog_bar=True)
+        return means["loss"]
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        logits, labels = self.logits(batch, "dev")
-        loss = nn.functional.cross_entropy(logits.float(), labels)
-        accuracy = (logits.argmax(-1) == labels).float().mean()
-        self.log_dict(
-            {"dev_loss": loss, "dev_accuracy": accuracy}, prog_bar=True, batch_size=len(batch), sync_dist=True
-        )
+        means = self.objective.measure(batch, "dev")
+        named = {f"dev_{name}": value for name, value in means.items()}
+        self.log_dict(named, prog_bar=True, batch_size=len(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         s = self.settings
         optimizer = torch.optim.AdamW(
             self.model.parameters(), s.lr, eps=s.eps, weight_decay=s.weight_decay, fused=self.device.type == "cuda"
         )
-        if s.schedule == "constant":
-            return optimizer
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, s.lr, total_steps=s.steps + 1, pct_start=s.warmup / s.steps, anneal_strategy="linear"
-        )
+        schedule = SCHEDULERS[s.schedule](optimizer, s)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -151,24 +156,13 @@ class Fit(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.best = dict(checkpoint["best"])
 
-    @torch.no_grad()
-    def correct(self, split: str) -> np.ndarray:
-        """For every example of a split, whether the prediction is right."""
-        self.eval()
-        parts = []
-        precision = self.settings.precision == "bf16"
-        for indices in InOrder(len(self.splits[split]), self.settings.eval_batch_size):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=precision):
-                logits, labels = self.logits(indices, split)
-            parts.append(logits.argmax(-1) == labels)
-        return torch.cat(parts).cpu().numpy()
-
 
 class Record(pl.Callback):
     """metrics.csv, step times, the best model, checkpoints, and a clean end on SIGTERM or Ctrl-C."""
 
     def __init__(self, directory: Path, settings: Training) -> None:
         self.directory, self.settings = directory, settings
+        self.device = torch.device("cpu")
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
         self._mark: tuple[int, float] | None = None
@@ -176,6 +170,9 @@ class Record(pl.Callback):
         self._old_handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, Fit)
+        # Lightning leaves the model on the CPU when it is done.
+        self.device = module.device
         # Rows after the checkpoint will be written again.
         done = trainer.global_step
         path = self.directory / "metrics.csv"
@@ -184,7 +181,7 @@ class Record(pl.Callback):
             kept = [rows[0], *(row for row in rows[1:] if int(row[0]) <= done)]
             write_atomically(path, "".join(",".join(row) + "\n" for row in kept))
         if trainer.is_global_zero and not path.exists():
-            write_atomically(path, "step,split,loss,accuracy,lr,seconds\n")
+            write_atomically(path, f"step,split,loss,{module.objective.metric},lr,seconds\n")
         for number in (signal.SIGTERM, signal.SIGINT):
             self._old_handlers[number] = signal.signal(number, self._stop)
 
@@ -219,29 +216,33 @@ class Record(pl.Callback):
         # The last step is evaluated also where it is no multiple of eval_every.
         if not self._left and (self._mark is None or self._mark[0] != trainer.global_step):
             assert isinstance(module, Fit)
+            module.eval()
             values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            values["dev_accuracy"] = float(module.correct("dev").mean())
-            self._record(trainer, module, {**values, "dev_loss": float("nan")})
+            dev = {f"dev_{name}": value for name, value in module.objective.means("dev").items()}
+            self._record(trainer, module, {**values, **dev})
 
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, values: dict[str, float]) -> None:
         assert isinstance(module, Fit)
+        objective, step = module.objective, trainer.global_step
+        means = {"train": {}, "dev": {}}  # type: dict[str, dict[str, float]]
+        for name, value in values.items():
+            means["dev" if name.startswith("dev_") else "train"][name.removeprefix("dev_")] = value
+        found = {split: objective.value(each) if each else math.nan for split, each in means.items()}
         if trainer.is_global_zero:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             with (self.directory / "metrics.csv").open("a") as file:
-                for split, prefix in (("train", ""), ("dev", "dev_")):
-                    row = [values.get(f"{prefix}{name}", float("nan")) for name in ("loss", "accuracy")]
-                    file.write(f"{trainer.global_step},{split},{row[0]:.6g},{row[1]:.6g},{lr:.6g},{time.time():.1f}\n")
+                for split, each in means.items():
+                    loss = each.get("loss", math.nan)
+                    file.write(f"{step},{split},{loss:.6g},{found[split]:.6g},{lr:.6g},{time.time():.1f}\n")
             if not sys.stderr.isatty():
-                print(
-                    f"step {trainer.global_step}/{self.settings.steps}  loss {values.get('loss', float('nan')):.3f}"
-                    f"  dev accuracy {100 * values['dev_accuracy']:.1f} %",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        if values["dev_accuracy"] > module.best["accuracy"]:
-            module.best = {"accuracy": values["dev_accuracy"], "step": trainer.global_step}
+                loss = means["train"].get("loss", math.nan)
+                told = f"step {step}/{self.settings.steps}  loss {loss:.3f}  dev {objective.told(found['dev'])}"
+                print(told, file=sys.stderr, flush=True)
+        if objective.better * (found["dev"] - module.best[objective.metric]) > 0:
+            module.best = {objective.metric: found["dev"], "step": step}
+            weights = whole_weights(module.model)
             if trainer.is_global_zero:
-                save_model(module.model, self.directory / "best")
+                save_model(module.model, self.directory / "best", weights)
         self._save(trainer)
         self._mark = (trainer.global_step, self._clock(module))
 
@@ -255,6 +256,24 @@ class Record(pl.Callback):
         if module.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model; of one that is shared out, gathered, which all processes must do together."""
+    from torch.distributed.tensor import DTensor
+
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def chosen_strategy(name: str, world: int) -> Any:
+    one_of("--strategy", name, ("auto", "ddp", "fsdp"))
+    if name == "fsdp":
+        # One file that any number of processes can go on from, as with the other strategies.
+        return ModelParallelStrategy(
+            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    return "ddp" if world > 1 and name == "auto" else name
 
 
 def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto") -> tuple[Fit, Record]:
@@ -273,9 +292,11 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
     if checkpoint.exists() and json.loads(written.read_text()) != json.loads(json.dumps(description)):
         raise ValueError(f"{run.directory} holds a run with other settings: take another --out")
     write_atomically(written, json.dumps(description, indent=2))
+    kind = OBJECTIVES[task.objective]
+    kind.keep(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
     torch.manual_seed(seed_of(run.seed, 0))
-    module = Fit(Classifier(config), settings, run.seed, splits)
+    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed)
     record = Record(run.directory, settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -283,7 +304,7 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         accelerator=accelerator,
         devices=local,
         num_nodes=max(1, world // local),
-        strategy="ddp" if world > 1 and strategy == "auto" else strategy,
+        strategy=chosen_strategy(strategy, world),
         precision="bf16-mixed" if settings.precision == "bf16" else "32-true",
         max_steps=settings.steps,
         max_epochs=-1,
@@ -299,6 +320,8 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         enable_model_summary=False,
         enable_progress_bar=sys.stderr.isatty(),
         use_distributed_sampler=False,
+        # Under inference_mode what is compiled for the development set would be compiled again for the test set.
+        inference_mode=False,
     )
     trainer.fit(module, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
     return module, record

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from mgk import compare, recipes, results
+from mgk.evaluation import plateau_left
 from mgk.recipes import Row
 
 
-def measured(row: str, seed: int, value: float, split: str = "test") -> dict:
+def measured(row: str, seed: int, value: float, split: str = "test", metric: str = "accuracy") -> dict:
     recipe, model = recipes.load("listops"), Row.parse(row)
     settings = recipe.training
     return {
@@ -26,7 +27,7 @@ def measured(row: str, seed: int, value: float, split: str = "test") -> dict:
         "batch": settings.batch_size,
         "split": split,
         "n_examples": 2000,
-        "metric": "accuracy",
+        "metric": metric,
         "value": value,
         "params": 1000,
         "flops": 2_000_000_000,
@@ -68,9 +69,12 @@ def test_what_is_known_is_recognised_by_everything_that_makes_a_run(tmp_path):
 def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     path = tmp_path / "listops.csv"
     results.append(path, [measured("softmax:8", 0, 0.36), measured("softmax:8", 1, 0.38), measured("smgk:4", 0, 0.37)])
+    results.append(path, [measured("softmax:8", seed, 750 * seed, "dev", "plateau_left_at_step") for seed in (0, 1)])
+    results.append(path, [measured("softmax:8", 0, 0.687, metric="baseline: bag of words")])
     lines = compare.report(recipes.load("listops"), [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
     table = (tmp_path / "listops.md").read_text()
-    assert lines[1][:4] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "37.03"]
+    assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "never 750", "37.03"]
+    assert "bag of words 68.7 %" in table
     # One seed: the interval of the test set, 1.96 · sqrt(0.37 · 0.63 / 2000).
     assert lines[2][1] == "37.00 ± 2.12"
     assert "| smgk:4 |" in table
@@ -85,3 +89,24 @@ def test_a_crash_of_one_is_survived_and_said(tmp_path):
     failed = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2)
     assert [job.seed for job in failed] == [1]
     assert all(job.process.returncode is not None for job in jobs)
+
+
+def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
+    lines = ["step,split,loss,accuracy", "250,dev,2.2,0.17", "500,train,1,0.4", "500,dev,2.1,0.26", "750,dev,2,0.31"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    assert plateau_left(tmp_path / "metrics.csv", 0.25) == 500
+    assert plateau_left(tmp_path / "metrics.csv", 0.35) == 0
+
+
+def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_path):
+    path = tmp_path / "listops.csv"
+    results.append(path, [measured("smgk:4", 0, 12.5, "train", "step_ms_alone")])
+    results.append(path, [measured("smgk:4", 0, 77, "train", "peak_mem_mb_alone")])
+    recipe, row = recipes.load("listops"), Row("smgk", 4)
+    assert compare.timed(results.read([path]), recipe, row, "paper")
+    assert not compare.finished(results.read([path]), recipe, row, "paper", 0)
+    results.append(path, [measured("smgk:4", 0, 0.37)])
+    assert compare.finished(results.read([path]), recipe, row, "paper", 0)
+    lines = compare.report(recipe, [row], "paper", [path], tmp_path)
+    assert lines[1][-2:] == ["12.5", "77"]
+    assert "alone on the machine" in (tmp_path / "listops.md").read_text()

@@ -1,8 +1,10 @@
 """Training: the same run however often it is interrupted, and however many processes share it."""
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,12 @@ from mgk.tasks.store import Split
 SCRIPT = Path(__file__).with_name("tiny_training.py")
 
 
-def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent)}
+def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), task: str = "classes") -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent), "TINY_TASK": task}
     result = subprocess.run([*launcher, str(SCRIPT), str(out), *arguments], env=environment, capture_output=True)
-    if result.returncode not in (0, -9, 143):
+    # torchrun makes 1 of whatever its processes ended with.
+    killed = any("--kill" in each for each in arguments)
+    if result.returncode not in ((-9, 143, 1) if killed else (0,)):
         raise AssertionError(result.stderr.decode()[-2000:])
     return result.returncode
 
@@ -32,19 +36,30 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole")
-    assert train(out) == 0
-    return out
+    """The directory of a whole run of each task, trained when first asked for."""
+    done = {}
+
+    def whole(task):
+        if task not in done:
+            done[task] = tmp_path_factory.mktemp(task)
+            assert train(done[task], task=task) == 0
+        return done[task]
+
+    return whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kill_at", "signal_number"), [(10, 9), (12, 9), (15, 15)], ids=["middle", "boundary", "sigterm"]
+    ("task", "kill_at", "signal_number"),
+    [("classes", 10, 9), ("classes", 12, 9), ("classes", 15, 15), ("text", 10, 9)],
+    ids=["middle", "boundary", "sigterm", "language-model"],
 )
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, kill_at, signal_number):
-    assert train(tmp_path, str(kill_at), str(signal_number)) == (-9 if signal_number == 9 else 143)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, task, kill_at, signal_number):
+    uninterrupted = uninterrupted(task)
+    killed = train(tmp_path, f"--kill-at={kill_at}", f"--kill-with={signal_number}", task=task)
+    assert killed == (-9 if signal_number == 9 else 143)
     assert not (tmp_path / "final").exists()
-    assert train(tmp_path, "0", "0", "resume") == 0
+    assert train(tmp_path, "--resume", task=task) == 0
     whole, resumed = weights(uninterrupted), weights(tmp_path)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     # Wall-clock time aside, the record of the run is the same too.
@@ -55,14 +70,56 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, kill_at, sign
     assert columns[0] == columns[1]
 
 
+def torchrun(*options: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "torch.distributed.run", *options)
+
+
+def farthest(one: Path, other: Path) -> float:
+    a, b = weights(one), weights(other)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process with the whole batch; without dropout, whose random numbers would differ."""
+    out = tmp_path_factory.mktemp("alone")
+    train(out, "--dropout=0")
+    return out
+
+
 @pytest.mark.slow
-def test_two_processes_are_one_with_the_whole_batch(tmp_path):
-    alone, both = tmp_path / "alone", tmp_path / "both"
-    train(alone, "0", "0", "no-dropout")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    train(both, launcher=torchrun)
-    one, two = weights(alone), weights(both)
-    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-5
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_are_one_with_the_whole_batch(tmp_path, alone, strategy):
+    both = torchrun("--standalone", "--nproc-per-node=2")
+    train(tmp_path, "--dropout=0", f"--strategy={strategy}", launcher=both)
+    assert farthest(alone, tmp_path) < 1e-5
+    # The record of the run too: the first process's, as if there were no other.
+    assert (tmp_path / "best" / "model.safetensors").exists()
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 9
+
+
+@pytest.mark.slow
+def test_fsdp_goes_on_where_it_was_killed(tmp_path, alone):
+    both = torchrun("--standalone", "--nproc-per-node=2")
+    assert train(tmp_path, "--dropout=0", "--strategy=fsdp", "--kill-at=15", "--kill-with=15", launcher=both) != 0
+    assert not (tmp_path / "final").exists()
+    # What FSDP saved, one process alone can go on from.
+    assert train(tmp_path, "--dropout=0", "--resume") == 0
+    assert farthest(alone, tmp_path) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_nodes_are_one_process(tmp_path, alone):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    node = torchrun("--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", f"--master-port={port}")
+    with ThreadPoolExecutor() as pool:
+        nodes = [
+            pool.submit(train, tmp_path, "--dropout=0", launcher=(*node, f"--node-rank={rank}")) for rank in (0, 1)
+        ]
+    assert [each.result() for each in nodes] == [0, 0]
+    assert farthest(alone, tmp_path) < 1e-5
 
 
 def test_order_is_a_permutation_every_epoch_and_a_function_of_seed_and_place():

@@ -1,5 +1,6 @@
-"""A training small enough for a test, in a process of its own: tiny_training.py OUT [KILL_AT SIGNAL [resume]]."""
+"""A training small enough for a test, in a process of its own. TINY_TASK=text: of a language model."""
 
+import argparse
 import os
 import sys
 from dataclasses import dataclass
@@ -8,16 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from mgk import training
+from mgk.models import save_model
 from mgk.recipes import Recipe, Row, Training
+from mgk.tasks.corpus import TokenStream
 from mgk.tasks.store import Split
+from mgk.tasks.vocabulary import ByteVocabulary
 
 
 @dataclass
 class TinyTask:
+    dataset: str = "tiny"
     vocab_size: int = 16
     num_classes: int = 4
     max_length: int = 24
     documents: int = 1
+    objective: str = "classification"
 
     def split(self, data_dir: Path, name: str) -> Split:
         draw = np.random.default_rng(len(name))
@@ -27,37 +33,71 @@ class TinyTask:
         return Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 4, examples))
 
 
+@dataclass
+class TinyText:
+    max_length: int = 12
+    objective: str = "language-model"
+    unit: str = "byte"
+    splits: tuple[str, ...] = ("train", "dev", "test")
+
+    def vocabulary(self, data_dir: Path) -> ByteVocabulary:
+        return ByteVocabulary()
+
+    def split(self, data_dir: Path, name: str) -> TokenStream:
+        draw = np.random.default_rng(len(name))
+        # 24 steps of 8 segments: more than one epoch, and a step that spans two.
+        return TokenStream(draw.integers(0, 60, 29 * 12 + 5 if name == "train" else 50).astype(np.uint8), 12)
+
+
+TASKS = {"classes": TinyTask, "text": TinyText}
+MODELS = {
+    "classes": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4},
+    "text": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "num_layers": 2, "cutoffs": [20, 50]},
+}
+TASK = os.environ.get("TINY_TASK", "classes")
+
+
 def run(out: str, **settings) -> training.Run:
     defaults = {"steps": 24, "batch_size": 8, "lr": 1e-3, "warmup": 4, "eval_every": 6, "precision": "fp32"}
     recipe = Recipe(
         "tiny",
         "tiny",
         "tiny",
-        model={"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "dropout": settings.pop("dropout", 0.1)},
-        training=Training(**{**defaults, "compile": False, "pad_full": False, **settings}),
+        model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
+        training=Training(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
     return training.Run(recipe, Row("smgk", 2), "paper", 3, Path("."), Path(out))
 
 
-def main(out: str, kill_at: str = "0", signal_number: str = "9", resume: str = "") -> None:
-    if int(kill_at):
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--kill-at", type=int, default=0)
+    parser.add_argument("--kill-with", type=int, default=9)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--strategy", default="auto")
+    given = parser.parse_args()
+    if given.kill_at:
         keep_going = training.Record.on_train_batch_end
 
         def die(self, trainer, *arguments):
             keep_going(self, trainer, *arguments)
-            if trainer.global_step == int(kill_at):
-                os.kill(os.getpid(), int(signal_number))
+            if trainer.global_step == given.kill_at:
+                os.kill(os.getpid(), given.kill_with)
 
         training.Record.on_train_batch_end = die
-    settings = {"dropout": 0.0} if os.environ.get("WORLD_SIZE") or resume == "no-dropout" else {}
-    module, record = training.fit(run(out, **settings), TinyTask(), resume=resume == "resume", accelerator="cpu")
+    settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
+    described = run(given.out, dropout=given.dropout, **settings)
+    module, record = training.fit(
+        described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
+    )
     if record.stopped_by is not None:
         sys.exit(128 + record.stopped_by)
+    weights = training.whole_weights(module.model)
     if module.global_rank == 0:
-        from mgk.models import save_model
-
-        save_model(module.model, Path(out) / "final")
+        save_model(module.model, Path(given.out) / "final", weights)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mgk import __version__
+from mgk.recipes import Row
 
 app = typer.Typer(
     add_completion=False,
@@ -30,6 +31,10 @@ def progress(stage: str, done: int, total: int) -> None:
     end = "\n" if done >= total else "\r"
     if sys.stderr.isatty() or done >= total:
         print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+
+
+def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
+    return runs / recipe / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
 
 
 def steps_setting(steps: int | None) -> list[str]:

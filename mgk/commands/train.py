@@ -12,7 +12,7 @@ import typer
 
 from mgk import recipes, results
 from mgk.checks import one_of, positive_integer
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, steps_setting
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, steps_setting
 from mgk.recipes import Row
 from mgk.variants import VARIANTS
 
@@ -52,7 +52,7 @@ def train(
     if resume not in (None, "auto"):
         raise ValueError(f"--resume must be auto, got {resume!r}")
     task = tasks.task(chosen.task)
-    where = out or Path("runs") / chosen.name / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
+    where = out or run_directory(Path("runs"), chosen.name, row, preset, seed)
     data = data_directory(data_dir)
     task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
@@ -68,38 +68,51 @@ def train(
     rows = finish(run, task, module, record)
     if results_file is not None:
         results.append(results_file, rows)
+    objective = module.objective
     for each in rows:
-        if each["metric"] == "accuracy":
-            print(f"{row} seed {seed} {each['split']} accuracy {100 * each['value']:.2f} % of {each['n_examples']:,}")
+        if each["metric"] == objective.metric:
+            told = f"{each['split']} {objective.told(each['value'])} of {each['n_examples']:,}"
+            print(f"{row} seed {seed} on {each['dataset']}: {told}")
     print(f"run: {where}")
 
 
 @app.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run's directory.")],
-    split: str = "test",
+    split: Annotated[str | None, typer.Option(help="Default: test, or all that a language model is judged on.")] = None,
     data_dir: DataDir = None,
-    batch_size: int = 64,
+    batch_size: Annotated[int | None, typer.Option(help="Examples or windows at a time.")] = None,
+    stride: Annotated[
+        int, typer.Option(help="Language models: score so many positions a window; 1 is the paper's evaluation.")
+    ] = 1,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: as trained.")] = None,
 ) -> None:
-    """Evaluate a run's best model on a split."""
+    """Evaluate a run's best model: accuracy, or the perplexity of a sliding window."""
     import torch
 
     from mgk import tasks
-    from mgk.evaluation import read_run
-    from mgk.models import Classifier, load_model
+    from mgk.evaluation import judge_of
+    from mgk.objectives import LanguageModelling
     from mgk.recipes import Training
-    from mgk.training import Fit
+    from mgk.runs import read_run
 
     description = read_run(run)
     task = tasks.task(description["task"])
-    model = load_model(run / "best", "cuda" if torch.cuda.is_available() else "cpu")
-    assert isinstance(model, Classifier)
-    settings = Training(**{**description["training"], "eval_batch_size": batch_size, "compile": False})
-    judge = Fit(model, settings, description["seed"], {split: task.split(data_directory(data_dir), split)})
-    judge.to(next(model.parameters()).device)
-    judge.setup("test")
-    correct = judge.correct(split)
-    print(json.dumps({"run": str(run), "split": split, "n_examples": len(correct), "accuracy": float(correct.mean())}))
+    given = {"eval_batch_size": batch_size, "precision": precision}
+    settings = Training(
+        **{**description["training"], "compile": False, **{key: value for key, value in given.items() if value}}
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    judge = judge_of(run / "best", settings, task, data_directory(data_dir), device, split)
+    if isinstance(judge, LanguageModelling):
+        judge.stride = positive_integer("--stride", stride)
+    elif stride != 1:
+        raise ValueError(f"--stride is for language models, and {run} is none")
+    for name in judge.splits:
+        found = list(judge.judge(name, None))
+        values = {each.metric: each.value for each in found}
+        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples, **values}
+        print(json.dumps(line))
 
 
 @app.command()
@@ -117,6 +130,8 @@ def data(
     for name in chosen.splits:
         split = chosen.split(where, name)
         print(f"{task} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
+    for name, scores in chosen.baselines(where).items():
+        print(f"{task} baseline, {name}: " + ", ".join(f"{100 * score:.1f} % of {s}" for s, score in scores.items()))
 
 
 @app.command("recipes")

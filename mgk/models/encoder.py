@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from mgk.attention import Attention
 from mgk.checks import fail, number, one_of, positive_integer
+from mgk.kernels.masks import segments
+from mgk.models.embedding import lookup
 from mgk.variants import PRESETS, VARIANTS
 
 POOLINGS = ("mean", "mean-padded")
@@ -65,6 +67,12 @@ class EncoderConfig:
         number("dropout", self.dropout, 0, 1)
 
     @property
+    def packs(self) -> bool:
+        """Whether packed documents are faster and the same: linear attention pads them, EM counts the padding."""
+        layers = [VARIANTS[name] for name in self.layer_variants]
+        return not any(v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
+
+    @property
     def layer_variants(self) -> tuple[str, ...]:
         """The variant of each layer."""
         return (self.variant,) * self.num_layers if isinstance(self.variant, str) else tuple(self.variant)
@@ -104,8 +112,10 @@ class EncoderLayer(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), key_padding_mask=padding))
+    def forward(self, x: Tensor, padding: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, key_padding_mask=padding, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -134,22 +144,42 @@ class Classifier(nn.Module):
         if length > self.config.max_length:
             fail("tokens", f"have length {length}, and the model has {self.config.max_length} positions")
         padding = None if lengths is None else torch.arange(length, device=tokens.device) >= lengths[:, None]
-        x = self.dropout(self.tokens(tokens) + self.positions[:length])
+        x = self.dropout(lookup(tokens, self.tokens.weight) + self.positions[:length])
         for layer in self.layers:
-            x = layer(x, padding)
+            x = layer(x, padding, None, None)
         x = self.norm(x)
         if padding is None or lengths is None:
             return x.mean(1)
         total = x.masked_fill(padding.unsqueeze(-1), 0).sum(1)
         return total / (length if self.config.pooling == "mean-padded" else lengths.clamp(min=1)[:, None])
 
-    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """lengths: [B] or [B, 2], the number of real tokens at the start of each row; None takes all as real."""
-        if self.config.documents == 1:
-            logits: Tensor = self.head(self.encode(tokens, lengths))
-            return logits
-        # Both documents in one batch: twice the rows, half the launches.
-        both = self.encode(tokens.flatten(0, 1), None if lengths is None else lengths.flatten())
-        x, y = both.unflatten(0, (-1, 2)).unbind(1)
-        logits = self.head(torch.cat([x, y, x * y, x - y], dim=-1))
+    def encode_packed(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T] to [N, d] for the N sequences that lie one after another; what lies behind the last one is padding."""
+        # The padding is a sequence of its own, so that nothing attends to it.
+        edges = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens.shape[0])])
+        sequence, position = segments(edges, tokens.shape[0])
+        x = self.dropout(lookup(tokens, self.tokens.weight) + nn.functional.embedding(position, self.positions))[None]
+        for layer in self.layers:
+            x = layer(x, None, edges, self.config.max_length)
+        # A product with the membership, not a scatter: the same sum each time, also on a GPU.
+        member = sequence == torch.arange(cu_seqlens.shape[0] - 1, device=tokens.device)[:, None]
+        total = member.to(x.dtype) @ self.norm(x)[0]
+        mean_padded = self.config.pooling == "mean-padded"
+        return total / (self.config.max_length if mean_padded else cu_seqlens.diff().clamp(min=1)[:, None])
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Padded: tokens [B, L] or [B, 2, L], and lengths [B] or [B, 2], the number of real tokens at the start of
+        each row; None takes all as real. Packed: tokens [T] and cu_seqlens, int32 [N + 1], the offsets of N sequences
+        that lie one after another, of two documents each after its mate."""
+        if cu_seqlens is not None:
+            both = self.encode_packed(tokens, cu_seqlens)
+        elif self.config.documents == 1:
+            both = self.encode(tokens, lengths)
+        else:
+            # Both documents in one batch: twice the rows, half the launches.
+            both = self.encode(tokens.flatten(0, 1), None if lengths is None else lengths.flatten())
+        if self.config.documents == 2:
+            x, y = both.unflatten(0, (-1, 2)).unbind(1)
+            both = torch.cat([x, y, x * y, x - y], dim=-1)
+        logits: Tensor = self.head(both)
         return logits

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
+from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 
 # What a config.json may call itself, and what it then makes.
-KINDS: dict[str, tuple[type, type]] = {"classifier": (EncoderConfig, Classifier)}
+KINDS: dict[str, tuple[type, type]] = {
+    "classifier": (EncoderConfig, Classifier),
+    "language-model": (DecoderConfig, LanguageModel),
+}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -26,15 +30,15 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def save_model(model: nn.Module, directory: str | Path) -> None:
-    """Writes the weights and the configuration of a model; `load_model` reads them back."""
+def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Writes the weights (by default the model's own) and the configuration; `load_model` reads them back."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
     config: Any = model.config
     write_atomically(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
     temporary = directory / f".model.safetensors.{os.getpid()}.tmp"
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, temporary)
+    save_file({name: value.contiguous() for name, value in (weights or model.state_dict()).items()}, temporary)
     temporary.replace(directory / "model.safetensors")
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from mgk.checks import fail, number, one_of, positive_integer
 from mgk.variants import VARIANTS
 
-SCHEDULES = ("one-cycle", "constant")
+SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
+PADDINGS = ("packed", "full", "longest")
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Training:
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = True
-    # Pad every batch to the task's full length: one shape, compiled once. False pads to the longest of the batch.
-    pad_full: bool = True
+    # packed: real tokens alone, one document after another; where there are no kernels for that (on a CPU, in linear
+    # attention) as full. full: every batch padded to the task's full length. longest: to its longest document.
+    padding: str = "packed"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate"):
@@ -65,7 +67,8 @@ class Training:
             number(name, getattr(self, name), 0)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("precision", self.precision, PRECISIONS)
-        if self.warmup >= self.steps and self.schedule == "one-cycle":
+        one_of("padding", self.padding, PADDINGS)
+        if self.warmup >= self.steps and self.schedule != "constant":
             fail("warmup", f"must be below steps = {self.steps}, got {self.warmup}")
         if self.batch_size % self.accumulate:
             fail("accumulate", f"= {self.accumulate} must divide batch_size = {self.batch_size}")
@@ -82,6 +85,8 @@ class Recipe:
     training: Training = field(default_factory=Training)
     rows: tuple[Row, ...] = ()
     paper: dict[str, float] = field(default_factory=dict)
+    # Accuracy on the development set, in per cent, above which a run has left the plateau that the task begins with.
+    plateau: float | None = None
 
     def with_settings(self, settings: list[str]) -> Recipe:
         """With "key=value" for each setting: a field of the training, or one of the model as "model.key=value"."""

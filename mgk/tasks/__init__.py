@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from mgk.checks import one_of
+from mgk.tasks.corpus import CORPORA
 from mgk.tasks.listops import LISTOPS, LISTOPS_SHORT
 from mgk.tasks.peerread import PeerRead
 from mgk.tasks.retrieval import AAN
 from mgk.tasks.store import PAD, DataError, Split, Task
 from mgk.tasks.text import Text
 
-TASKS: dict[str, Task] = {row.name: row for row in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), PeerRead())}
+TASKS: dict[str, Task] = {row.name: row for row in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), PeerRead(), *CORPORA)}
 
 
 def task(name: str) -> Task:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import multiprocessing
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ FIRST_OPERATOR = TOKENS[OPERATORS[0]]
 END = TOKENS["]"]
 MIN, MAX, MED, SM = range(4)
 
-# Examples that come from one random stream, so that any part can be made without the rest. One core makes about 10,000
-# examples of LRA's size in a second: there is no work to share between workers.
+# Examples that come from one random stream, so that any part can be made without the rest.
 BLOCK = 200
+# Fewer examples than this are made (in about ten seconds) before other processes are worth starting.
+SHARED_FROM = 100_000
 CANDIDATES = 512  # trees drawn together; one in three has a length that is asked for
 LRA_FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}
 LRA_HELP = "take LRA's files as they are (google-research/long-range-arena), or remove them to have ListOps generated"
@@ -158,10 +162,19 @@ def block(rules: Rules, seed: int, number: int) -> list[tuple[Array, int]]:
     return examples[:BLOCK]
 
 
-def stream(rules: Rules, seed: int) -> Iterator[tuple[Array, int]]:
-    """Random examples without end."""
-    for number in itertools.count():
-        yield from block(rules, seed, number)
+def stream(rules: Rules, seed: int, workers: int = 1) -> Iterator[tuple[Array, int]]:
+    """Random examples without end, the same whatever the number of processes."""
+    if workers == 1:
+        for number in itertools.count():
+            yield from block(rules, seed, number)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        ahead = deque(pool.submit(block, rules, seed, number) for number in range(2 * workers))
+        try:
+            for number in itertools.count(2 * workers):
+                yield from ahead.popleft().result()
+                ahead.append(pool.submit(block, rules, seed, number))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def evaluate(tokens: Iterable[int]) -> int:
@@ -261,7 +274,8 @@ class ListOps(Task):
         for name, file in read.items():
             path = data_dir / file
             write_split(folder, name, with_digests(read_tsv(path, self.counts[name], path.name, progress), seen))
-        unseen = without_seen(stream(self.rules, self.seed), seen)
+        shared = sum(self.counts.values()) >= SHARED_FROM
+        unseen = without_seen(stream(self.rules, self.seed, workers if shared else 1), seen)
         for name, count in self.counts.items():
             if name not in read:
                 write_split(folder, name, watched(itertools.islice(unseen, count), name, count, progress))

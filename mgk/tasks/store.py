@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
@@ -100,6 +100,7 @@ class Task(ABC):
     """
 
     name: str
+    objective: ClassVar[str] = "classification"  # what a model of it learns: a row of OBJECTIVES
     dataset: str  # the name to report
     vocab_size: int
     num_classes: int
@@ -122,10 +123,14 @@ class Task(ABC):
         """Makes what is missing, and checks source and cache by checksum."""
         self._folder(Path(data_dir), positive_integer("workers", workers), progress, verify=True)
 
-    def split(self, data_dir: Path, name: str) -> Split:
-        """One of `splits`, made first if need be."""
+    def split(self, data_dir: Path, name: str) -> Any:
+        """One of `splits`, made first if need be: a Split, or what else `read` makes."""
         one_of("split", name, self.splits)
-        return read_split(self._folder(Path(data_dir)), name, self.documents)
+        return self.read(self._folder(Path(data_dir)), name)
+
+    def read(self, folder: Path, name: str) -> Any:
+        """A split from its cache."""
+        return read_split(folder, name, self.documents)
 
     def facts(self, data_dir: Path) -> dict[str, Any]:
         """What was counted when the examples were made: where they come from, how many, what was left out."""

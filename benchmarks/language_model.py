@@ -1,0 +1,292 @@
+"""The paper's language model on a GPU: training throughput, the sliding window, decoding.
+
+    python benchmarks/language_model.py --parts throughput,evaluation,decoding
+    python benchmarks/language_model.py --tiny --device cpu           # all of it in a small size, to see that it runs
+
+throughput: forward, backward and optimiser at 24,576 tokens a step, layers compiled, against the first row.
+evaluation: the sliding window over a text against one window at a time, then its time for the whole text.
+decoding: tokens a second and bytes of cache against the length, and a picture of both.
+Results are appended to results/language_model.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mgk import results
+from mgk.evaluation import forward_flops, parameters
+from mgk.models import DecoderConfig, LanguageModel, load_model
+from mgk.recipes import Row
+from mgk.sliding import sliding_losses
+from mgk.variants import VARIANTS
+
+PAPER = DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000))
+TINY = DecoderConfig(500, 16, embed_dim=16, ffn_dim=32, num_layers=2, head_dim=4, cutoffs=(100, 200, 400))
+# The share of an English text's words in each cluster of the paper's cutoffs, as counted on Wikipedia.
+SHARES = (0.9355, 0.0311, 0.032, 0.0014)
+# What the throughput must be, in units of the first row's: (variant, length) -> least.
+TARGETS = {("smgk", 256): 1.0, ("mgk", 256): 1.0, ("smgk", 4096): 1.1, ("mgk", 4096): 0.95}
+
+
+def config_of(row: Row, base: DecoderConfig, length: int) -> DecoderConfig:
+    return replace(
+        base,
+        variant=row.variant,
+        num_heads=row.heads,
+        num_kv_heads=row.kv_heads,
+        max_length=max(length, base.max_length),
+    )
+
+
+def words(config: DecoderConfig, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Random words that lie in the clusters as those of a text do."""
+    edges = [0, *config.cutoffs, config.vocab_size]
+    cluster = np.random.choice(len(SHARES), size=shape, p=np.array(SHARES) / sum(SHARES))
+    low, high = np.array(edges[:-1])[cluster], np.array(edges[1:])[cluster]
+    return torch.from_numpy(np.random.randint(low, high)).to(device)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.base = TINY if arguments.tiny else PAPER
+        self.rows = [Row.parse(text) for text in arguments.rows.split(",")]
+
+    def record(self, row: Row, config: DecoderConfig, metric: str, value: float, **more: Any) -> None:
+        line = {
+            "recipe": "language-model",
+            "task": "tiny" if self.arguments.tiny else "wikitext-103 model",
+            "dataset": "random words",
+            "variant": row.variant,
+            "preset": config.preset,
+            "components": VARIANTS[row.variant].components or config.num_components,
+            "heads": row.heads,
+            "kv_heads": row.kv_heads or row.heads,
+            "dtype": "bf16",
+            "backend": config.backend,
+            "metric": metric,
+            "value": f"{value:.6g}",
+            "params": parameters(config),
+            "command": shlex.join(["python", *sys.argv]),
+            **results.environment(),
+            **more,
+        }
+        results.append(self.arguments.out, [line])
+
+    def throughput(self) -> None:
+        tokens_a_step = 96 * 256 if not self.arguments.tiny else 256
+        for length in self.arguments.lengths:
+            first = None
+            for row in self.rows:
+                torch.compiler.reset()
+                config = config_of(row, self.base, length)
+                batch = max(1, tokens_a_step // length)
+                ms, memory = self.step_time(config, batch, length)
+                rate = 1000 * batch * length / ms
+                first = first or rate
+                target = TARGETS.get((row.variant, length), 0.0) if row != self.rows[0] else 0.0
+                told = "" if not target else f", {'meets' if rate / first >= target else 'MISSES'} {target}"
+                print(
+                    f"length {length:5d} {row!s:12s} {ms:7.2f} ms a step {rate:12,.0f} tokens/s"
+                    f" {rate / first:5.2f} of the first row{told} {memory:8,.0f} MB",
+                    flush=True,
+                )
+                flops = forward_flops(config, length)
+                more = {"batch": batch, "length": length, "step_ms": f"{ms:.4f}", "peak_mem_mb": f"{memory:.0f}"}
+                self.record(row, config, "tokens_per_second", rate, flops=flops, **more)
+
+    def step_time(self, config: DecoderConfig, batch: int, length: int) -> tuple[float, float]:
+        """Milliseconds a step, as in training, and megabytes at the peak."""
+        device = self.device
+        torch.manual_seed(0)
+        model = LanguageModel(config).to(device)
+        if device.type == "cuda":
+            for layer in model.layers:
+                layer.compile()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=1e-8, weight_decay=0.0, fused=device.type == "cuda")
+        texts = [words(config, (batch, length + 1), device) for _ in range(4)]
+        counts = [model.table.cluster_counts(text[:, 1:]) for text in texts]
+
+        def steps(count: int) -> None:
+            for n in range(count):
+                text = texts[n % 4]
+                optimizer.zero_grad(set_to_none=True)
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = model.losses(text[:, :-1], text[:, 1:], counts[n % 4]).mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+                optimizer.step()
+
+        begun = time.perf_counter()
+        steps(8)
+        synchronise(device)
+        print(f"  ready after {time.perf_counter() - begun:.1f} s", flush=True)
+        if self.arguments.warm_only:
+            return float("nan"), float("nan")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        count = 2 if self.arguments.tiny else 20
+        times = [1000 * seconds(lambda: steps(count), device) / count for _ in range(self.arguments.windows)]
+        memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")
+        return statistics.median(times), memory
+
+    def evaluation(self) -> None:
+        row, device = self.rows[0], self.device
+        if self.arguments.model is not None:
+            model = load_model(self.arguments.model, device)
+            assert isinstance(model, LanguageModel)
+        else:
+            model = LanguageModel(config_of(row, self.base, self.base.max_length)).to(device).eval()
+        config = model.config
+        row = Row(str(config.variant), config.num_heads, config.num_kv_heads)
+        window = config.max_length
+        if self.arguments.tokens is not None:
+            text = torch.from_numpy(np.load(self.arguments.tokens, allow_pickle=False).astype(np.int64)).to(device)
+        else:
+            text = words(config, (100 * window if self.arguments.tiny else 217_646,), device)
+        dataset = "random words" if self.arguments.tokens is None else self.arguments.tokens.name
+        count = min(self.arguments.compared, len(text) - window - 1)
+        part = text[: window + 1 + count]
+        more: dict[str, Any] = {"length": window, "dataset": dataset}
+        for dtype in ("fp32", "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"), torch.no_grad():
+                fast = sliding_losses(model, part, batch_size=self.arguments.window_batch)
+                slow = [model.losses(part[None, :window], part[None, 1 : window + 1])[0]]
+                slow += [
+                    model.losses(part[None, n : n + window], part[None, n + 1 : n + 1 + window])[0, -1:]
+                    for n in range(1, count + 1)
+                ]
+                difference = fast - torch.cat(slow)
+            largest, mean = float(difference.abs().max()), float(difference.mean())
+            print(
+                f"{row!s:12s} {dtype}: {count:,} windows, largest {largest:.2e}, mean {mean:.2e} nats apart", flush=True
+            )
+            more |= {"n_examples": count + window, "dtype": dtype}
+            self.record(row, config, "sliding_difference_largest", largest, **more)
+            self.record(row, config, "sliding_difference_mean", abs(mean), **more)
+            if dtype == "fp32" and largest > 1e-4:
+                raise SystemExit("the sliding window is not what one window at a time gives: no time is reported")
+        for dtype in ("bf16", "fp32"):
+
+            def run(dtype: str = dtype) -> None:
+                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
+                    sliding_losses(model, text, batch_size=self.arguments.window_batch)
+
+            taken = seconds(run, device)
+            print(f"{row!s:12s} {dtype}: {len(text) - 1:,} positions in {taken:.1f} s", flush=True)
+            more |= {"n_examples": len(text) - 1, "dtype": dtype}
+            self.record(row, config, "sliding_seconds", taken, **more)
+
+    @torch.no_grad()
+    def decoding(self) -> None:
+        steps = 4 if self.arguments.tiny else 32
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        for row in self.rows:
+            config = config_of(row, self.base, max(self.arguments.decode_lengths))
+            model = LanguageModel(config).to(self.device, dtype).eval()
+            for length in self.arguments.decode_lengths:
+                caches = model.make_caches(1, length + 2 * steps)
+                for chunk in words(config, (1, length), self.device).split(4096, dim=1):
+                    model.hidden(chunk, caches=caches)
+
+                def decode(model: LanguageModel = model, caches: list[Any] = caches) -> None:
+                    token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+                    for _ in range(steps):
+                        hidden = model.hidden(token, caches=caches)
+                        token = model.table.logits(hidden[:, -1]).argmax(-1, keepdim=True)
+
+                decode()
+                rate = steps / seconds(decode, self.device)
+                # Room for the steps apart: what holds `length` tokens.
+                held = sum(cache.nbytes for cache in model.make_caches(1, length))
+                print(f"{row!s:12s} length {length:6d} {rate:8.1f} tokens/s {held:12,d} bytes of cache", flush=True)
+                more = {"batch": 1, "length": length, "dtype": str(dtype).removeprefix("torch.")}
+                self.record(row, config, "decode_tokens_per_second", rate, **more)
+                self.record(row, config, "cache_bytes", held, **more)
+
+
+def draw(path: Path, picture: Path) -> None:
+    """Decoding speed and cache size against the length, from the last rows of the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines: dict[str, dict[str, dict[int, float]]] = {"decode_tokens_per_second": {}, "cache_bytes": {}}
+    for row in results.read([path]):
+        if row["metric"] in lines:
+            name = str(Row(row["variant"], int(row["heads"]), int(row["kv_heads"])))
+            name = name.removesuffix(f"/{row['heads']}")
+            lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    titles = ("tokens a second, one sequence", "bytes of cache, one sequence")
+    for axes, (metric, named), title in zip(both, lines.items(), titles, strict=True):
+        for name, points in named.items():
+            axes.plot(*zip(*sorted(points.items()), strict=True), marker=".", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log" if metric == "cache_bytes" else "linear")
+        axes.set_ylim(bottom=None if metric == "cache_bytes" else 0)
+        axes.set_xlabel("tokens held")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+    both[0].legend(fontsize=8)
+    temporary = picture.with_name(f".{picture.name}.tmp")
+    figure.savefig(temporary, dpi=150, format="png")
+    pyplot.close(figure)
+    temporary.replace(picture)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="throughput,evaluation,decoding")
+    parser.add_argument("--rows", default="softmax:8,smgk:4,mgk:4")
+    parser.add_argument("--lengths", type=numbers, default=[256, 4096])
+    parser.add_argument("--windows", type=int, default=5, help="timings, of which the median counts")
+    parser.add_argument("--decode-lengths", type=numbers, default=[256, 1024, 4096, 16384])
+    parser.add_argument("--model", type=Path, help="evaluation: a saved model instead of a random one")
+    parser.add_argument("--tokens", type=Path, help="evaluation: ids of a text, .npy, instead of random words")
+    parser.add_argument("--compared", type=int, default=2000, help="evaluation: windows to compare one by one")
+    parser.add_argument("--window-batch", type=int, default=1024)
+    parser.add_argument("--warm-only", action="store_true", help="throughput: compile and leave")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("results/language_model.csv"))
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    for part in arguments.parts.split(","):
+        {"throughput": bench.throughput, "evaluation": bench.evaluation, "decoding": bench.decoding}[part]()
+    if "decoding" in arguments.parts:
+        draw(arguments.out, arguments.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

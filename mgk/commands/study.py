@@ -1,0 +1,50 @@
+"""mgk study."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk import recipes
+from mgk.commands.common import DataDir, Settings, app, data_directory, run_directory, steps_setting
+from mgk.commands.compare import compare
+from mgk.recipes import Row
+
+
+@app.command()
+def study(
+    recipe: Annotated[str, typer.Argument(help="The recipe of a language model, by name or as a YAML file.")],
+    rows: Annotated[str | None, typer.Option(help="softmax:8,smgk:4,…; default: all rows of the recipe.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
+    preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
+    steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    settings: Settings = None,
+    data_dir: DataDir = None,
+    jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where everything worth keeping goes: no weights.")] = Path("results"),
+    runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
+) -> None:
+    """Train, evaluate, sample and draw in one go: what a machine that keeps no weights leaves behind is in out/."""
+    from mgk import study as looks
+    from mgk import tasks
+    from mgk.tasks.corpus import Corpus
+
+    chosen = recipes.load(recipe).with_settings([*(settings or []), *steps_setting(steps)])
+    if not isinstance(tasks.task(chosen.task), Corpus):
+        raise ValueError(f"recipe {recipe} trains no language model: use mgk compare")
+    models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
+    compare(recipe, rows, seeds, preset, steps, settings, data_dir, jobs, out=out, runs=runs)
+    directories = [run_directory(runs, chosen.name, row, preset, seed) for row in models for seed in range(seeds)]
+    # A run whose result was already known has not been trained again, and may not be here.
+    found = [directory for directory in directories if (directory / "best").is_dir()]
+    curves = out / "curves"
+    curves.mkdir(parents=True, exist_ok=True)
+    for directory in found:
+        shutil.copyfile(directory / "metrics.csv", curves / f"{chosen.name}-{directory.name}.csv")
+        for look in looks.LOOKS:
+            print(*(f"written: {path}" for path in look(directory, data_directory(data_dir), out)), sep="\n")
+    if found:
+        print(f"written: {looks.draw_curves(found, chosen.title, out / f'{chosen.name}-curves.png')}")

@@ -1,0 +1,263 @@
+"""What a model learns and how it is judged: a row of OBJECTIVES for each kind of task.
+
+The training loop knows neither tokens nor metrics: it asks the objective for the loss of some examples.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mgk.batches import Examples, InOrder, Segments
+from mgk.checks import one_of
+from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel
+from mgk.recipes import Recipe, Row, Training
+from mgk.sliding import sliding_losses
+
+
+class Measured(NamedTuple):
+    """One number of a finished model."""
+
+    n_examples: int
+    metric: str
+    value: float
+
+
+class Objective(ABC):
+    """A model with the examples it is trained and judged on, in the memory of a device."""
+
+    metric: ClassVar[str]  # what the best model is chosen by, on the development set
+    better: ClassVar[int]  # 1 where more of it is better, -1 where less is
+    config_class: ClassVar[type]
+    model_class: ClassVar[type[nn.Module]]
+    entries: ClassVar[tuple[str, ...]] = ()  # methods beside forward by which training enters the model
+
+    def __init__(self, model: Any, settings: Training, task: Any, splits: dict[str, Any]) -> None:
+        self.model, self.settings, self.task, self.splits = model, settings, task, splits
+        self.device = torch.device("cpu")
+        self.network: Any = model
+        self.compiles = False
+        self.examples: dict[str, Any] = {}
+
+    @classmethod
+    @abstractmethod
+    def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> Any:
+        """The model's resolved configuration."""
+
+    @classmethod
+    def resolve(cls, recipe: Recipe, row: Row, preset: str, settings: dict[str, Any]) -> Any:
+        """The recipe's settings of the model over `settings`, and what the row says over both."""
+        known = {field.name for field in fields(cls.config_class)}
+        for name in recipe.model:
+            one_of("--set model.", name, sorted(known))
+        chosen = {"variant": row.variant, "num_heads": row.heads, "num_kv_heads": row.kv_heads, "preset": preset}
+        return cls.config_class(**{**settings, **recipe.model, **chosen})
+
+    @classmethod
+    @abstractmethod
+    def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
+        """Leaves in the run's directory what its model needs beside its weights."""
+
+    def place(self, device: torch.device) -> None:
+        """Examples go to the device; what is to be compiled, is."""
+        if not self.examples:
+            self.device = device
+            self.examples = {name: self.hold(split) for name, split in self.splits.items()}
+            self.compiles = self.settings.compile and device.type == "cuda"
+            if self.compiles:
+                self.network = self.compiled()
+
+    @abstractmethod
+    def hold(self, split: Any) -> Any:
+        """A split in the memory of the device."""
+
+    @abstractmethod
+    def compiled(self) -> Any:
+        """The network that is called in the model's place."""
+
+    @abstractmethod
+    def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
+        """Means over these examples: "loss", and what else tells how it goes."""
+
+    @abstractmethod
+    def value(self, means: dict[str, float]) -> float:
+        """The metric, from means of `measure` over a split."""
+
+    @staticmethod
+    @abstractmethod
+    def told(value: float) -> str:
+        """The metric in words."""
+
+    @staticmethod
+    @abstractmethod
+    def judged_on(task: Any) -> list[str]:
+        """The splits that a finished model is judged on."""
+
+    @abstractmethod
+    def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
+        """What the model is worth on a split; what each example says goes to the directory."""
+
+    @torch.no_grad()
+    def means(self, split: str) -> dict[str, float]:
+        """`measure` over a whole split."""
+        totals: dict[str, float] = {}
+        for indices in InOrder(len(self.splits[split]), self.settings.eval_batch_size):
+            with self.autocast():
+                measured = self.measure(indices, split)
+            for name, value in measured.items():
+                totals[name] = totals.get(name, 0.0) + float(value) * len(indices)
+        return {name: total / len(self.splits[split]) for name, total in totals.items()}
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+
+
+class Classification(Objective):
+    """The class of an example; accuracy."""
+
+    metric, better = "accuracy", 1
+    config_class, model_class = EncoderConfig, Classifier
+
+    @classmethod
+    def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> EncoderConfig:
+        """Pooling over the padded length is what the authors' code does."""
+        settings = {
+            "vocab_size": task.vocab_size,
+            "num_classes": task.num_classes,
+            "max_length": task.max_length,
+            "documents": task.documents,
+            "pooling": "mean-padded" if preset == "ref-lra" else "mean",
+        }
+        config: EncoderConfig = cls.resolve(recipe, row, preset, settings)
+        return config
+
+    @classmethod
+    def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
+        pass
+
+    def hold(self, split: Any) -> Examples:
+        return Examples(split, self.model.config.max_length, self.device)
+
+    def compiled(self) -> Any:
+        return torch.compile(self.model)
+
+    def logits(self, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
+        examples, chosen, count = self.examples[split], indices.numpy(), len(indices)
+        if self.compiles and split != "train":
+            # One more shape would be compiled for the last batch.
+            chosen = np.resize(chosen, self.settings.eval_batch_size)
+        if self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda":
+            tokens, edges, labels = examples.packed(chosen)
+            torch._dynamo.maybe_mark_dynamic(tokens, 0)
+            return self.network(tokens, cu_seqlens=edges)[:count], labels[:count]
+        width = examples.width(chosen) if self.settings.padding == "longest" else examples.max_length
+        tokens, lengths, labels = examples.batch(torch.from_numpy(chosen).to(self.device), width)
+        return self.network(tokens, lengths)[:count], labels[:count]
+
+    def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
+        logits, labels = self.logits(indices, split)
+        loss = nn.functional.cross_entropy(logits.float(), labels)
+        return {"loss": loss, "accuracy": (logits.argmax(-1) == labels).float().mean()}
+
+    def value(self, means: dict[str, float]) -> float:
+        return means["accuracy"]
+
+    @staticmethod
+    def told(value: float) -> str:
+        return f"accuracy {100 * value:.2f} %"
+
+    @staticmethod
+    def judged_on(task: Any) -> list[str]:
+        return [name for name in task.splits if name not in ("train", "dev")]
+
+    def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
+        correct = self.correct(split)
+        if directory is not None:
+            np.save(directory / f"correct-{split}.npy", correct, allow_pickle=False)
+        shares = self.splits[split].class_shares(self.task.num_classes)
+        yield Measured(len(correct), "majority_share", float(shares.max()))
+        yield Measured(len(correct), "accuracy", float(correct.mean()))
+
+    @torch.no_grad()
+    def correct(self, split: str) -> np.ndarray:
+        """For every example of a split, whether the prediction is right."""
+        parts = []
+        for indices in InOrder(len(self.splits[split]), self.settings.eval_batch_size):
+            with self.autocast():
+                logits, labels = self.logits(indices, split)
+            parts.append(logits.argmax(-1) == labels)
+        return torch.cat(parts).cpu().numpy()
+
+
+class LanguageModelling(Objective):
+    """The next token. While training, perplexity within segments; a finished model is judged by the sliding window."""
+
+    metric, better = "perplexity", -1
+    config_class, model_class, entries = DecoderConfig, LanguageModel, ("losses",)
+    stride = 1
+
+    @classmethod
+    def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> DecoderConfig:
+        size = len(task.vocabulary(data_dir))
+        config: DecoderConfig = cls.resolve(recipe, row, preset, {"vocab_size": size, "max_length": task.max_length})
+        return config
+
+    @classmethod
+    def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
+        task.vocabulary(data_dir).save(directory)
+
+    def hold(self, split: Any) -> Segments:
+        return Segments(split, self.model.config.cutoffs, self.device)
+
+    def compiled(self) -> Any:
+        """Each layer by itself: all run the same code, so that one is compiled and not sixteen."""
+        for layer in self.model.layers:
+            layer.compile()
+        return self.model
+
+    def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
+        if not self.compiles or split == "train":
+            return {"loss": self.network.losses(*self.examples[split].batch(indices)).mean()}
+        # One more shape would be compiled for the last batch.
+        filled = torch.from_numpy(np.resize(indices.numpy(), self.settings.eval_batch_size))
+        return {"loss": self.network.losses(*self.examples[split].batch(filled))[: len(indices)].mean()}
+
+    def value(self, means: dict[str, float]) -> float:
+        return math.exp(min(means["loss"], 100.0))
+
+    @staticmethod
+    def told(value: float) -> str:
+        return f"perplexity {value:.2f}"
+
+    @staticmethod
+    def judged_on(task: Any) -> list[str]:
+        return [name for name in task.splits if name != "train"]
+
+    def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
+        tokens = self.examples[split].tokens
+        window = self.model.config.max_length
+        with self.autocast():
+            losses = sliding_losses(
+                self.model, tokens, window=window, stride=self.stride, batch_size=self.settings.eval_batch_size
+            )
+        count, mean = len(losses), float(losses.double().mean())
+        if directory is not None:
+            np.save(directory / f"losses-{split}.npy", losses.cpu().numpy(), allow_pickle=False)
+        # Anything but the paper's evaluation says so in its name.
+        suffix = "" if self.stride == 1 else f"_stride_{self.stride}"
+        yield Measured(count, f"perplexity{suffix}", math.exp(min(mean, 100.0)))
+        yield Measured(count, f"loss{suffix}", mean)
+        yield Measured(count, "unknown_share", self.splits[split].unknown_share)
+        if self.task.unit == "byte":
+            yield Measured(count, f"bits_per_byte{suffix}", mean / math.log(2))
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"classification": Classification, "language-model": LanguageModelling}

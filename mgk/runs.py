@@ -1,0 +1,36 @@
+"""A run's directory, read back: its description, and its model with what turns text into tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgk import tasks
+from mgk.models import LanguageModel, load_model
+from mgk.tasks.corpus import Corpus
+from mgk.tasks.vocabulary import Vocabulary
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """The description of a run, from its directory."""
+    try:
+        description = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{directory} is no run: it has no run.json") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{directory / 'run.json'} is damaged: {error}") from None
+    return dict(description)
+
+
+def load_language_model(directory: Path, device: torch.device) -> tuple[LanguageModel, Vocabulary]:
+    """The best model of a run and its vocabulary; the data it was trained on is not needed."""
+    task = tasks.task(read_run(directory)["task"])
+    if not isinstance(task, Corpus):
+        raise ValueError(f"{directory} is a run of {task.name}: it holds no language model")
+    model = load_model(directory / "best", device)
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"{directory / 'best'} holds a {type(model).__name__}, not a language model")
+    return model, task.vocabulary_in(directory)
