@@ -20,7 +20,7 @@ from mgk.analysis import analyse, report
 from mgk.analysis.curves import read_curves
 from mgk.analysis.report import Subject, write_report
 from mgk.cli import main
-from mgk.models import Classifier, EncoderConfig, save_model
+from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel, save_model
 
 TASK = dataclasses.replace(tasks.TASKS["listops-short"], name="tiny", counts={"test": 60, "dev": 4, "train": 4})
 
@@ -263,6 +263,7 @@ def test_tapping_a_large_map_shows_that_part_in_full(open_page, tmp_path, monkey
 def run(tmp_path, monkeypatch):
     """A run whose analysis draws no figures: they are looked at above."""
     monkeypatch.setattr("mgk.analysis.figures.draw_all", lambda *arguments: [])
+    monkeypatch.setitem(tasks.TASKS, "tiny", TASK)
     return make_run(tmp_path / "run", "smgk", 2)
 
 
@@ -296,8 +297,7 @@ def test_user_ids_and_lengths(run, tmp_path):
     assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"10"}
 
 
-def test_length_of_a_runs_own_examples(run, tmp_path, monkeypatch, refused):
-    monkeypatch.setitem(tasks.TASKS, "tiny", TASK)
+def test_length_of_a_runs_own_examples(run, tmp_path, refused):
     options = ["--data-dir", tmp_path / "data", "--removal", 0]
     assert call(run, *options, "--length", 12).exception is None
     assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"12"}
@@ -305,10 +305,30 @@ def test_length_of_a_runs_own_examples(run, tmp_path, monkeypatch, refused):
     refused("is more than the model's 60 positions", run, *options, "--length", 61)
 
 
+def test_a_language_model_on_its_text_and_on_the_users(tmp_path, monkeypatch, refused):
+    monkeypatch.setattr("mgk.analysis.figures.draw_all", lambda *arguments: [])
+    config = DecoderConfig(
+        vocab_size=256, max_length=24, embed_dim=16, ffn_dim=16, num_layers=2, num_heads=2, head_dim=8, variant="smgk"
+    )
+    run = tmp_path / "run"
+    save_model(LanguageModel(config), run / "best")
+    (run / "run.json").write_text(json.dumps({"task": "bytes", "recipe": "bytes", "row": "smgk:2", "seed": 0}))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.txt").write_text("a text to model, over and over. " * 999)
+    found = call(run, "--data-dir", tmp_path / "data", "--matrices", 6, "--removal", 2)
+    assert found.exception is None, found.output
+    assert "% fewer FLOPs" in found.output
+    assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"24"}
+    assert call(run, "--text", "some words of mine", "--removal", 0).exception is None
+    page = (run / "analysis" / "report.html").read_text()
+    assert '"tokens":["s","o","m","e","␣","w"' in page
+    refused("--text is 5 tokens long, and at least 8 are needed", run, "--text", "hello")
+
+
 def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path, refused):
     refused("is no run: it has no run.json", tmp_path / "nowhere")
     refused("give the directory of one or more runs, or --hf MODEL")
-    refused("--text needs a model that reads bytes", run, "--text", "some text of mine")
+    refused("--text is not for this model, whose task has no text", run, "--text", "some text of mine")
     refused("--images goes with --hf", run, "--images", "x.png")
     refused("--memory must be more than 0", run, "--memory", "0")
     ids = tmp_path / "ids.txt"

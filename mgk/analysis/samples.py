@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mgk.checks import fail
 from mgk.models import Classifier
-from mgk.tasks import PAD, Split
-from mgk.tasks.listops import SYMBOLS
+from mgk.tasks import Split, Task
+from mgk.tasks.corpus import Corpus, TokenStream
+from mgk.tasks.listops import SYMBOLS, ListOps
 from mgk.tasks.store import byte_tokens
 
 # Shorter samples say nothing about attention.
@@ -29,26 +30,46 @@ class Samples:
     about: str
 
 
-def token_names(vocabulary: int, ids: Sequence[int]) -> list[str]:
-    """What the reader sees for each id."""
-    known = {len(SYMBOLS): SYMBOLS, 32: SYMBOLS}.get(vocabulary)
-    if known is not None and max(ids, default=0) <= len(known):
-        return [known[i - 1] if i != PAD else "·" for i in ids]
-    if vocabulary == BYTES:
-        return [chr(i - 1) if 33 <= i - 1 < 127 else "␣" if i - 1 == 32 else f"x{i - 1:02x}" for i in ids]
-    return [str(i) for i in ids]
+@dataclass(frozen=True)
+class Reader:
+    """Between text and the tokens of a run's model."""
+
+    encode: Callable[[str], list[int]] | None  # None where the task has no text
+    names: Callable[[Sequence[int]], list[str]]  # what the reader of a report sees for each id
 
 
-def from_split(model: nn.Module, split: Split, name: str, count: int, length: int | None, seed: int) -> Samples:
-    """`count` examples drawn at random; with `length` only those at least as long, cut to it."""
-    if isinstance(model, Classifier):
-        return _documents(model, split, name, count, length, seed)
-    return _windows(model, split, name, count, length, seed)
+def reader_of(task: Task, run: Path) -> Reader:
+    if isinstance(task, Corpus):
+        vocabulary = task.vocabulary_in(run)
+        return Reader(
+            lambda text: vocabulary.encode(text)[0].tolist(),
+            lambda ids: [vocabulary.decode([i]).strip() or "␣" for i in ids],
+        )
+    if task.vocab_size == BYTES:
+        return Reader(lambda text: byte_tokens(text.encode()).tolist(), lambda ids: [_byte(i - 1) for i in ids])
+    symbols = ("·", *SYMBOLS) if isinstance(task, ListOps) else ()
+    return Reader(None, lambda ids: [symbols[i] if i < len(symbols) else str(i) for i in ids])
 
 
-def _documents(model: Classifier, split: Split, name: str, count: int, length: int | None, seed: int) -> Samples:
-    if length is not None and length > model.config.max_length:
-        fail("--length", f"= {length} is more than the model's {model.config.max_length} positions")
+def _byte(value: int) -> str:
+    return chr(value) if 32 < value < 127 else "␣" if value == 32 else f"x{max(value, 0):02x}"
+
+
+def from_split(
+    model: nn.Module, split: Split | TokenStream, name: str, count: int, length: int | None, seed: int, reader: Reader
+) -> Samples:
+    """`count` samples drawn at random; `length`: only documents at least as long, cut to it, or pieces of that size."""
+    config: Any = model.config
+    if isinstance(split, TokenStream):
+        return _pieces(config, split, name, count, length, seed, reader)
+    return _documents(config, split, name, count, length, seed, reader)
+
+
+def _documents(
+    config: Any, split: Split, name: str, count: int, length: int | None, seed: int, reader: Reader
+) -> Samples:
+    if length is not None and length > config.max_length:
+        fail("--length", f"= {length} is more than the model's {config.max_length} positions")
     lengths = split.lengths.reshape(len(split), -1).min(1)
     enough = np.flatnonzero(lengths >= max(length or 0, LEAST))
     if not len(enough):
@@ -60,24 +81,22 @@ def _documents(model: Classifier, split: Split, name: str, count: int, length: i
     inputs = []
     for row in chosen:
         tokens, sizes, _ = split.batch([row], length)
-        width = min(int(sizes.max()), model.config.max_length)
+        width = min(int(sizes.max()), config.max_length)
         inputs.append((tokens[..., :width], sizes.clamp(max=width)))
     first = inputs[0][0].flatten(0, -2)[0].tolist()
-    return Samples(inputs, token_names(model.config.vocab_size, first), f"{len(inputs)} examples of {name}")
+    return Samples(inputs, reader.names(first), f"{len(inputs)} examples of {name}")
 
 
-def _windows(model: nn.Module, split: Any, name: str, count: int, length: int | None, seed: int) -> Samples:
-    """Of a language model: pieces of its text."""
-    config: Any = model.config
+def _pieces(
+    config: Any, split: TokenStream, name: str, count: int, length: int | None, seed: int, reader: Reader
+) -> Samples:
     length = length or config.max_length
-    tokens = split.tokens
-    if len(tokens) < length:
-        fail("--length", f"= {length} is more than the {len(tokens)} tokens of {name}")
-    starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
-    pieces = [np.asarray(tokens[start : start + length]).astype(np.int64) for start in starts.tolist()]
+    if len(split.tokens) < length:
+        fail("--length", f"= {length} is more than the {len(split.tokens)} tokens of {name}")
+    starts = np.random.default_rng(seed).integers(0, len(split.tokens) - length + 1, count)
+    pieces = [np.asarray(split.tokens[start : start + length]).astype(np.int64) for start in starts.tolist()]
     inputs: list[Any] = [torch.from_numpy(piece)[None] for piece in pieces]
-    names = token_names(config.vocab_size, pieces[0].tolist())
-    return Samples(inputs, names, f"{count} pieces of {length} tokens of {name}")
+    return Samples(inputs, reader.names(pieces[0].tolist()), f"{count} pieces of {length} tokens of {name}")
 
 
 def read_ids(path: Path, length: int | None) -> list[list[int]]:
@@ -101,25 +120,25 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
     return [row[:length] for row in rows]
 
 
-def from_ids(model: nn.Module, rows: list[list[int]]) -> Samples:
+def from_ids(model: nn.Module, rows: list[list[int]], reader: Reader) -> Samples:
     """Token ids for one of our own models."""
     config: Any = model.config
     highest, longest = max(max(row) for row in rows), max(len(row) for row in rows)
     if highest >= config.vocab_size:
         fail("--ids", f"holds {highest}, and the model's vocabulary ends at {config.vocab_size - 1}")
-    if longest > config.max_length:
+    if isinstance(model, Classifier) and longest > config.max_length:
         fail("--ids", f"has {longest} tokens, and the model has {config.max_length} positions: pass --length")
     pair = getattr(config, "documents", 1) == 2
     inputs: list[Any] = [torch.tensor([[row, row]] if pair else [row]) for row in rows]
-    return Samples(inputs, token_names(config.vocab_size, rows[0]), f"{len(rows)} samples of token ids")
+    return Samples(inputs, reader.names(rows[0]), f"{len(rows)} samples of yours")
 
 
-def text_ids(model: nn.Module, texts: list[str], length: int | None) -> list[list[int]]:
-    """Text for one of our own models that read bytes."""
+def read_text(model: nn.Module, texts: list[str], length: int | None, reader: Reader) -> list[list[int]]:
+    """Text as the tokens of one of our own models, cut to `length`, by default to what it was trained at."""
     config: Any = model.config
-    if config.vocab_size != BYTES:
-        fail("--text", "needs a model that reads bytes: give this one token ids with --ids")
-    rows = [byte_tokens(text.encode()).tolist()[: length or config.max_length] for text in texts]
+    if reader.encode is None:
+        fail("--text", "is not for this model, whose task has no text: give token ids with --ids")
+    rows = [reader.encode(text)[: length or config.max_length] for text in texts]
     shortest, least = min(len(row) for row in rows), max(length or 0, LEAST)
     if shortest < least:
         fail("--text", f"is {shortest} tokens long, and at least {least} are needed")

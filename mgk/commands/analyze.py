@@ -134,8 +134,8 @@ def _run(
     from mgk import tasks
     from mgk.analysis import analyse, samples
     from mgk.analysis.report import Subject
-    from mgk.evaluation import read_run
     from mgk.models import load_model
+    from mgk.runs import read_run
 
     description = read_run(run)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,16 +144,17 @@ def _run(
     wanted = _default_matrices(matrices, given.length or config.max_length, device)
     if given.images:
         fail("--images", "goes with --hf")
+    task = tasks.task(description["task"])
+    reader = samples.reader_of(task, run)
     if given.texts:
-        found = samples.from_ids(model, samples.text_ids(model, given.texts, given.length))
+        found = samples.from_ids(model, samples.read_text(model, given.texts, given.length, reader), reader)
     elif given.ids is not None:
-        found = samples.from_ids(model, samples.read_ids(given.ids, given.length))
+        found = samples.from_ids(model, samples.read_ids(given.ids, given.length), reader)
     else:
-        task = tasks.task(description["task"])
         task.prepare(given.data, 1, progress)
         count = max(-(-wanted // config.num_heads), settings["removal"])
-        name = f"{description['task']}, {given.split}"
-        found = samples.from_split(model, task.split(given.data, given.split), name, count, given.length, given.seed)
+        split, words = task.split(given.data, given.split), f"{description['task']}, {given.split}"
+        found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
     inputs = samples.to_device(found.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
     tiles = out / "maps" / run.name

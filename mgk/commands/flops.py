@@ -10,7 +10,7 @@ import typer
 
 from mgk import recipes
 from mgk.checks import fail, one_of
-from mgk.commands.common import Settings, app
+from mgk.commands.common import DataDir, Settings, app, data_directory
 from mgk.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -59,9 +59,13 @@ def flops(
     lengths: Annotated[str | None, typer.Option(help="Tokens; default: the task's.")] = None,
     figure: Annotated[int | None, typer.Option(help="3 or 7: that figure of the paper, redrawn.")] = None,
     settings: Settings = None,
+    data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="A directory for flops.csv and the figures.")] = None,
 ) -> None:
-    """Count parameters and forward FLOPs of every variant against heads and length. Needs no weights and no data."""
+    """Count parameters and forward FLOPs of every variant against heads and length.
+
+    Needs no weights, and data only where the vocabulary is counted from it.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -72,7 +76,7 @@ def flops(
         one_of("--figure", str(figure), map(str, FIGURES))
     counts = _numbers("--heads", heads)
     names = [one_of("--variants", name.strip(), VARIANTS) for name in (variants or ",".join(VARIANTS)).split(",")]
-    config = _config(recipe, settings or [])
+    config = _config(recipe, settings or [], data_directory(data_dir))
     tokens = _numbers("--lengths", lengths) if lengths else [config.max_length]
     if figure is not None:
         for path in _draw(figure, config, counts, tokens[0], out or Path("."), recipe):
@@ -94,14 +98,14 @@ def flops(
                 print(path)
 
 
-def _config(recipe: str, settings: list[str]) -> Any:
+def _config(recipe: str, settings: list[str], data: Path) -> Any:
     from mgk import tasks
     from mgk.training import Run
 
     chosen = recipes.load(recipe).with_settings(settings)
     row = chosen.rows[0] if chosen.rows else recipes.Row("softmax", 8)
     task = tasks.task(chosen.task)
-    return Run(chosen, row, "paper", 0, Path("."), Path(".")).model_config(task)
+    return Run(chosen, row, "paper", 0, data, Path(".")).model_config(task)
 
 
 def _count(config: Any, length: int) -> tuple[int, int]:
