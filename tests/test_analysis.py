@@ -90,6 +90,18 @@ def test_padding_is_left_out(variant):
     assert found[1][1].allclose(alone[0][1], rtol=1e-9)
 
 
+@pytest.mark.parametrize("variant", ["smgk", "mlk"])
+@pytest.mark.parametrize("memory", [1 << 30, 20_000])
+def test_padding_on_the_left_is_left_out(variant, memory):
+    layer = layer_of(variant, is_causal=True)
+    x = torch.randn(1, LENGTH, 24).double()
+    padding = torch.arange(LENGTH)[None] < 8
+    ((sample, weights),) = seen_weights(layer, x, key_padding_mask=padding, memory=memory)
+    alone = seen_weights(layer, x[:, 8:])
+    assert sample.shape == (11, 11)
+    assert weights.allclose(alone[0][1], rtol=1e-9)
+
+
 def test_float_and_bool_masks():
     layer = layer_of("smgk")
     x = torch.randn(1, LENGTH, 24).double()

@@ -24,10 +24,10 @@ def with_values(values, rows, columns):
 
 
 @pytest.mark.parametrize("size", [(40, 40), (40, 70), (300, 300), (200, 310), (310, 200)], ids=str)
-@pytest.mark.parametrize("largest", [1.0, 30.0])
+@pytest.mark.parametrize("largest", [1.0, 30.0, 300.0])
 @pytest.mark.parametrize("rank", [1, 17, 39])
 def test_rank_of_a_known_spectrum(size, largest, rank):
-    """Values from the largest down to just above 1e-6, and below it down to 1e-11."""
+    """Values from the largest down to just above 1e-6, and below it down to 1e-11. At 300 AᵀA alone cannot tell."""
     above = torch.logspace(math.log10(largest), -5.97, rank, dtype=torch.float64)
     below = torch.logspace(-6.03, -11, min(size) - rank, dtype=torch.float64)
     matrices = torch.stack([with_values(torch.cat([above, below]), *size) for _ in range(2)])
