@@ -19,7 +19,7 @@ from mgk.analysis.ranking import THRESHOLD, in_batches, matrices_at_once, spectr
 from mgk.analysis.redundancy import PairSums, Similarity
 from mgk.analysis.removal import Removal, remove_heads
 from mgk.analysis.watching import Call, Progress, Watch, at_rest, run, watching
-from mgk.analysis.weights import SampleWeights, sample_weights
+from mgk.analysis.weights import Block, SampleWeights, sample_weights
 from mgk.arguments import LinearCall
 from mgk.checks import fail, number, positive_integer
 
@@ -91,6 +91,30 @@ class _Settings:
     tiles: Path | None
 
 
+class _Shown:
+    """The sample that is kept for the reader: its maps, and which component answers where."""
+
+    def __init__(self, number: int, sample: SampleWeights, settings: _Settings, device: torch.device) -> None:
+        queries, keys = sample.shape
+        size, tiles = settings.map_size, settings.tiles
+        self.maps = MapSums(f"layer{number + 1}", sample.heads, queries, keys, size, tiles, device)
+        self.queries, self.keys = (
+            torch.zeros(sample.heads, sample.components, length, dtype=torch.float64, device=device)
+            for length in (queries, keys)
+        )
+
+    def add(self, block: Block, answered: Tensor | None) -> None:
+        self.maps.add(block.rows, block.weights)
+        if answered is not None:
+            self.queries[..., block.rows] += answered.sum(3).transpose(1, 2)
+            self.keys += answered.sum(1)
+
+    def where(self) -> Where | None:
+        if self.queries.shape[1] == 1:
+            return None
+        return Where(*(_shares(answers.cpu(), self.maps.factor) for answers in (self.queries, self.keys)))
+
+
 class _LayerSums:
     """Everything about a layer that grows with the samples."""
 
@@ -117,33 +141,19 @@ class _LayerSums:
         whole = None
         if ranked and at_once >= self.heads:
             whole = torch.empty(self.heads, queries, keys, dtype=torch.float64, device=self.device)
-        shown = self.maps is None
-        if shown:
-            maps = MapSums(
-                f"layer{self.number + 1}", self.heads, queries, keys, settings.map_size, settings.tiles, self.device
-            )
-            answers = torch.zeros(2, self.heads, self.components, max(queries, keys), dtype=torch.float64)
+        shown = _Shown(self.number, sample, settings, self.device) if self.maps is None else None
         if self.mixture is not None:
             self.mixture.add_sample(sample)
         for block in sample.blocks(settings.memory // 2, components=self.mixture is not None):
             self.pairs.add_maps(block.weights)
             self.pairs.add_outputs(block.weights @ sample.value)
+            answered = None if self.mixture is None else self.mixture.add_block(block, hard)
             if whole is not None:
                 whole[:, block.rows] = block.weights
-            if shown:
-                maps.add(block.rows, block.weights)
-            if self.mixture is not None:
-                answered = self.mixture.add_block(block, hard).cpu()  # [H, R, M, S]
-                if shown:
-                    answers[0, ..., block.rows] += answered.sum(3).transpose(1, 2)
-                    answers[1, ..., :keys] += answered.sum(1)
-        if shown:
-            self.maps = maps.maps()
-            if self.mixture is not None:
-                self.where = Where(
-                    _shares(answers[0, ..., :queries], self.maps.factor),
-                    _shares(answers[1, ..., :keys], self.maps.factor),
-                )
+            if shown is not None:
+                shown.add(block, answered)
+        if shown is not None:
+            self.maps, self.where = shown.maps.maps(), shown.where()
         if ranked:
             self._rank(sample, whole, at_once)
 
