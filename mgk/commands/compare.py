@@ -36,7 +36,7 @@ def compare(
     from rich.table import Table
 
     from mgk import compare as comparison
-    from mgk import cost, tasks
+    from mgk import cost, side_by_side, tasks
     from mgk.training import Run
 
     overrides = [*(settings or []), *steps_setting(steps)]
@@ -66,7 +66,7 @@ def compare(
                 print(f"timing {row} alone", file=sys.stderr)
                 run = Run(chosen, row, preset, 0, where, run_directory(runs, chosen.name, row, preset, 0))
                 results.append(own, cost.measure(run, tasks.task(chosen.task), device))
-    lines = comparison.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
+    lines = side_by_side.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
     shown = Table(*lines[0], title=chosen.title)
     for line in lines[1:]:
         shown.add_row(*line)
