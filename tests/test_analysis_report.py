@@ -297,6 +297,23 @@ def test_user_ids_and_lengths(run, tmp_path):
     assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"10"}
 
 
+def test_runs_of_the_same_kind_are_told_apart(run, tmp_path):
+    other = make_run(tmp_path / "elsewhere" / "run", "smgk", 2)
+    ids = tmp_path / "ids.txt"
+    ids.write_text("3 " * 30)
+    out = tmp_path / "out"
+    # Left by an earlier analysis, and too many for the page.
+    stale = out / "maps" / "1-run" / "layer9-head1-0000.png"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"x")
+    result = call(run, other, "--ids", ids, "--removal", 0, "--map-size", 8, "--out", out)
+    assert result.exception is None, result.output
+    assert {row["model"] for row in rows(out / "layers.csv")} == {f"smgk:2 tiny seed 0 ({x})" for x in (run, other)}
+    assert not stale.exists()
+    for number in (1, 2):
+        assert len(list((out / "maps" / f"{number}-run").glob("*.png"))) == 2 * 2
+
+
 def test_length_of_a_runs_own_examples(run, tmp_path, refused):
     options = ["--data-dir", tmp_path / "data", "--removal", 0]
     assert call(run, *options, "--length", 12).exception is None

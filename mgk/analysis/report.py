@@ -21,7 +21,7 @@ from mgk.analysis.survey import Analysis, Layer
 from mgk.models.storage import write_atomically
 
 # Tiles go into the page as long as they are together no larger than this, in bytes; else they stay files beside it.
-EMBEDDED = 24 << 20
+EMBEDDED = 12 << 20
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator
@@ -73,9 +74,13 @@ def analyze(
     given = _Given(text or [], ids, images or [], length, split, seed, data_directory(data_dir))
     with _bar() as tell:
         if hf is not None:
-            subjects = [_transformers(hf, given, matrices, settings, directory, tell)]
+            subjects = [_transformers(hf, given, matrices, settings, _tiles(directory, Path(hf).name), tell)]
         else:
-            subjects = [_run(run, given, matrices, settings, directory, tell) for run in runs or []]
+            subjects = [
+                _run(run, given, matrices, settings, _tiles(directory, f"{n + 1}-{run.resolve().name}"), tell)
+                for n, run in enumerate(runs or [])
+            ]
+            subjects = _named_apart(subjects, runs or [])
         curves = [
             curve
             for run, subject in zip(runs or [], subjects, strict=False)
@@ -122,12 +127,29 @@ def _read(text: str) -> str:
         raise ValueError(f"--text: {text} is no UTF-8 text") from error
 
 
+def _tiles(out: Path, name: str) -> Path:
+    """Where the tiles of a model's maps go; those of an earlier analysis are removed."""
+    folder = out / "maps" / name
+    for old in folder.glob("layer*-head*-*.png"):
+        old.unlink()
+    return folder
+
+
+def _named_apart(subjects: list[Subject], runs: list[Path]) -> list[Subject]:
+    """Runs that have the same row, recipe and seed are called by their directories too."""
+    names = [subject.name for subject in subjects]
+    return [
+        subject if names.count(subject.name) == 1 else dataclasses.replace(subject, name=f"{subject.name} ({run})")
+        for subject, run in zip(subjects, runs, strict=True)
+    ]
+
+
 def _default_matrices(asked: int | None, longest: int, device: str) -> int:
     return asked or (200 if device == "cuda" or longest <= LONG else 8)
 
 
 def _run(
-    run: Path, given: _Given, matrices: int | None, settings: dict[str, Any], out: Path, tell: Progress
+    run: Path, given: _Given, matrices: int | None, settings: dict[str, Any], tiles: Path, tell: Progress
 ) -> Subject:
     import torch
 
@@ -157,7 +179,6 @@ def _run(
         found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
     inputs = samples.to_device(found.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
-    tiles = out / "maps" / run.name
     analysis = analyse(model, inputs, matrices=wanted, tiles=tiles, progress=tell, **settings)
     costs, own = _costs(config)
     return Subject(name, found.about, analysis, found.tokens, costs, own, tiles=tiles)
@@ -184,7 +205,7 @@ def _costs(config: Any) -> tuple[list[Any], Any]:
 
 
 def _transformers(
-    name: str, given: _Given, matrices: int | None, settings: dict[str, Any], out: Path, tell: Progress
+    name: str, given: _Given, matrices: int | None, settings: dict[str, Any], tiles: Path, tell: Progress
 ) -> Subject:
     import torch
 
@@ -214,7 +235,6 @@ def _transformers(
         inputs, about = foreign.from_images(given.images, name, model), f"{len(given.images)} images"
     longest = max((sample["input_ids"].shape[1] for sample in inputs if "input_ids" in sample), default=LONG)
     wanted = _default_matrices(matrices, longest, device)
-    tiles = out / "maps" / Path(name).name
     settings = {**settings, "tiles": tiles, "progress": tell, "watch": foreign.watching}
     analysis = analyse(model, samples.to_device(inputs, device), matrices=wanted, **settings)
     config = model.config.get_text_config()
