@@ -15,12 +15,11 @@ from mgk.commands.common import app
 
 @app.command()
 def bench(
-    only: Annotated[str, typer.Option(help="Parts: speed,memory,decoding,linear,em; default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Parts: speed,linear,decoding,em,memory,flex; default: all.")] = "",
     shapes: Annotated[
         str, typer.Option(help="B x H x N x D: 8x8x4096x64,2x8x16384x64xcausal; default: each part's own.")
     ] = "",
     variants: Annotated[str, typer.Option(help="smgk,smgk:4,mgk-hard,mlk,…, M after the colon; default: all.")] = "",
-    flex: Annotated[bool, typer.Option(help="FlexAttention as well, which compiles for long.")] = True,
     out: Annotated[
         Path | None, typer.Option(help="CSV to append to; default on a GPU: results/attention.csv, else none.")
     ] = None,
@@ -48,7 +47,6 @@ def bench(
         torch.bfloat16 if gpu else torch.float32,
         tuple(Shape.parse(text) for text in shapes.split(",") if text),
         asked,
-        flex,
         lambda line: print(line, flush=True),
     )
     if gpu:
