@@ -58,9 +58,15 @@ class Setting:
     def backend(self) -> str:
         return "triton" if self.device == "cuda" else "auto"
 
-    def ours(self, names: Iterable[str], heads: int) -> list[Contender]:
-        parsed = map(variant_and_components, self.variants or names)
-        return [Contender(name, self.backend, heads, heads, components) for name, components in parsed]
+    def ours(self, names: Iterable[str], shapes: Iterable[Shape], linear: bool = False) -> dict[Shape, list[Contender]]:
+        """Our contenders on each shape, with half the heads: of the variants asked for those that the part is about."""
+        parsed = [variant_and_components(text) for text in self.variants or names]
+        parsed = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
+        return {
+            s: [Contender(name, self.backend, s.heads // 2, s.heads // 2, components) for name, components in parsed]
+            for s in shapes
+            if parsed
+        }
 
 
 def row(task: str, contender: Contender, shape: Shape, which: str, metric: str, value: float, **more: Any) -> Row:
@@ -77,10 +83,14 @@ def _wrong(task: tuple[Contender, Shape, str, torch.dtype]) -> list[str]:
     return wrong(*task)
 
 
-def refuse_what_is_wrong(setting: Setting, contenders: Iterable[tuple[Contender, Shape]]) -> None:
+def refuse_what_is_wrong(setting: Setting, contenders: dict[Shape, list[Contender]]) -> None:
     """A ValueError that names what is wrong, so that it is not timed. On a GPU many processes check at once: most of
     their time goes into compiling kernels, which stay in Triton's cache for what comes next."""
-    tasks = {(c, s.width, s.causal): (c, s, setting.device, setting.dtype) for c, s in contenders}
+    tasks = {
+        (c, s.width, s.causal): (c, s, setting.device, setting.dtype) for s, some in contenders.items() for c in some
+    }
+    if not tasks:
+        return
     if setting.device == "cpu":
         found = list(map(_wrong, tasks.values()))
     else:
@@ -143,12 +153,12 @@ def _fast_sdpa(setting: Setting) -> tuple[str, ...]:
 
 def speed(setting: Setting) -> Iterator[Row]:
     shapes = setting.shapes or (SHAPES if setting.device == "cuda" else CPU_SHAPES)
-    mixtures = {s: [c for c in setting.ours(VARIANTS, s.heads // 2) if c.variant not in LINEAR] for s in shapes}
-    refuse_what_is_wrong(setting, [(c, s) for s, contenders in mixtures.items() for c in contenders])
+    contenders = setting.ours(VARIANTS, shapes)
+    refuse_what_is_wrong(setting, contenders)
     names = _fast_sdpa(setting)
-    for shape in shapes:
+    for shape, some in contenders.items():
         H = shape.heads
-        others = [*_sdpa(H, H // 2, names), *_sdpa(H // 2, H // 2, names), *mixtures[shape]]
+        others = [*_sdpa(H, H // 2, names), *_sdpa(H // 2, H // 2, names), *some]
         yield from timed_rows(setting, "speed", shape, _sdpa(H, H, names), others)
 
 
@@ -164,14 +174,9 @@ def memory(setting: Setting) -> Iterator[Row]:
     """Against SDPA-flash with the same heads, at growing lengths."""
     B, H, D = MEMORY_SHAPE
     shapes = setting.shapes or [Shape(B, H, n, D, True) for n in LENGTHS]
-    for shape in shapes:
-        heads = shape.heads // 2
+    for shape, some in setting.ours(("smgk", "mgk"), shapes).items():
         extras: dict[str, float] = {}
-        contenders = [
-            *_sdpa(heads, heads, ["flash"]),
-            *(c for c in setting.ours(("smgk", "mgk"), heads) if c.variant not in LINEAR),
-        ]
-        for contender in contenders:
+        for contender in [*_sdpa(shape.heads // 2, shape.heads // 2, ["flash"]), *some]:
             found = timing.memory(make(contender, shape, setting.device, setting.dtype))
             for which, cost in found.items():
                 extra = extras.setdefault(which, cost.extra_mb)
@@ -185,11 +190,11 @@ def memory(setting: Setting) -> Iterator[Row]:
 def decoding(setting: Setting) -> Iterator[Row]:
     """One query against a long cache."""
     shapes = [Shape(s.batch, s.heads, s.length, s.width, False, 1) for s in setting.shapes] or DECODING_SHAPES
-    contenders = {s: [c for c in setting.ours(("smgk",), s.heads // 2) if c.variant not in LINEAR] for s in shapes}
-    refuse_what_is_wrong(setting, [(c, s) for s, some in contenders.items() for c in some])
-    for shape in shapes:
+    contenders = setting.ours(("smgk",), shapes)
+    refuse_what_is_wrong(setting, contenders)
+    for shape, some in contenders.items():
         H, names = shape.heads, ("cudnn", "flash", "efficient")
-        others = [*_sdpa(H, H // 2, names[:2]), *_sdpa(H // 2, H // 2, names), *contenders[shape]]
+        others = [*_sdpa(H, H // 2, names[:2]), *_sdpa(H // 2, H // 2, names), *some]
         yield from timed_rows(setting, "decoding", shape, _sdpa(H, H, names), others, backward=False)
 
 
@@ -197,11 +202,11 @@ def linear(setting: Setting) -> Iterator[Row]:
     """Causal linear attention with mixture keys, at growing lengths."""
     B, H, D = LINEAR_SHAPE
     shapes = setting.shapes or [Shape(B, H, n, D, True) for n in LENGTHS]
-    contenders = {s: [c for c in setting.ours(LINEAR, s.heads // 2) if c.variant in LINEAR] for s in shapes}
-    refuse_what_is_wrong(setting, [(c, s) for s, some in contenders.items() for c in some])
-    for shape in shapes:
+    contenders = setting.ours(LINEAR, shapes, linear=True)
+    refuse_what_is_wrong(setting, contenders)
+    for shape, some in contenders.items():
         baseline = _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)) if shape.length <= SDPA_LONGEST else []
-        yield from timed_rows(setting, "linear", shape, baseline, contenders[shape])
+        yield from timed_rows(setting, "linear", shape, baseline, some)
 
 
 def _layer(setting: Setting, variant: str, shape: Shape) -> Problem:
