@@ -54,9 +54,11 @@ def bench(
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
     common = parts.environment(setting, command)
     torch.seed()
+    names = chosen or [name for name in parts.PARTS if gpu or name in parts.CPU_PARTS]
+    right, wrong = parts.without_the_wrong(setting, {name: parts.PARTS[name].ours(setting) for name in names})
     measured = []
-    for name in chosen or (parts.PARTS if gpu else parts.CPU_PARTS):
-        for row in parts.PARTS[name](setting):
+    for name in names:
+        for row in parts.PARTS[name].rows(setting, right[name]):
             row = {key: str(value) for key, value in (row | common).items()}
             measured.append(row)
             if out is not None:
@@ -65,3 +67,5 @@ def bench(
         print(line)
     if out is not None:
         print(f"results: {out}")
+    if wrong:
+        raise ValueError("what is wrong was not timed: " + "; ".join(wrong))
