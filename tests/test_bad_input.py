@@ -114,7 +114,7 @@ LINEAR = SHARED | {
         "device": (torch.zeros(B, HK, D, E, device="meta"), torch.zeros(B, HK, D, device="meta")),
     },
     "return_state": flag(),
-    "backend": name(["auto", "eager", "chunked"]),
+    "backend": name(["auto", "eager", "chunked", "triton"]),
 }
 OPERATORS = {
     "mgk_attention": ({"query": QUERY, "keys": KEYS, "value": VALUE}, MIXTURE | KEYS_ROWS),
