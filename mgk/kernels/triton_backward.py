@@ -73,6 +73,7 @@ def walk_keys(
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
+    LEADS: tl.constexpr = HARD and SHIFTED and not UNEQUAL
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -89,7 +90,7 @@ def walk_keys(
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
-        coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
+        coef = load_vectors(coef_ptr if LEADS or not EXACT else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
         b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
         if DMASK:
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
@@ -169,7 +170,7 @@ def gradient_queries(
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
-    rho = ratios(flat, M)
+    rho = ratios(flat, M, HARD)
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
         tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
@@ -248,6 +249,8 @@ def walk_queries(
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers."""
     NS: tl.constexpr = 1 if SHIFTED else M
+    # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
+    ONE: tl.constexpr = not EXACT or (HARD and not UNEQUAL)
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
@@ -266,7 +269,7 @@ def walk_queries(
             if CAUSAL:
                 m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
             scores = hide(scores, m_valid, NS)
-        alpha = load_vectors(rows_ptr, o_i, stride_rows, L, M if EXACT else 1, 0, MASKED)
+        alpha = load_vectors(rows_ptr, o_i, stride_rows, L, 1 if ONE else M, 0, MASKED)
         rho = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M - 1, 0, MASKED)
         delta = load_vectors(rows_ptr + (2 * M - 1) * stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
         if DROPOUT:
@@ -354,7 +357,7 @@ def gradient_keys(
     for r in tl.static_range(NS):
         keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS),)
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS)
-    if PATH == 1:
+    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
         slot_c += (HK * M).to(tl.int64) * n_slots * TILE
     coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0

@@ -209,7 +209,7 @@ def launch_forward(
         (scale, tau, constant),
         (*key_strides, *_strides(bias, 4)), (HK, S, slots),
         dict(M=M, D=D, BC=min(64, _width(D)), SHIFTED=shifted, BIAS=bias is not None,
-        **{name: switches[name] for name in ("SCALE", "TAU", "PACKED")}),
+        **{name: switches[name] for name in ("SCALE", "TAU", "HARD", "PACKED")}),
         (0,), 4, 1,
     )  # fmt: skip
     size = query.element_size()
