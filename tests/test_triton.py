@@ -45,7 +45,7 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(
             triton_launch,
             "blocks",
-            lambda kind, *_: (16, 32, 4, 1, None, 1) if kind != "keys" else (32, 16, 4, 1, None, 0),
+            lambda kind, *_: (32, 16, 4, 1, None, 0) if kind in ("keys", "values") else (16, 32, 4, 1, None, 1),
         )
 
 
@@ -200,6 +200,8 @@ CASES = {
         "prior": (1, 2, 2, 37),
     },
     "mgk-hard": {"variant": "mgk", "hard": True, "prior": False},
+    "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "L": 33, "S": 20, "causal": "bottom-right"},
+    "mgk-hard-wide": {"variant": "mgk", "hard": True, "prior": False, "D": 72, "E": 16, "L": 20, "S": 33},
     "mgk-hard-bias": {
         "variant": "mgk",
         "hard": True,

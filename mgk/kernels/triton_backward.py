@@ -39,6 +39,9 @@ from .triton_tiles import (
     zeros_like_each,
 )  # fmt: skip
 
+# What a launch of `gradient_keys` computes: dk with all that belongs to it, dv, or both.
+BOTH, KEYS, VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
 def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
@@ -244,13 +247,13 @@ def walk_queries(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers."""
     NS: tl.constexpr = 1 if SHIFTED else M
     # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
-    ONE: tl.constexpr = not EXACT or (HARD and not UNEQUAL)
+    ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
@@ -258,7 +261,10 @@ def walk_queries(
         raw = ()
         for r in tl.static_range(NS):
             raw = raw + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
-        b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if WANTED == VALUES:
+            b_g = tl.zeros_like(raw[0])
+        else:
+            b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         scores = raw
         if MASK:
             scores = mask_scores(
@@ -270,6 +276,9 @@ def walk_queries(
                 m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
             scores = hide(scores, m_valid, NS)
         alpha = load_vectors(rows_ptr, o_i, stride_rows, L, 1 if ONE else M, 0, MASKED)
+        if ONE and not SHIFTED:
+            for _ in tl.static_range(1, M):
+                alpha = alpha + (alpha[0],)
         rho = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M - 1, 0, MASKED)
         delta = load_vectors(rows_ptr + (2 * M - 1) * stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
         if DROPOUT:
@@ -277,25 +286,28 @@ def walk_queries(
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
         b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
-        updated = ()
-        for r in tl.static_range(M):
-            part = parts[r]
-            if not EXACT and r > 0:
-                part = part * rho[r - 1]
-            updated = updated + (dcs[r] + tl.sum(part, 1),)
-        dcs = updated
-        if UNEQUAL:
+        if WANTED != VALUES:
+            updated = ()
+            for r in tl.static_range(M):
+                part = parts[r]
+                if not EXACT and r > 0:
+                    part = part * rho[r - 1]
+                updated = updated + (dcs[r] + tl.sum(part, 1),)
+            dcs = updated
+        if UNEQUAL and WANTED != VALUES:
             updated_lams = ()
             for r in tl.static_range(M):
                 updated_lams = updated_lams + (dlams[r] + tl.sum(parts[r] * raw[0 if SHIFTED else r], 1),)
             dlams = updated_lams
         if DROPOUT:
             b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
-        dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        updated_dks = ()
-        for r in tl.static_range(NS):
-            updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
-        dks = updated_dks
+        if WANTED != KEYS:
+            dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        if WANTED != VALUES:
+            updated_dks = ()
+            for r in tl.static_range(NS):
+                updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
+            dks = updated_dks
     return dks, dv, dcs, dlams
 
 
@@ -314,7 +326,8 @@ def gradient_keys(
     BN: tl.constexpr, BQ: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, PATH: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
+    WANTED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one
     after another."""
@@ -388,8 +401,12 @@ def gradient_keys(
                 i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
                 stride_rows, n_q, n_k,
                 M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, PATH != 1,
-                TMA,
+                TMA, WANTED,
             )  # fmt: skip
+    if WANTED != KEYS:
+        store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
+    if WANTED == VALUES:
+        return
     if PATH == 1:
         dcs = times(dcs, coef, 0, M)
     if HARD and not UNEQUAL:
@@ -425,4 +442,3 @@ def gradient_keys(
     tl.store(p_sums + M * D, dtau)
     if not UNEQUAL:
         tl.store(p_sums + M * D + 1, dscale)
-    store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .triton_backward import gradient_keys, gradient_queries
+from .triton_backward import BOTH, KEYS, VALUES, gradient_keys, gradient_queries
 from .triton_forward import mixture_forward
 from .triton_prepare import prepare_keys
 from .triton_tiles import TILE
@@ -60,7 +60,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "queries": {
         32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 1),
+        64: (64, 64, 4, 2, None, 0),
         128: (64, 32, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
@@ -70,7 +70,14 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         128: (32, 64, 4, 2, None, 0),
         256: (16, 32, 8, 1, None, 0),
     },
+    "values": {
+        128: (64, 64, 4, 2, None, 0),
+        256: (32, 32, 8, 1, None, 0),
+    },
 }
+# Beyond this width the pass along the queries is launched once for dk and once for dv: the accumulators of both, M + 1
+# of them, do not fit the registers. A product more, and no spills.
+SPLIT_WIDTH = 64
 
 
 @functools.cache
@@ -254,8 +261,7 @@ def launch_backward(
     q_rows, q_cols, *q_options, q_resident = blocks(
         "hard queries" if hard and shifted else "queries", width, M, shifted, size
     )
-    k_rows, k_cols, *k_options, k_resident = blocks("keys", width, M, shifted, size)
-    q_tiles, k_tiles = _cdiv(max_q, q_rows), _cdiv(max_k, k_cols)
+    q_tiles, k_tiles = _cdiv(max_q, q_rows), _cdiv(max_k, blocks("keys", width, M, shifted, size)[1])
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)
     spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
@@ -278,12 +284,18 @@ def launch_backward(
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
         REGISTERS=q_resident), paths, *q_options,
     )  # fmt: skip
-    q_src, grad_src = _sources(along_queries, k_rows, query, grad)
-    _launch(
-        gradient_keys, (k_tiles * n_seq * HK, 1, 1), (q_src, keys, value, *inputs, grad_src, rows, spread, flags, dk,
-        dv, dbias, sums),
-        (scale, tau, dropout_p), strides,
-        (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums, _section(n_seq * HK, (D + E) * size * L * H // HK)),
-        dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident), paths, *k_options,
-    )  # fmt: skip
+    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    for wanted, kind in parts:
+        k_rows, k_cols, *k_options, k_resident = blocks(kind, width, M, shifted, size)
+        k_tiles = _cdiv(max_k, k_cols)
+        _launch(
+            gradient_keys, (k_tiles * n_seq * HK, 1, 1),
+            (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
+            rows, spread, flags, dk, dv, dbias, sums),
+            (scale, tau, dropout_p), strides,
+            (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
+            _section(n_seq * HK, (D + E) * size * L * H // HK)),
+            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident,
+            WANTED=wanted.value), paths, *k_options,
+        )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask
