@@ -66,6 +66,10 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
     for name, shape in (("scale", options.pop("scale_shape", None)), ("tau", options.pop("tau_shape", None))):
         if shape:
             leaves[name] = 0.2 + torch.rand(*shape, generator=g, dtype=torch.float64)
+    if padding := options.pop("padding", None):
+        # Keys that count: from a position to another, for each batch entry.
+        options["attn_mask"] = torch.stack([(torch.arange(S) >= a) & (torch.arange(S) < b) for a, b in padding])
+        options["attn_mask"] = options["attn_mask"].view(B, 1, 1, S)
     mask = options.pop("mask_shape", None)
     if mask and options.pop("bool_mask", False):
         options["attn_mask"] = torch.rand(*mask, generator=g) > 0.3
@@ -185,6 +189,16 @@ CASES = {
     "smgk-hard": {"hard": True, "prior": False, "causal": "top-left"},
     "smgk-hard-m3-unequal": {"hard": True, "prior": False, "M": 3, "scale_shape": (1, 1, 3, 1)},
     "smgk-key-padding": {"B": 2, "mask_shape": (2, 1, 1, 37), "bool_mask": True},
+    # Whole tiles of 128 keys without a key that counts: after, before, everywhere.
+    "smgk-padded-tiles": {"B": 3, "L": 9, "S": 270, "padding": ((0, 120), (128, 260), (3, 3))},
+    "mgk-padded-tiles": {
+        "variant": "mgk",
+        "B": 2,
+        "L": 140,
+        "S": 140,
+        "padding": ((0, 128), (128, 129)),
+        "causal": "top-left",
+    },
     "smgk-key-bias": {"B": 2, "mask_shape": (2, 1, 1, 37)},
     "smgk-bool": {"B": 2, "H": 4, "Hk": 2, "mask_shape": (1, 4, 37, 37), "bool_mask": True, "causal": "top-left"},
     "smgk-bias": {"B": 2, "H": 4, "Hk": 2, "mask_shape": (1, 4, 37, 37), "causal": "top-left"},

@@ -161,7 +161,9 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, longest = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, begin, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    full = max(min(full, end), begin)
+    last = min(last, end)
     ref = tl.load(stats_ptr + 3)
     spread = tl.max(top - smallest(a, M), 0)
     bound = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E)
@@ -180,7 +182,7 @@ def mixture_forward(
     rho = ratios(flat, M, HARD)
     for MASKED in tl.static_range(2):
         acc, l, m = walk(
-            full if MASKED else 0, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
+            full if MASKED else begin, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
             start_k,
             c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
             stride_ml,

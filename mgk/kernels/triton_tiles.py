@@ -185,18 +185,23 @@ def smallest(xs, M: tl.constexpr):
 
 @triton.jit
 def key_range(stats_ptr, n_tiles):
-    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; and the longest
-    key."""
+    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; and
+    from which to which position there is a key that is not masked, as multiples of TILE."""
     high = -float("inf")
     low = float("inf")
     norm = 0.0
+    begin = n_tiles
+    end = 0
     for i_t in range(0, n_tiles, 128):
         o_t = i_t + tl.arange(0, 128)
         m_t = o_t < n_tiles
-        high = tl.maximum(high, tl.max(tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf")), 0))
+        b_high = tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf"))
+        begin = tl.minimum(begin, tl.min(tl.where(b_high > -float("inf"), o_t, n_tiles), 0))
+        end = tl.maximum(end, tl.max(tl.where(b_high > -float("inf"), o_t + 1, 0), 0))
+        high = tl.maximum(high, tl.max(b_high, 0))
         low = tl.minimum(low, tl.min(tl.load(stats_ptr + o_t * 4 + 1, mask=m_t, other=float("inf")), 0))
         norm = tl.maximum(norm, tl.max(tl.load(stats_ptr + o_t * 4 + 2, mask=m_t, other=0.0), 0))
-    return high, low, norm
+    return high, low, norm, begin * TILE, end * TILE
 
 
 @triton.jit
