@@ -2,6 +2,7 @@
 in bf16, fp16 and fp32."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -32,7 +33,8 @@ def runs_here(request):
 def test_under_the_interpreter():
     """Triton decides when it is imported whether to interpret, so the tests below need a process of their own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-n", "2", "-p", "no:cacheprovider"]
+    files = map(str, sorted(pathlib.Path(__file__).parent.glob("test_triton*.py")))
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-n", "2", "-p", "no:cacheprovider"]
     environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -47,8 +47,8 @@ def prepare_keys(
     SCALE: tl.constexpr, TAU: tl.constexpr, HARD: tl.constexpr,
     PACKED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys) and per tile [max c, min finite c, max
-    |k|, reference], c relative to the reference."""
+    """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
+    [max c, min finite c, max |k|, reference], c relative to the reference."""
     i_t, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, start, n_keys, slot = extent(cu_k_ptr, i_b, S, PACKED)
     if i_t * TILE >= n_keys:
