@@ -13,6 +13,10 @@ from mgk.arguments import MixtureCall
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
 MAX_COMPONENTS = 8
+DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
+# So many rows, of all query heads of a key head, are attended with the keys split over programs where no gradient is
+# needed.
+DECODE_ROWS = 16
 CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 
 
@@ -50,15 +54,29 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or key_heads == query.shape[1]):
         bias, mask = _fold(bias, mask), None
     scale, scale_t, tau, tau_t = _numbers(call)
+    shift = None if call.shift is None else call.shift.contiguous()
+    if _decodes(call):
+        out, lse2 = triton_ops.decode(
+            query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard
+        )
+        return out, _natural(lse2, query, call) if call.return_lse else None, None
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
     packed = call.packed
     out, lse2, _, _ = triton_ops.mixture(
-        query, keys, value, None if call.shift is None else call.shift.contiguous(), bias, scale_t, tau_t, mask, seed,
+        query, keys, value, shift, bias, scale_t, tau_t, mask, seed,
         packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k,
         scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard,
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
     return out, _natural(lse2, query, call) if call.return_lse else None, None
+
+
+def _decodes(call: MixtureCall) -> bool:
+    """Few queries, forward only."""
+    if call.query.shape[2] * call.group > DECODE_ROWS or call.packed is not None or call.dropout_p > 0:
+        return False
+    tensors = (getattr(call, field) for field in DIFFERENTIABLE)
+    return not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .triton_backward import BOTH, KEYS, VALUES, gradient_keys, gradient_queries
+from .triton_decode import decode_merge, decode_split
 from .triton_forward import mixture_forward
 from .triton_prepare import prepare_keys
 from .triton_tiles import TILE
@@ -251,6 +252,52 @@ def launch_forward(
         switches, paths, warps, stages, registers,
     )  # fmt: skip
     return out, lse, prepared, stats
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    # Without a GPU, a few splits for the interpreter to merge.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch_decode(
+    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, scale: Any,
+    tau: Any, constant: Any, causal: Any, hard: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of `triton_ops.decode_op`."""
+    (B, H, L), (HK, S, E), shifted = query.shape[:3], value.shape[1:], shift is not None
+    out = query.new_empty(B, H, L, E)
+    lse = query.new_empty(B, H, L, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if S == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, None, 0.0, causal, hard)
+    bias = None if bias is None else bias.expand(B, HK, switches["M"], S)
+    mask = None if mask is None else mask.expand(B, H, L, S)
+    group, size, width = H // HK, query.element_size(), max(switches["BD"], switches["BE"])
+    rows = padded_width(group * L)
+    cols = min(128, max(16, (1 << 15) // (width * size * (1 if shifted else switches["M"]))))
+    # Four programs for each processor, of at least two blocks of keys.
+    splits = max(1, min(ceil_div(4 * _processors(query.device), B * HK), ceil_div(S, 2 * cols)))
+    chunk = ceil_div(ceil_div(S, splits), cols) * cols
+    splits = ceil_div(S, chunk)
+    parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
+    compiled_for = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL", "MASK", "PRECISION")
+    launch(
+        decode_split, (splits, HK, B), (query, keys, value, shift, bias, mask, scale_t, tau_t, parts, sums),
+        (scale, tau, constant),
+        (*query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(bias, 4),
+        *leading_strides(mask, 4), group),
+        (H, L, S, chunk, splits),
+        {name: switches[name] for name in compiled_for} | {"BM": rows, "BN": cols, "BIAS": bias is not None}, (0,),
+        4, 2,
+    )  # fmt: skip
+    launch(
+        decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),
+        {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}, (0,), 4, 1,
+    )  # fmt: skip
+    return out, lse
 
 
 def launch_backward(
