@@ -42,7 +42,9 @@ def test_under_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several tiles in each direction at the lengths of the tests; on a GPU the sizes that users get."""
+    """Several tiles in each direction at the lengths of the tests; on a GPU the sizes that users get. No call is small:
+    the tests are for the kernels that large ones take."""
+    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 0)
     if not GPU:
         monkeypatch.setattr(
             triton_launch,
@@ -294,6 +296,23 @@ def test_packed_is_each_sequence_alone(variant, causal, dtype, poisoned):
                 whole += g
     for name, g, want in zip(x, grads, alone, strict=True):
         torch.testing.assert_close(g, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_small_calls(variant, monkeypatch, poisoned):
+    """One launch of the general kernels instead of two, in whatever type."""
+    monkeypatch.undo()
+    paths, original = [], triton_launch.launch
+
+    def launch(kernel, *args):
+        paths.append(args[6])
+        original(kernel, *args)
+
+    monkeypatch.setattr(triton_launch, "launch", launch)
+    leaves, options = case(variant, causal="top-left")
+    for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+        assert error <= 1e-5 * max(size, 1.0), name
+    assert set(paths) == {(0,)}
 
 
 def test_dropout_drops_weights():

@@ -21,6 +21,10 @@ L2_BYTES = 24 << 20
 # lose digits to the bound.
 BOUNDED = (torch.bfloat16,)
 
+# Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
+# general kernels alone, one launch instead of two, by pointers, which cost the launcher less than descriptors do.
+SMALL_PAIRS = 1 << 25
+
 # By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
 # compiler's choice), and
 # whether the left operands that stay over the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md
@@ -238,10 +242,11 @@ def launch_forward(
         "forward", max(switches["BD"], switches["BE"]), M, shifted, size
     )
     n_tiles = ceil_div(max_q, rows)
-    bulk = _bulk(keys, value)
+    small = n_seq * H * max_q * max_k <= SMALL_PAIRS
+    bulk = not small and _bulk(keys, value)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=resident)
     # A float mask has no bound that is known beforehand.
-    paths = (1, 2) if query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
+    paths = (1, 2) if not small and query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
     launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
@@ -328,14 +333,14 @@ def launch_backward(
     spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
     sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, M * D + 1 + M)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
-    along_keys, along_queries = _bulk(keys, value), _bulk(query, grad)
+    small = n_seq * H * max_q * max_k <= SMALL_PAIRS
+    along_keys, along_queries = (not small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
     strides = (
         *query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(mask, 4),
         *grad.stride()[:3], rows.stride(0), H // HK,
     )  # fmt: skip
-    paths = (
-        (1, 2) if shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED) else (0,)
-    )
+    factored = shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED)
+    paths = (1, 2) if factored and not small else (0,)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
