@@ -227,6 +227,9 @@ CASES = {
         "mask_shape": (1, 1, 37, 37),
         "causal": "top-left",
     },
+    "smgk-m8-d256": {"M": 8, "D": 256, "E": 256, "L": 20, "S": 33},
+    "mgk-m8": {"variant": "mgk", "M": 8, "L": 20, "S": 33},
+    "mgk-d256": {"variant": "mgk", "D": 256, "E": 256, "L": 20, "S": 33},
     "mgk-bool-padding": {"variant": "mgk", "B": 2, "mask_shape": (2, 1, 1, 37), "bool_mask": True},
 }
 
@@ -348,6 +351,37 @@ def test_same_bits_every_time():
     for run in runs[1:]:
         for name, t in run.items():
             assert torch.equal(t, runs[0][name]), name
+
+
+def test_hard_ties_share_evenly():
+    """Equal components: each gets half of the gradient, as the maximum's has it."""
+    for variant in ("smgk", "mgk"):
+        leaves, options = case(variant, hard=True, prior=False, causal="top-left")
+        if variant == "smgk":
+            leaves["shift"][:, 1] = leaves["shift"][:, 0]
+        else:
+            leaves["keys"][:, :, 1] = leaves["keys"][:, :, 0]
+        for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+            assert error <= 1e-5 * max(size, 1.0), f"{variant} {name}: {error:.3e} of {size:.3e}"
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_no_synchronisation(variant, hard):
+    """The host never waits for the device: not in training with everything learned, and not in decoding."""
+    leaves, _ = case(variant, prior=not hard, tau_shape=(1,), scale_shape=(1, 1, 1, 1))
+    x = {name: t.to(DEVICE, torch.bfloat16).requires_grad_() for name, t in leaves.items()}
+    weights = torch.ones(1, 1, 37, 16, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = fused.run(make_call(x, causal="top-left", hard=hard, dropout_p=0.1))[0]
+        torch.autograd.grad(out, list(x.values()), weights)
+        with torch.no_grad():
+            fused.run(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_says_why_not():
