@@ -300,7 +300,7 @@ class Attention(nn.Module):
         """EM: what this training batch says replaces the prior (and variance) that it has used."""
         updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
         if updated and self.training and torch.is_grad_enabled() and not recomputing():
-            statistics = em_statistics(call)
+            statistics = em_statistics(call, spread=isinstance(self.variance, EMVariance))
             for part in updated:
                 part.update(statistics, positions)
 
