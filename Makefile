@@ -11,7 +11,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-gpu lint format bench clean
+.PHONY: help install browser demo test test-quick test-gpu lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -22,6 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
+
+browser: $(STAMP) ## Install the Chromium that the tests of the report use: Debian's as root, else playwright's own
+	command -v chromium >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  $(BIN)/playwright install chromium
 
 test: $(STAMP) ## Run every test that needs no GPU
 	$(PYTEST) -m "not gpu"

@@ -51,7 +51,9 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
         model: nn.Module = model_class(config_class(**fields))
         model.load_state_dict(load_file(directory / "model.safetensors"))
     except FileNotFoundError as error:
-        raise ValueError(f"{directory} holds no model: {Path(error.filename).name} is missing") from error
+        # safetensors does not say which file it missed.
+        missing = Path(error.filename or "model.safetensors").name
+        raise ValueError(f"{directory} holds no model: {missing} is missing") from error
     except (json.JSONDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"the model in {directory} is damaged: {first_line}") from error

@@ -1,0 +1,44 @@
+"""Training curves, as runs leave them in metrics.csv."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgk.checks import fail
+
+# Columns of metrics.csv that are no metric.
+OTHERS = ("step", "split", "lr", "seconds")
+
+
+@dataclass(frozen=True)
+class Curve:
+    run: str
+    split: str
+    metric: str
+    steps: list[int]
+    values: list[float]
+
+
+def read_curves(run: Path, name: str) -> list[Curve]:
+    """Every metric of every split over the steps; none where a run has no metrics.csv."""
+    path = run / "metrics.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found: dict[tuple[str, str], Curve] = {}
+    for number, row in enumerate(rows):
+        try:
+            step = int(row["step"])
+            values = {metric: float(text) for metric, text in row.items() if metric not in OTHERS}
+        except (KeyError, TypeError, ValueError):
+            fail(str(path), f"is damaged: line {number + 2} is not numbers under the names of the first line")
+        for metric, value in values.items():
+            curve = found.setdefault((row["split"], metric), Curve(name, row["split"], metric, [], []))
+            # A last step that was evaluated without its loss leaves NaN there.
+            if value == value:
+                curve.steps.append(step)
+                curve.values.append(value)
+    return [curve for curve in found.values() if curve.steps]

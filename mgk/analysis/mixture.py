@@ -1,0 +1,109 @@
+"""What the components of a mixture of keys do: who answers, where, how far apart they are, and whether it matters.
+
+H heads, M components, L queries, S keys, R rows of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mgk.analysis.weights import Block, MixtureWeights, SampleWeights
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Per head; averages over samples and rows."""
+
+    prior: Array  # π, [H, M], averaged over positions where it differs between them
+    answered: Array  # the share of the attention that each component answers for, [H, M]
+    decided: Array  # the responsibility of the leading component, weighted by the attention, [H]: 1/M to 1
+    distance: Array  # between the components' keys, in units of σ (linear attention: as they are), [H, M, M]
+    other_choice: Array  # the share of the attention whose leading component is not the hard choice (Eq. 12), [H]
+    moved: Array  # how much attention would move to other keys under the other assignment, soft or hard, [H]: 0 to 1
+
+
+class MixtureSums:
+    """Sums over rows and samples from which a Mixture follows."""
+
+    def __init__(self, heads: int, components: int, device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self.samples, self.attention = 0, zeros(heads)
+        self.prior, self.distance = zeros(heads, components), zeros(heads, components, components)
+        self.answered = zeros(heads, components)
+        self.decided, self.other_choice, self.moved = zeros(heads), zeros(heads), zeros(heads)
+
+    def add_sample(self, sample: SampleWeights) -> None:
+        """Priors and keys of one sample."""
+        self.samples += 1
+        components = sample.components
+        self.prior += 1 / components if sample.log_prior is None else sample.log_prior.exp().mean(-1)
+        keys = sample.component_keys.transpose(1, 2)  # [H, S, M, D]
+        self.distance += (torch.cdist(keys, keys) * _unit(sample)).mean(1)
+
+    def add_block(self, block: Block, hard: bool) -> Tensor:
+        """Rows of one sample. Returns the attention that each component answers for, [H, R, M, S]."""
+        assert block.scores is not None
+        assert block.unweighted is not None
+        answered = responsibilities(block)
+        self.attention += block.weights.sum((1, 2))
+        self.answered += answered.sum((1, 3))
+        self.decided += answered.amax(2).sum((1, 2))
+        differs = block.scores.argmax(2) != block.unweighted.argmax(2)
+        self.other_choice += (block.weights * differs).sum((1, 2))
+        self.moved += (other_assignment(block, hard) - block.weights).abs().sum((1, 2)) / 2
+        return answered
+
+    def mixture(self) -> Mixture:
+        attention = self.attention.clamp(min=torch.finfo(torch.float64).tiny)
+        samples = max(self.samples, 1)
+        averages = (
+            self.prior / samples,
+            self.answered / attention[:, None],
+            self.decided / attention,
+            self.distance / samples,
+            self.other_choice / attention,
+            self.moved / attention,
+        )
+        return Mixture(*(average.cpu().numpy() for average in averages))
+
+
+def responsibilities(block: Block) -> Tensor:
+    """The attention that each component answers for: its share γ of a pair (Eq. 11) times the weight, [H, R, M, S]."""
+    assert block.scores is not None
+    # Where no component has any score, there is no attention to share.
+    return block.scores.softmax(2).nan_to_num(0) * block.weights.unsqueeze(2)
+
+
+def other_assignment(block: Block, hard: bool) -> Tensor:
+    """The weights with the hard assignment where the layer has the soft one, and the other way round: [H, R, S].
+
+    A pair's logit is log Σ_r exp(score) + mask in one and max_r + mask in the other, so the mask need not be known.
+    """
+    assert block.scores is not None
+    assert block.unweighted is not None
+    step = block.unweighted.amax(2) - block.scores.logsumexp(2)
+    step = (-step if hard else step).masked_fill(block.weights == 0, -math.inf)
+    peak = step.amax(-1, keepdim=True)
+    other = block.weights * (step - peak.masked_fill(peak == -math.inf, 0)).exp()
+    total = other.sum(-1, keepdim=True)
+    # Compared with a row of the same sum, which unnormalised linear attention needs.
+    return other * (block.weights.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1))
+
+
+def _unit(sample: SampleWeights) -> float | Tensor:
+    """√λ: distances in units of σ. [H, 1, 1, 1] where heads have their own."""
+    if not isinstance(sample, MixtureWeights):
+        return 1.0
+    if not isinstance(sample.scale, Tensor):
+        return math.sqrt(sample.scale)
+    return sample.scale[0].expand(sample.heads, -1, -1).sqrt().mean((1, 2))[:, None, None, None]

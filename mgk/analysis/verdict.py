@@ -1,0 +1,146 @@
+"""The answer in words: are the heads redundant, and what would fewer cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mgk.analysis.cost import Cost, PerHead
+from mgk.analysis.survey import Analysis, Layer
+
+# Of all heads, the share that is effectively different, and what it is called.
+GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))
+
+# By how much, as a share of all heads, outputs must differ more than maps to be worth a remark.
+APART = 0.15
+
+
+def grade(analysis: Analysis) -> str:
+    share = analysis.different["maps"] / analysis.heads
+    return next(words for least, words in GRADES if share >= least)
+
+
+def headline(analysis: Analysis) -> str:
+    different = analysis.different["maps"]
+    return f"About {different:.1f} of {analysis.heads} heads are effectively different: {grade(analysis)}."
+
+
+def sentences(analysis: Analysis, costs: Sequence[Cost], own: Cost | None, one_head: PerHead | None) -> list[str]:
+    """What follows the headline; `own` is the model itself among `costs`, `one_head` an estimate without them."""
+    layers = analysis.layers
+    said = [_layers(analysis), _outputs(analysis), _groups(layers), _ranks(layers), _removal(layers), _mixtures(layers)]
+    if own is not None:
+        said.append(_savings(costs, own))
+    elif one_head is not None:
+        said.append(
+            f"Each head of each layer costs about {one_head.params:,} parameters and {one_head.flops / 1e6:,.0f} "
+            f"million FLOPs at {analysis.longest} tokens (from the widths)."
+        )
+    said.append(
+        "Alike is measured here, accuracy is not: heads that look alike can often go, but only training the smaller "
+        "model shows what it loses."
+    )
+    return [sentence for sentence in said if sentence]
+
+
+def _layers(analysis: Analysis) -> str:
+    each = [(layer.similarity.different["maps"] / layer.heads, n, layer) for n, layer in enumerate(analysis.layers)]
+    if len(each) < 2:
+        return ""
+    (_, a, least), (_, b, most) = min(each)[:3], max(each)[:3]
+    return (
+        f"The heads of layer {a + 1} are most alike ({least.similarity.different['maps']:.1f} of {least.heads} "
+        f"different), those of layer {b + 1} least ({most.similarity.different['maps']:.1f} of {most.heads})."
+    )
+
+
+def _outputs(analysis: Analysis) -> str:
+    outputs, maps = analysis.different.get("outputs"), analysis.different["maps"]
+    if outputs is None:
+        return ""
+    said = f"That is by where they look; by what they pass on (CKA of their outputs) it is {outputs:.1f}"
+    if outputs - maps > APART * analysis.heads:
+        return f"{said}: heads that look at the same places read different things there. They could share a map."
+    return f"{said}."
+
+
+def _groups(layers: Sequence[Layer]) -> str:
+    found = []
+    for number, layer in enumerate(layers):
+        groups: dict[int, list[int]] = {}
+        for head, group in enumerate(layer.similarity.groups):
+            groups.setdefault(group, []).append(head + 1)
+        found += [(len(heads), number + 1, heads) for heads in groups.values() if len(heads) > 1]
+    if not found:
+        return "No two heads of a layer have nearly the same map."
+    named = [f"{_listed(heads)} of layer {layer}" for _, layer, heads in sorted(found, reverse=True)[:3]]
+    more = f", and {len(found) - 3} more groups" if len(found) > 3 else ""
+    return f"Nearly the same maps: heads {'; heads '.join(named)}{more}."
+
+
+def _listed(numbers: list[int]) -> str:
+    words = [str(number) for number in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _ranks(layers: Sequence[Layer]) -> str:
+    shares = [float(np.median(layer.ranks.rank / layer.ranks.size)) for layer in layers if len(layer.ranks.rank)]
+    if not shares:
+        return ""
+    span = f"{100 * min(shares):.0f} %"
+    if round(100 * max(shares)) != round(100 * min(shares)):
+        span += f" to {100 * max(shares):.0f} %, by layer,"
+    return f"The rank of an attention matrix is {span} of the highest possible (medians)."
+
+
+def _removal(layers: Sequence[Layer]) -> str:
+    each = [
+        (float(removal.flipped[head] if removal.flipped is not None else removal.change[head]), number + 1, head + 1)
+        for number, layer in enumerate(layers)
+        if (removal := layer.removal) is not None
+        for head in range(layer.heads)
+    ]
+    if not each:
+        return ""
+    first = layers[0].removal
+    effect = "changes {:.1f} % of the predictions"
+    if first is not None and first.flipped is None:
+        effect = "changes the output by {:.1f} %"
+    (least, a, b), (most, c, d) = min(each), max(each)
+    return (
+        f"Silencing one head, without retraining, {effect.format(100 * least)} at least (layer {a}, head {b}) and "
+        f"{100 * most:.1f} % at most (layer {c}, head {d})."
+    )
+
+
+def _mixtures(layers: Sequence[Layer]) -> str:
+    mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
+    if not mixtures:
+        return ""
+    smallest = min(float(mixture.answered.min()) for mixture in mixtures)
+    moved = float(np.mean([mixture.moved.mean() for mixture in mixtures]))
+    use = "every component is used" if smallest > 0.05 else "some component is hardly used"
+    return (
+        f"Of the mixtures, {use} (the least answers for {100 * smallest:.0f} % of its head's attention); between soft "
+        f"and hard assignment {100 * moved:.0f} % of the attention moves to other keys."
+    )
+
+
+def _savings(costs: Sequence[Cost], own: Cost) -> str:
+    half = own.heads // 2
+    named = [
+        f"{cost.variant} with {cost.heads} has {_change(own.params, cost.params)} parameters and "
+        f"{_change(own.flops, cost.flops)} FLOPs"
+        for cost in costs
+        if (cost.length, cost.heads) == (own.length, half) and cost.variant in (own.variant, "smgk")
+    ]
+    if not named:
+        return ""
+    size = f"{own.params:,} parameters, {own.flops / 1e9:.3f} GFLOPs at {own.length} tokens"
+    return f"Half the heads of the same width, against this model ({own.row}, {size}): {'; '.join(named)}."
+
+
+def _change(before: int, after: int) -> str:
+    percent = 100 * (after - before) / before
+    return f"{abs(percent):.0f} % {'fewer' if percent <= 0 else 'more'}"
