@@ -103,11 +103,11 @@ class KeyValueCache(Cache):
     def reorder(self, rows: Tensor) -> None:
         self._check_rows(rows)
         for buffer in self._buffers:
-            buffer.copy_(buffer.index_select(0, rows))
+            buffer.copy_(buffer.index_select(0, rows.to(buffer.device)))
 
     def take(self, rows: Tensor) -> None:
         self._check_rows(rows, as_many=False)
-        self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
+        self._buffers = [buffer.index_select(0, rows.to(buffer.device)) for buffer in self._buffers]
         self.batch_size = len(rows)
 
     def enlarge(self, max_length: int) -> None:
@@ -143,12 +143,12 @@ class StateCache(Cache):
 
     def reorder(self, rows: Tensor) -> None:
         self._check_rows(rows)
-        self.state = tuple(part.index_select(0, rows) for part in self.state)
+        self.state = tuple(part.index_select(0, rows.to(part.device)) for part in self.state)
 
     def take(self, rows: Tensor) -> None:
         self._check_rows(rows, as_many=False)
         self.state, self._empty = (
-            tuple(part.index_select(0, rows) for part in parts) for parts in (self.state, self._empty)
+            tuple(part.index_select(0, rows.to(part.device)) for part in parts) for parts in (self.state, self._empty)
         )
         self.batch_size = len(rows)
 

@@ -7,7 +7,6 @@ padding and positions, keeps caches for `generate`, and makes the loss from labe
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
 import mgk
@@ -32,6 +32,8 @@ from mgk.cache import KeyValueCache
 from mgk.checks import fail, one_of, positive_integer
 from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel, load_model
 from mgk.models.adaptive import TokenTable
+from mgk.models.decoder import DecoderLayer
+from mgk.models.encoder import EncoderLayer
 from mgk.models.storage import KINDS
 from mgk.runs import load_language_model
 from mgk.tokenizer import make_tokenizer
@@ -143,6 +145,15 @@ class MGKCache(Cache):
             cache.reset()
 
 
+class CheckpointedDecoderLayer(GradientCheckpointingLayer, DecoderLayer):
+    """Recomputed in the backward, if Transformers is told to."""
+
+
+class CheckpointedEncoderLayer(GradientCheckpointingLayer, EncoderLayer):
+    """Recomputed in the backward, if Transformers is told to."""
+
+
+CHECKPOINTED: dict[type, type] = {DecoderLayer: CheckpointedDecoderLayer, EncoderLayer: CheckpointedEncoderLayer}
 Shell = TypeVar("Shell", bound="MGKPreTrainedModel")
 
 
@@ -153,6 +164,7 @@ class MGKPreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = [layer.__name__ for layer in CHECKPOINTED.values()]
     accepts_loss_kwargs = False
     kind: ClassVar[str]
     model: Any
@@ -163,9 +175,7 @@ class MGKPreTrainedModel(PreTrainedModel):
             fail("config", f"is of a {config.kind}; {type(self).__name__} holds a {self.kind}")
         self.model = KINDS[self.kind][1](config.settings())
         for layer in self.model.layers:
-            # By this name Transformers finds what is to be checkpointed.
-            layer.gradient_checkpointing = False
-            layer.forward = functools.partial(_layer_forward, layer)
+            layer.__class__ = CHECKPOINTED[type(layer)]
         _mark_as_initialised(self.state_dict(keep_vars=True).values())
         self.post_init()
 
@@ -389,14 +399,6 @@ def _layer_inputs(model: LanguageModel, wanted: bool) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _layer_forward(layer: Any, *arguments: Any) -> Any:
-    """A layer's own forward; in training its activations are not kept if checkpointing is on."""
-    forward = functools.partial(type(layer).forward, layer)
-    if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-        return layer._gradient_checkpointing_func(forward, *arguments)
-    return forward(*arguments)
 
 
 def _mark_as_initialised(tensors: Any) -> None:

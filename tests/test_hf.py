@@ -81,6 +81,19 @@ def test_generate_with_padding_on_the_left_is_each_prompt_by_itself(form, varian
         assert torch.equal(scores.argmax(-1), text[len(prompt) :])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", FEW)
+@torch.no_grad()
+def test_positions_count_the_real_tokens(form, variant, prompts):
+    """... where none are given, on the left and on the right of padding."""
+    shell = lm(form, variant=variant)
+    tokens, mask = left_padded(*prompts)
+    left, right = (shell(x, attention_mask=m).logits for x, m in ((tokens, mask), (tokens.flip(-1), mask.flip(-1))))
+    for row, prompt in enumerate(prompts):
+        same(left[row, 9 - len(prompt) :], shell.model(prompt[None])[0])
+        same(right[row, : len(prompt)], shell.model(prompt.flip(0)[None])[0])
+
+
 @pytest.mark.parametrize("variant", FEW)
 def test_generate_reads_each_token_once(variant, prompts, monkeypatch):
     shell, seen = lm(variant=variant), []
@@ -93,14 +106,13 @@ def test_generate_reads_each_token_once(variant, prompts, monkeypatch):
 
 
 @torch.no_grad()
-def best_by_trying_all(shell, prompt, steps):
-    """The likeliest continuation and its log probability per token, over every one there is."""
-    size = shell.config.vocab_size
-    ends = torch.tensor(list(itertools.product(range(size), repeat=steps)))
+def all_continuations(shell, prompt, steps):
+    """Every text that goes on from a prompt, the likeliest first, and the mean log probability of its new tokens."""
+    ends = torch.tensor(list(itertools.product(range(shell.config.vocab_size), repeat=steps)))
     texts = torch.cat([prompt.expand(len(ends), -1), ends], 1)
     scores = shell.model(texts[:, :-1])[:, len(prompt) - 1 :].log_softmax(-1)
-    mean = scores.gather(-1, ends.unsqueeze(-1)).squeeze(-1).mean(-1)
-    return texts[mean.argmax()], mean.max()
+    mean, order = scores.gather(-1, ends.unsqueeze(-1)).squeeze(-1).mean(-1).sort(descending=True)
+    return texts[order], mean
 
 
 @pytest.mark.parametrize("variant", FEW)
@@ -109,12 +121,12 @@ def test_enough_beams_find_the_best_of_all_continuations(variant):
     prompts = torch.randint(5, (6,)), torch.randint(5, (3,))
     tokens, mask = left_padded(*prompts)
     # As many beams as there are texts of two more tokens: none is lost, and each step reorders them.
-    options = {"num_beams": 25, "max_new_tokens": 3, "return_dict_in_generate": True, "output_scores": True}
-    out = shell.generate(tokens, attention_mask=mask, **options)
+    options = {"num_beams": 25, "num_return_sequences": 25, "max_new_tokens": 3, "return_dict_in_generate": True}
+    out = shell.generate(tokens, attention_mask=mask, output_scores=True, **options)
     for row, prompt in enumerate(prompts):
-        text, score = best_by_trying_all(shell, prompt, 3)
-        assert torch.equal(out.sequences[row, 6 - len(prompt) :], text)
-        same(out.sequences_scores[row], score)
+        texts, scores = all_continuations(shell, prompt, 3)
+        assert torch.equal(out.sequences.view(2, 25, -1)[row, :, 6 - len(prompt) :], texts[:25])
+        same(out.sequences_scores.view(2, 25)[row], scores[:25])
 
 
 @pytest.mark.parametrize("variant", FEW)
@@ -156,12 +168,16 @@ def test_a_cache_goes_on_grows_and_changes_its_rows(variant, prompts):
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk-hard"])
 def test_speculative_decoding_is_greedy_decoding(variant):
-    shell = lm(variant=variant)
+    """What was guessed wrong is forgotten again."""
+    shell = drawn(drawn(drawn(lm("modern", variant=variant))))
     prompt = torch.randint(30, (1, 6)).repeat(1, 2)
-    greedy = shell.generate(prompt, max_new_tokens=12, do_sample=False)
+    options = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    greedy = shell.generate(prompt, **options)
     cache = shell.make_cache(1)
-    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 4, "past_key_values": cache}
-    assert torch.equal(shell.generate(prompt, **options), greedy)
+    guessed = shell.generate(prompt, prompt_lookup_num_tokens=4, past_key_values=cache, **options)
+    assert torch.equal(guessed.sequences, greedy.sequences)
+    same(torch.stack(guessed.logits), torch.stack(greedy.logits))
+    assert cache.get_seq_length() == 12 + 12 - 1
 
 
 def test_a_state_cannot_forget_some_tokens():
