@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mgk.checks import fail, positive_integer
+from mgk.models.embedding import lookup
 
 # Logits held at once.
 ELEMENTS = 1 << 26
@@ -52,7 +53,7 @@ class TokenTable(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] to [..., d]."""
-        return F.embedding(tokens, self.weight)
+        return lookup(tokens, self.weight)
 
     def cluster_counts(self, targets: Any) -> list[int]:
         """How many targets lie in each cluster, the frequent tokens first. Asks the device."""
