@@ -215,7 +215,7 @@ class Bench:
             self.record(row, config, "sliding_difference_mean", abs(mean), **more)
             if dtype == "fp32" and largest > 1e-4:
                 raise SystemExit("the sliding window is not what one window at a time gives: no time is reported")
-        for dtype in ("bf16", "fp32"):
+        for dtype in [name for name in self.arguments.timed.split(",") if name != "none"]:
 
             def run(dtype: str = dtype) -> None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
@@ -300,6 +300,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="evaluation: a saved model instead of a random one")
     parser.add_argument("--tokens", type=Path, help="evaluation: ids of a text, .npy, instead of random words")
     parser.add_argument("--compared", type=int, default=2000, help="evaluation: windows to compare one by one")
+    parser.add_argument(
+        "--timed", default="bf16,fp32", help="evaluation: precisions to time the whole text in, or none"
+    )
     parser.add_argument("--window-batch", type=int, default=1024)
     parser.add_argument("--warm-only", action="store_true", help="throughput: compile and leave")
     parser.add_argument("--tiny", action="store_true")

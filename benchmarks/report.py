@@ -1,101 +1,167 @@
-"""Tables and picture of results/attention.csv: ours with H/2 heads against the best SDPA with H.
+"""Tables and picture of results/attention.csv: ours with H/2 heads against the best SDPA with H, beside the goals.
 
     python benchmarks/report.py        writes results/attention.md and results/attention.png
 
-Of several measurements of the same thing the last counts.
+Of several measurements of the same thing the last counts. Measurements on a processor are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import math
-import statistics
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 
+from mgk import results
+from mgk.benchmark import goals
+from mgk.benchmark.goals import GOAL_SHAPES, MEANS, NAMES, SMALL_SHAPE, Row, geometric_mean, ratios, select, shape_of
+from mgk.benchmark.timing import PASSES
 from mgk.models.storage import write_atomically
 
-# The shapes of the goal (B, H, N, D, causal), and the paper's language model behind them.
-GOAL_SHAPES = 7
-NAMES = {"smgk": "sMGK", "smgk-hard": "sMGK hard", "mgk": "MGK", "mgk-hard": "MGK hard"}
-PASSES = ("forward", "forward+backward")
-GOALS = {"smgk": (0.68, 0.78), "smgk-hard": (0.65, 0.75), "mgk": (0.95, 1.10), "mgk-hard": (0.85, 1.00)}
-ORDER = ("4096,64", "16384,64", "4096,128", "16384,128", "2048,32", "4096,32", "256,16")
-
-Shape = tuple[str, ...]
+SHAPES = (*GOAL_SHAPES, SMALL_SHAPE)
+SIDES = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2)}
 
 
-def read(path: Path) -> tuple[dict[tuple[Shape, str, str], dict[str, str]], list[Shape]]:
-    """(shape, contender, pass) -> row, and the shapes in the order of the table."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found: dict[tuple[Shape, str, str], dict[str, str]] = {}
-    for row in rows:
-        shape: Shape = (row["B"], row["H"], row["N"], row["D"], "yes" if row["causal"] == "True" else "no")
-        found[shape, row["contender"], row["pass"]] = row
-    shapes = sorted({key[0] for key in found}, key=lambda s: (ORDER.index(f"{s[2]},{s[3]}"), s[4]))
-    return found, shapes
+def markdown(lines: list[list[str]]) -> str:
+    header, *rest = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rest])
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.mean(map(math.log, values)))
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
-def table(found: dict[tuple[Shape, str, str], dict[str, str]], shapes: list[Shape]) -> str:
-    header = ["B, H, N, D, causal", *(f"{NAMES[name]} {p}" for name in NAMES for p in PASSES)]
-    lines = [header, ["---"] * len(header)]
-    for shape in shapes:
-        ratios = [found[shape, name, p]["ratio"] for name in NAMES for p in PASSES]
-        lines.append([", ".join(shape), *(f"{float(ratio):.2f}" for ratio in ratios)])
-    goal = shapes[:GOAL_SHAPES]
-    columns = {(n, p): [float(found[shape, n, p]["ratio"]) for shape in goal] for n in NAMES for p in PASSES}
-    lines.append(["**geometric mean of the first seven**", *(f"**{geometric_mean(c):.2f}**" for c in columns.values())])
-    lines.append(["largest of the first seven", *(f"{max(c):.2f}" for c in columns.values())])
-    lines.append(["goal", *(f"{GOALS[n][PASSES.index(p)]:.2f}" for n in NAMES for p in PASSES)])
-    peers = [f"{k}{s}" for s in ("", " gqa", " half") for k in ("sdpa-cudnn", "sdpa-flash")]
-    names = {"": "H heads", " gqa": "H heads, H/2 key heads", " half": "H/2 heads"}
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    sides = [["SDPA", *(p for p in PASSES)], ["---"] * 3]
-    for peer in peers:
-        kind = peer.removeprefix("sdpa-").split(" ")[0]
-        suffix = peer.removeprefix(f"sdpa-{kind}")
-        means = [
-            geometric_mean([float(found[s, peer, p]["ratio"]) for s in goal if (s, peer, p) in found]) for p in PASSES
-        ]
-        sides.append([f"{kind}, {names[suffix]}", *(f"{mean:.2f}" for mean in means)])
-    peers_text = "\n".join("| " + " | ".join(line) + " |" for line in sides)
-    some = next(iter(found.values()))
-    return (
-        "# The whole operator with H/2 heads over the best SDPA with H\n\n"
-        f"{some['gpu']}, {some['dtype']}, M = 2, torch {some['torch']}, triton {some['triton']}, {some['date']}. "
-        "Device time, medians of "
-        "CUDA graph replays on both sides; below 1 ours is faster. Forward + backward includes every gradient.\n"
-        "Made by `python benchmarks/report.py` from `attention.csv`.\n\n"
-        f"{text}\n\nThe same for SDPA's own variants, geometric means of the seven shapes:\n\n{peers_text}\n"
-    )
+def speed_table(rows: list[Row]) -> str:
+    columns = {(name, which): ratios(rows, name, which) for name in NAMES for which in PASSES}
+    lines = [["B × H × N × D", *(f"{NAMES[name]} {which}" for name, which in columns)]]
+    lines += [[shape, *(number(found.get(shape)) for found in columns.values())] for shape in SHAPES]
+    means, largest = ["**geometric mean without the last**"], ["largest of them"]
+    for found in columns.values():
+        values = [found[shape] for shape in GOAL_SHAPES if shape in found]
+        means.append(f"**{geometric_mean(values):.2f}**" if len(values) == len(GOAL_SHAPES) else "–")
+        largest.append(number(max(values, default=None)))
+    wanted = ["goal of the mean", *(number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
+    return markdown([*lines, means, largest, wanted])
 
 
-def picture(found: dict[tuple[Shape, str, str], dict[str, str]], shapes: list[Shape], path: Path) -> None:
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
+def peers_table(rows: list[Row]) -> str:
+    lines = [["", *PASSES]]
+    for words, (share, key_share) in SIDES.items():
+        for backend in ("cudnn", "flash"):
+            lines.append([f"SDPA {backend}, {words}", *(peer(rows, backend, share, key_share, p) for p in PASSES)])
+    flex = [select(rows, "speed", which, backend="flex") for which in PASSES]
+    if any(flex):
+        cells = [", ".join(f"{float(row['ratio']):.2f} ({shape_of(row)})" for row in found) or "–" for found in flex]
+        lines.append(["FlexAttention expressing sMGK, H/2 heads", *cells])
+    return markdown(lines)
+
+
+def peer(rows: list[Row], backend: str, share: int, key_share: int, which: str) -> str:
+    found = {
+        shape_of(row): float(row["ratio"])
+        for row in select(rows, "speed", which, variant="softmax", backend=backend)
+        if int(row["full_heads"]) == share * int(row["heads"]) == key_share * int(row["kv_heads"])
+    }
+    values = [found[shape] for shape in GOAL_SHAPES if shape in found]
+    return number(geometric_mean(values)) if values else "–"
+
+
+def part_table(rows: list[Row], task: str, unit: str) -> str:
+    """Every measurement of one part."""
+    lines = [["B × H × N × D", "pass", "variant", "backend", "heads", "M", unit, "ratio", "eager ms"]]
+    for row in sorted(select(rows, task), key=lambda r: (int(r["length"]), shape_of(r), r["pass"])):
+        heads = row["heads"] if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
+        kind = [row["variant"], row["backend"], heads, row["components"]]
+        lines.append([shape_of(row), row["pass"], *kind, row["value"], row["ratio"] or "–", row["step_ms"] or "–"])
+    return markdown(lines)
+
+
+TITLES = {
+    "memory": (
+        "Memory in MB beyond inputs, outputs and gradients; ratio to SDPA-flash with the same heads",
+        "extra MB",
+    ),
+    "decoding": ("One query against a long cache; ratio to the best SDPA with H heads", "device ms"),
+    "linear": ("Causal linear attention with mixture keys; ratio to the best SDPA with H heads", "device ms"),
+    "em": ("A layer in training, priors from EM over learned ones", "device ms"),
+}
+
+
+def report(rows: list[Row]) -> str:
+    last = rows[-1]
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    reached = [
+        [goal.what, f"{goal.got:.3f}", f"{goal.wanted:.2f}", "yes" if goal.reached else "**no**"]
+        for goal in goals.goals(rows)
+    ]
+    text = [
+        "# Ours with H/2 heads against SDPA with H\n",
+        f"{last['gpu']}, {last['dtype']}, torch {last['torch']}, triton {last['triton']}, {last['date']}, commits "
+        f"{commits}. Device time of the whole operator, medians of CUDA graph replays on both sides; below 1 ours is "
+        "faster. Forward + backward includes every gradient. M = 2. Made by `python benchmarks/report.py` from "
+        "`attention.csv`, which `mgk bench` writes.\n",
+        "## Time over the best SDPA with H heads\n",
+        speed_table(rows),
+        "\nThe peers by the same measure, geometric means of the same shapes:\n",
+        peers_table(rows),
+        "\n## Goals\n",
+        markdown([["what", "measured", "goal, at most", "reached"], *reached]),
+    ]
+    for task, (title, unit) in TITLES.items():
+        if select(rows, task):
+            text += [f"\n## {title}\n", part_table(rows, task, unit)]
+    return "\n".join(text) + "\n"
+
+
+def draw_speed(axis: Axes, rows: list[Row], which: str) -> None:
     width = 0.2
-    for axis, p in zip(axes, PASSES, strict=True):
-        for n, name in enumerate(NAMES):
-            heights = [float(found[shape, name, p]["ratio"]) for shape in shapes]
-            places = [i + (n - 1.5) * width for i in range(len(shapes))]
-            axis.bar(places, heights, width, label=f"{NAMES[name]}, H/2 heads")
-        axis.axhline(1, color="black", linewidth=1)
-        labels = [f"N {int(s[2]) // 1024 or s[2]}{'k' if int(s[2]) >= 1024 else ''}\nD {s[3]}" for s in shapes]
-        labels = [f"{text}\n{'causal' if s[4] == 'yes' else 'full'}" for text, s in zip(labels, shapes, strict=True)]
-        axis.set_xticks(range(len(shapes)), labels, fontsize=8)
-        axis.set_title(p.replace("+", " + "), fontsize=10)
-        axis.grid(axis="y", alpha=0.3)
+    for n, name in enumerate(NAMES):
+        found = ratios(rows, name, which)
+        places = [i + (n - 1.5) * width for i, shape in enumerate(SHAPES) if shape in found]
+        axis.bar(places, [found[shape] for shape in SHAPES if shape in found], width, label=f"{NAMES[name]}, H/2 heads")
+    axis.axhline(1, color="black", linewidth=1)
+    labels = [shape.replace("xcausal", "\ncausal").replace("x", "·") for shape in SHAPES]
+    axis.set_xticks(range(len(SHAPES)), labels, fontsize=7, rotation=20)
+    axis.set_title(which.replace("+", " + "), fontsize=10)
+    axis.grid(axis="y", alpha=0.3)
+
+
+def draw_linear(axis: Axes, rows: list[Row]) -> None:
+    found = select(rows, "linear")
+    for variant, name in (("mlk", "MLK, H/2 heads"), ("softmax", "best SDPA, H heads")):
+        for which, style in zip(PASSES, ("-", "--"), strict=True):
+            times: dict[int, float] = {}
+            for row in (r for r in found if r["variant"] == variant and r["pass"] == which):
+                n, ms = int(row["length"]), float(row["value"])
+                times[n] = min(ms, times.get(n, ms))
+            color = "tab:blue" if variant == "mlk" else "black"
+            axis.plot(sorted(times), [times[n] for n in sorted(times)], style, marker="o", color=color,
+                      label=f"{name}, {which}")  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("length")
+    axis.set_ylabel("ms")
+    axis.set_title("causal linear attention", fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    linear = bool(select(rows, "linear"))
+    figure, axes = pyplot.subplots(1, 2 + linear, figsize=(11 + 4 * linear, 4.2), constrained_layout=True)
+    for axis, which in zip(axes, PASSES, strict=False):
+        draw_speed(axis, rows, which)
+    top = max(axis.get_ylim()[1] for axis in axes[:2])
+    for axis in axes[:2]:
+        axis.set_ylim(0, top)
     axes[0].set_ylabel("time over the best SDPA with H heads")
-    axes[1].legend(fontsize=8)
+    axes[0].legend(fontsize=8)
+    if linear:
+        draw_linear(axes[2], rows)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, dpi=150, format="png")
     pyplot.close(figure)
@@ -106,9 +172,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("results"))
     folder = parser.parse_args().results
-    found, shapes = read(folder / "attention.csv")
-    write_atomically(folder / "attention.md", table(found, shapes))
-    picture(found, shapes, folder / "attention.png")
+    rows = goals.latest(results.read([folder / "attention.csv"]))
+    rows = [row for row in rows if not row["gpu"].startswith("cpu")]
+    if not rows:
+        raise SystemExit(f"{folder / 'attention.csv'} has no measurements on a GPU: run `mgk bench` on one first")
+    write_atomically(folder / "attention.md", report(rows))
+    picture(rows, folder / "attention.png")
     print(f"{folder / 'attention.md'}  {folder / 'attention.png'}")
 
 

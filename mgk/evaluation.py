@@ -75,15 +75,10 @@ def plateau_left(metrics: Path, accuracy: float) -> int:
     return min(steps, default=0)
 
 
-def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
-    """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
-    config, settings = module.model.config, run.recipe.training
-    memory = peak_memory_mb()
-    judge = judge_of(run.directory / "best", settings, task, run.data_dir, record.device)
-    # The first window holds compilation and warm-up.
-    windows = record.step_ms[1:] or record.step_ms
-    step_ms = statistics.median(windows) if windows else float("nan")
-    common = {
+def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
+    """The columns of results that say which model was measured on what, and where."""
+    settings = run.recipe.training
+    return {
         "recipe": run.recipe.name,
         "task": run.recipe.task,
         "dataset": task.dataset,
@@ -101,11 +96,21 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
         "backend": config.backend,
         "params": parameters(config),
         "flops": forward_flops(config, task.max_length),
-        "step_ms": f"{step_ms:.3f}",
-        "peak_mem_mb": f"{memory:.0f}",
         "command": shlex.join(["mgk", *sys.argv[1:]]),
         **results.environment(),
     }
+
+
+def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
+    """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
+    config, settings = module.model.config, run.recipe.training
+    memory = peak_memory_mb()
+    judge = judge_of(run.directory / "best", settings, task, run.data_dir, record.device)
+    # The first window holds compilation and warm-up.
+    windows = record.step_ms[1:] or record.step_ms
+    step_ms = statistics.median(windows) if windows else float("nan")
+    common = description(run, task, config)
+    common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}")
     metric = module.objective.metric
     rows = [
         {**common, "split": "dev", "n_examples": len(module.splits["dev"]), "metric": name, "value": value}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mgk.arguments import LinearCall, MixtureCall, linear_call, mixture_call
 from mgk.checks import fail, one_of
-from mgk.kernels import counting, eager, fused, linear, plain, sdpa
+from mgk.kernels import counting, eager, fused, fused_linear, linear, plain, sdpa
 
 
 class Backend(NamedTuple):
@@ -38,6 +38,7 @@ MIXTURE_BACKENDS = {
 }
 LINEAR_BACKENDS = {
     "meta": Backend(counting.refuses, counting.run_linear),
+    "triton": Backend.of(fused_linear),
     "chunked": Backend(linear.refuses_chunked, linear.run_chunked),
     "eager": Backend(linear.refuses_eager, linear.run_eager),
 }

@@ -35,6 +35,7 @@ class Objective(ABC):
     """A model with the examples it is trained and judged on, in the memory of a device."""
 
     metric: ClassVar[str]  # what the best model is chosen by, on the development set
+    left: ClassVar[str]  # what `judge` leaves for each split is a file of this name
     better: ClassVar[int]  # 1 where more of it is better, -1 where less is
     config_class: ClassVar[type]
     model_class: ClassVar[type[nn.Module]]
@@ -105,6 +106,11 @@ class Objective(ABC):
     def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
         """What the model is worth on a split; what each example says goes to the directory."""
 
+    def answers(self, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """What `judge` left in a directory: each split and a number for each of its examples."""
+        for path in sorted(directory.glob(f"{self.left}-*.npy")):
+            yield path.stem.removeprefix(f"{self.left}-"), np.load(path, allow_pickle=False)
+
     @torch.no_grad()
     def means(self, split: str) -> dict[str, float]:
         """`measure` over a whole split."""
@@ -123,7 +129,7 @@ class Objective(ABC):
 class Classification(Objective):
     """The class of an example; accuracy."""
 
-    metric, better = "accuracy", 1
+    metric, left, better = "accuracy", "correct", 1
     config_class, model_class = EncoderConfig, Classifier
 
     @classmethod
@@ -181,7 +187,7 @@ class Classification(Objective):
     def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
         correct = self.correct(split)
         if directory is not None:
-            np.save(directory / f"correct-{split}.npy", correct, allow_pickle=False)
+            np.save(directory / f"{self.left}-{split}.npy", correct, allow_pickle=False)
         shares = self.splits[split].class_shares(self.task.num_classes)
         yield Measured(len(correct), "majority_share", float(shares.max()))
         yield Measured(len(correct), "accuracy", float(correct.mean()))
@@ -200,7 +206,7 @@ class Classification(Objective):
 class LanguageModelling(Objective):
     """The next token. While training, perplexity within segments; a finished model is judged by the sliding window."""
 
-    metric, better = "perplexity", -1
+    metric, left, better = "perplexity", "losses", -1
     config_class, model_class, entries = DecoderConfig, LanguageModel, ("losses",)
     stride = 1
 
@@ -250,7 +256,7 @@ class LanguageModelling(Objective):
             )
         count, mean = len(losses), float(losses.double().mean())
         if directory is not None:
-            np.save(directory / f"losses-{split}.npy", losses.cpu().numpy(), allow_pickle=False)
+            np.save(directory / f"{self.left}-{split}.npy", losses.cpu().numpy(), allow_pickle=False)
         # Anything but the paper's evaluation says so in its name.
         suffix = "" if self.stride == 1 else f"_stride_{self.stride}"
         yield Measured(count, f"perplexity{suffix}", math.exp(min(mean, 100.0)))

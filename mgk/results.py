@@ -7,7 +7,7 @@ import fcntl
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,13 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
     return rows
 
 
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds rows to a file of results, whole or not at all; several processes may do so at once."""
-    unknown = {key for row in rows for key in row} - set(COLUMNS)
+def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) -> None:
+    """Adds rows to a file of results, whole or not at all; several processes may do so at once.
+
+    extra: the columns that this file has beyond those of all.
+    """
+    columns = [*COLUMNS, *extra]
+    unknown = {key for row in rows for key in row} - set(columns)
     if unknown:
         raise ValueError(f"results have no column {', '.join(sorted(unknown))}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
         rows = [*read([path]), *rows]
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         temporary.replace(path)

@@ -4,9 +4,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mgk import compare, recipes, results
+from mgk import answers, compare, recipes, results, side_by_side
 from mgk.evaluation import plateau_left
 from mgk.recipes import Row
 
@@ -71,7 +72,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     results.append(path, [measured("softmax:8", 0, 0.36), measured("softmax:8", 1, 0.38), measured("smgk:4", 0, 0.37)])
     results.append(path, [measured("softmax:8", seed, 750 * seed, "dev", "plateau_left_at_step") for seed in (0, 1)])
     results.append(path, [measured("softmax:8", 0, 0.687, metric="baseline: bag of words")])
-    lines = compare.report(recipes.load("listops"), [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    lines = side_by_side.report(recipes.load("listops"), [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
     table = (tmp_path / "listops.md").read_text()
     assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "never 750", "37.03"]
     assert "bag of words 68.7 %" in table
@@ -80,7 +81,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     assert "| smgk:4 |" in table
     assert (tmp_path / "listops.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no results"):
-        compare.report(recipes.load("listops"), [Row("mgk", 1)], "paper", [path], tmp_path)
+        side_by_side.report(recipes.load("listops"), [Row("mgk", 1)], "paper", [path], tmp_path)
 
 
 def test_a_crash_of_one_is_survived_and_said(tmp_path):
@@ -96,3 +97,49 @@ def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
     assert plateau_left(tmp_path / "metrics.csv", 0.25) == 500
     assert plateau_left(tmp_path / "metrics.csv", 0.35) == 0
+
+
+def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_path):
+    path = tmp_path / "listops.csv"
+    results.append(path, [measured("smgk:4", 0, 12.5, "train", "step_ms_alone")])
+    results.append(path, [measured("smgk:4", 0, 77, "train", "peak_mem_mb_alone")])
+    recipe, row = recipes.load("listops"), Row("smgk", 4)
+    assert compare.timed(results.read([path]), recipe, row, "paper")
+    assert not compare.finished(results.read([path]), recipe, row, "paper", 0)
+    results.append(path, [measured("smgk:4", 0, 0.37)])
+    assert compare.finished(results.read([path]), recipe, row, "paper", 0)
+    lines = side_by_side.report(recipe, [row], "paper", [path], tmp_path)
+    assert lines[1][-2:] == ["12.5", "77"]
+    assert "alone on the machine" in (tmp_path / "listops.md").read_text()
+
+
+def test_models_are_compared_on_the_same_examples(tmp_path):
+    """Two models with the same accuracy that err together, and one that errs elsewhere: pairs tell them apart."""
+    recipe, path = recipes.load("listops"), tmp_path / "listops.csv"
+    draw = np.random.default_rng(0)
+    hard = draw.random(2000) < 0.6
+    said = {"softmax:8": ~hard, "smgk:4": ~hard, "mgk:4": draw.random(2000) < 0.4}
+    said["smgk:4"][:20] = True
+    for row, right in said.items():
+        results.append(path, [measured(row, 0, right.mean())])
+        answers.keep(tmp_path, answers.Place("listops", Row.parse(row), "paper", 0, "test"), right)
+    lines = side_by_side.report(recipe, [Row.parse(row) for row in said], "paper", [path], tmp_path)
+    column = lines[0].index("minus softmax:8, test")
+    gained = (said["smgk:4"] & hard).sum()
+    assert lines[1][column] == ""
+    assert lines[2][column] == f"+{gained / 20:.2f} ± {196 * (gained / 2000) ** 0.5 / 2000**0.5:.2f}"
+    assert float(lines[3][column].split("± ")[1]) > 2.5
+    assert "on the same examples" in (tmp_path / "listops.md").read_text()
+
+
+def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
+    right = np.random.default_rng(1).random(1003) < 0.5
+    place = answers.Place("a", Row("softmax", 8, 4), "paper", 2, "fresh")
+    assert answers.read(tmp_path, place) is None
+    answers.keep(tmp_path, place, right)
+    assert (answers.read(tmp_path, place) == right).all()
+    losses = np.random.default_rng(2).random(2 * answers.BLOCK + 5).astype(np.float32)
+    answers.keep(tmp_path, place, losses)
+    expected = [losses[: answers.BLOCK].mean(), losses[answers.BLOCK : 2 * answers.BLOCK].mean()]
+    np.testing.assert_allclose(answers.read(tmp_path, place), expected, rtol=1e-6)
+    assert answers.paired([right.astype(float)], [losses]) is None

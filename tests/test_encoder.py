@@ -6,6 +6,7 @@ import torch
 
 from mgk.batches import Examples
 from mgk.models import Classifier, EncoderConfig
+from mgk.models.embedding import _Lookup
 from mgk.tasks.store import Split
 from mgk.variants import VARIANTS
 
@@ -74,6 +75,23 @@ def test_packed_batches_of_any_length_are_compiled_once():
             torch._dynamo.maybe_mark_dynamic(tokens, 0)
             model(tokens, cu_seqlens=torch.tensor([0, 20, 40, 60, total - 5], dtype=torch.int32))
     assert len(compiled) == 1
+
+
+# The compiler's own way of tracing a function with a backward.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_gradient_of_a_small_vocabulary_is_that_of_an_embedding():
+    """As a product, which a GPU takes."""
+    tokens = torch.randint(0, 9, (4, 50))
+    tokens[tokens == 3] = 4  # a token that does not occur
+    weight = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    ours, theirs = _Lookup.apply(tokens, weight), torch.nn.functional.embedding(tokens, weight)
+    assert torch.equal(ours, theirs)
+    upstream = torch.randn_like(ours)
+    (found,), (wanted,) = (torch.autograd.grad(each, weight, upstream) for each in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert found[3].abs().max() == 0
+    compiled = torch.compile(lambda *given: _Lookup.apply(*given), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(tokens, weight), weight, upstream)[0], wanted)
 
 
 def test_what_the_padding_would_enter_is_not_packed():

@@ -94,6 +94,7 @@ HEIGHT = {
     "analysis": 10,
     "training": 11,
     "evaluation": 11,
+    "cost": 11,
     "hf": 11,
     "commands": 12,
     "cli": 12,

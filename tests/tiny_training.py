@@ -18,6 +18,7 @@ from mgk.tasks.vocabulary import ByteVocabulary
 
 @dataclass
 class TinyTask:
+    dataset: str = "tiny"
     vocab_size: int = 16
     num_classes: int = 4
     max_length: int = 24

@@ -24,6 +24,9 @@ def compare(
     settings: Settings = None,
     data_dir: DataDir = None,
     jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
+    alone: Annotated[
+        bool | None, typer.Option(help="Time each model by itself; default: if several train at once.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where results, table and picture go.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
@@ -33,7 +36,8 @@ def compare(
     from rich.table import Table
 
     from mgk import compare as comparison
-    from mgk import tasks
+    from mgk import cost, side_by_side, tasks
+    from mgk.training import Run
 
     overrides = [*(settings or []), *steps_setting(steps)]
     chosen = recipes.load(recipe).with_settings(overrides)
@@ -47,14 +51,22 @@ def compare(
         comparison.Job(row, seed, run_directory(runs, chosen.name, row, preset, seed))
         for row in models
         for seed in range(seeds)
-        if not comparison.matching(known, chosen, row, preset, seed)
+        if not comparison.finished(known, chosen, row, preset, seed)
     ]
     command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
     command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
-    failed = comparison.run_jobs(wanted, command, jobs or (4 if torch.cuda.is_available() else 1))
+    at_once = jobs or (4 if torch.cuda.is_available() else 1)
+    failed = comparison.run_jobs(wanted, command, at_once)
     if failed and not results.read([own]):
         raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
-    lines = comparison.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
+    if alone or (alone is None and at_once > 1):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for row in models:
+            if not comparison.timed(known, chosen, row, preset):
+                print(f"timing {row} alone", file=sys.stderr)
+                run = Run(chosen, row, preset, 0, where, run_directory(runs, chosen.name, row, preset, 0))
+                results.append(own, cost.measure(run, tasks.task(chosen.task), device))
+    lines = side_by_side.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
     shown = Table(*lines[0], title=chosen.title)
     for line in lines[1:]:
         shown.add_row(*line)

@@ -36,7 +36,7 @@ def study(
     if not isinstance(tasks.task(chosen.task), Corpus):
         raise ValueError(f"recipe {recipe} trains no language model: use mgk compare")
     models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
-    compare(recipe, rows, seeds, preset, steps, settings, data_dir, jobs, out, runs)
+    compare(recipe, rows, seeds, preset, steps, settings, data_dir, jobs, out=out, runs=runs)
     directories = [run_directory(runs, chosen.name, row, preset, seed) for row in models for seed in range(seeds)]
     # A run whose result was already known has not been trained again, and may not be here.
     found = [directory for directory in directories if (directory / "best").is_dir()]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mgk import recipes, results
+from mgk import answers, recipes, results
 from mgk.checks import one_of, positive_integer
 from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, steps_setting
 from mgk.recipes import Row
@@ -68,6 +68,8 @@ def train(
     rows = finish(run, task, module, record)
     if results_file is not None:
         results.append(results_file, rows)
+        for split, said in module.objective.answers(where):
+            answers.keep(results_file.parent, answers.Place(chosen.name, row, preset, seed, split), said)
     objective = module.objective
     for each in rows:
         if each["metric"] == objective.metric:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mgk.attention import Attention
 from mgk.checks import fail, number, one_of, positive_integer
 from mgk.kernels.masks import segments
+from mgk.models.embedding import lookup
 from mgk.variants import PRESETS, VARIANTS
 
 POOLINGS = ("mean", "mean-padded")
@@ -143,7 +144,7 @@ class Classifier(nn.Module):
         if length > self.config.max_length:
             fail("tokens", f"have length {length}, and the model has {self.config.max_length} positions")
         padding = None if lengths is None else torch.arange(length, device=tokens.device) >= lengths[:, None]
-        x = self.dropout(self.tokens(tokens) + self.positions[:length])
+        x = self.dropout(lookup(tokens, self.tokens.weight) + self.positions[:length])
         for layer in self.layers:
             x = layer(x, padding, None, None)
         x = self.norm(x)
@@ -157,7 +158,7 @@ class Classifier(nn.Module):
         # The padding is a sequence of its own, so that nothing attends to it.
         edges = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens.shape[0])])
         sequence, position = segments(edges, tokens.shape[0])
-        x = self.dropout(self.tokens(tokens) + nn.functional.embedding(position, self.positions))[None]
+        x = self.dropout(lookup(tokens, self.tokens.weight) + nn.functional.embedding(position, self.positions))[None]
         for layer in self.layers:
             x = layer(x, None, edges, self.config.max_length)
         # A product with the membership, not a scatter: the same sum each time, also on a GPU.

@@ -1,0 +1,205 @@
+"""Who is measured: our operators, SDPA on each of its backends, FlexAttention; each on inputs of its own.
+
+B batch, H heads of softmax attention (ours have H/2), N length, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import mgk
+from mgk.checks import fail, one_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int  # of softmax attention
+    length: int
+    width: int
+    causal: bool
+    queries: int | None = None  # for decoding; otherwise as many as keys
+
+    def __str__(self) -> str:
+        mask = "xcausal" if self.causal else ""
+        return f"{self.batch}x{self.heads}x{self.length}x{self.width}{mask}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        numbers = text.removesuffix("xcausal").split("x")
+        if len(numbers) != 4 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+            fail("--shapes", f"must be like 8x8x4096x64 or 8x8x4096x64xcausal (B, H, N, D), got {text!r}")
+        batch, heads, length, width = map(int, numbers)
+        if heads % 2:
+            fail("--shapes", f"needs an even number of heads, since ours have half of them: {text!r}")
+        return cls(batch, heads, length, width, text.endswith("xcausal"))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row of the results: which attention, on which backend, with how many heads and components."""
+
+    variant: str
+    backend: str
+    heads: int
+    kv_heads: int
+    components: int = 1
+
+    def __str__(self) -> str:
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        components = f" M {self.components}" if self.components > 1 else ""
+        return f"{self.variant} {self.backend} {heads} heads{components}"
+
+
+class Problem(NamedTuple):
+    """One call to measure, and what it is differentiated by."""
+
+    forward: Callable[[], Tensor]
+    inputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Operator:
+    call: Callable[..., Any]
+    shifted: bool
+    hard: bool = False
+
+
+OPERATORS = {
+    "smgk": Operator(mgk.smgk_attention, True),
+    "smgk-hard": Operator(mgk.smgk_attention, True, hard=True),
+    "mgk": Operator(mgk.mgk_attention, False),
+    "mgk-hard": Operator(mgk.mgk_attention, False, hard=True),
+    "mlk": Operator(mgk.mlk_attention, False),
+    "smlk": Operator(mgk.smlk_attention, True),
+}
+LINEAR = ("mlk", "smlk")
+SDPA_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# ‖ours − fp64‖ / ‖fp64‖ that is not wrong yet. The prior's gradient is a sum that nearly cancels.
+LIMITS = {torch.bfloat16: {"log_prior": 5e-2, "": 1e-2}, torch.float32: {"": 1e-4}}
+
+
+def variant_and_components(text: str) -> tuple[str, int]:
+    """`smgk` has two components, `smgk:4` four."""
+    name, _, components = text.partition(":")
+    if components and not (components.isdecimal() and int(components) > 0):
+        fail("--variants", f"must be like smgk or smgk:4, got {text!r}")
+    return one_of("--variants", name, OPERATORS), int(components or 2)
+
+
+def draw(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> dict[str, Any]:
+    """Fresh random inputs of one of our operators, by name."""
+    B, N, D, H, HK, M = *(shape.batch, shape.length, shape.width), contender.heads, contender.kv_heads, (
+        contender.components
+    )  # fmt: skip
+    operator = OPERATORS[contender.variant]
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, device=device)
+
+    x = {"query": randn(B, H, shape.queries or N, D), "value": randn(B, HK, N, D)}
+    x |= {"key": randn(B, HK, N, D)} if operator.shifted else {"keys": randn(B, HK, M, N, D)}
+    x = {name: t.to(dtype) for name, t in x.items()}
+    if operator.shifted:
+        x["shift"] = 0.5 * randn(HK, M, D)
+    if not operator.hard:
+        x["log_prior"] = randn(HK, M, 1).log_softmax(1)
+    return {name: t.requires_grad_(gradients) for name, t in x.items()}
+
+
+def attend(contender: Contender, shape: Shape, x: dict[str, Tensor], backend: str) -> Tensor:
+    operator = OPERATORS[contender.variant]
+    options: dict[str, Any] = {"backend": backend, "is_causal": shape.causal}
+    if operator.hard:
+        options["assignment"] = "hard"
+    output: Tensor = operator.call(**x, **options)
+    return output
+
+
+def ours(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
+    x = draw(contender, shape, device, dtype, gradients)
+    return Problem(partial(attend, contender, shape, x, contender.backend), list(x.values()))
+
+
+def softmax(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
+    B, N, D = shape.batch, shape.length, shape.width
+    query = torch.randn(B, contender.heads, shape.queries or N, D, device=device, dtype=dtype, requires_grad=gradients)
+    key, value = (
+        torch.randn(B, contender.kv_heads, N, D, device=device, dtype=dtype, requires_grad=gradients) for _ in range(2)
+    )
+    grouped = contender.kv_heads < contender.heads
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPA_BACKENDS[contender.backend]):
+            return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=grouped)
+
+    return Problem(forward, [query, key, value])
+
+
+def flex(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
+    """sMGK as a score modification of FlexAttention, for two components."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    x = draw(contender, shape, device, dtype, gradients)
+    scale, N = shape.width**-0.5, shape.length
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device) if shape.causal else None
+
+    @partial(torch.compile, dynamic=False)
+    def forward(query: Tensor, key: Tensor, value: Tensor, shift: Tensor, log_prior: Tensor) -> Tensor:
+        keys = key.float().unsqueeze(2) + shift.unsqueeze(-2)  # [B, H, M, N, D]
+        a = scale * query.float() @ shift.transpose(-1, -2)  # [B, H, N, M]
+        c = log_prior - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            first, second = a[b, h, i, 0] + c[b, h, 0, j], a[b, h, i, 1] + c[b, h, 1, j]
+            largest = torch.maximum(first, second)
+            return s + largest + torch.log(torch.exp(first - largest) + torch.exp(second - largest))
+
+        output: Tensor = flex_attention(query, key, value, score_mod=score, block_mask=blocks, scale=scale)
+        return output
+
+    order = ("query", "key", "value", "shift", "log_prior")
+    return Problem(partial(forward, *(x[name] for name in order)), [x[name] for name in order])
+
+
+def make(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
+    if contender.variant == "softmax":
+        return softmax(contender, shape, device, dtype, gradients)
+    if contender.backend == "flex":
+        return flex(contender, shape, device, dtype, gradients)
+    return ours(contender, shape, device, dtype, gradients)
+
+
+def wrong(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:
+    """In words, which of the output and the gradients is not what the equations give in float64, on a short call."""
+    shape = replace(shape, batch=1, length=min(shape.length, 333))
+    x = draw(contender, shape, device, dtype)
+    exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
+    found, wanted = attend(contender, shape, x, contender.backend), attend(contender, shape, exact, "eager")
+    grad = torch.randn_like(found)
+    pairs = {"output": (found, wanted)}
+    gradients = torch.autograd.grad(found, list(x.values()), grad)
+    exact_gradients = torch.autograd.grad(wanted, list(exact.values()), grad.double())
+    pairs |= dict(zip(x, zip(gradients, exact_gradients, strict=True), strict=True))
+    limits = LIMITS[dtype]
+    lines = []
+    for name, (got, want) in pairs.items():
+        error = ((got.double() - want).norm() / want.norm()).item()
+        # Written so that NaN is wrong as well.
+        if not (error <= limits.get(name, limits[""]) or math.isclose(want.norm().item(), 0.0)):
+            lines.append(f"{contender}, D {shape.width}, causal {shape.causal}: {name} is off by {error:.1e}")
+    return lines

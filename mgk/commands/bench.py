@@ -1,0 +1,69 @@
+"""mgk bench."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk.checks import fail, one_of
+from mgk.commands.common import app
+
+
+@app.command()
+def bench(
+    only: Annotated[str, typer.Option(help="Parts: speed,memory,decoding,linear,em; default: all.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="B x H x N x D: 8x8x4096x64,2x8x16384x64xcausal; default: each part's own.")
+    ] = "",
+    variants: Annotated[str, typer.Option(help="smgk,smgk:4,mgk-hard,mlk,…, M after the colon; default: all.")] = "",
+    flex: Annotated[bool, typer.Option(help="FlexAttention as well, which compiles for long.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="CSV to append to; default on a GPU: results/attention.csv, else none.")
+    ] = None,
+) -> None:
+    """Measure our operators with half the heads against PyTorch's SDPA: time, memory, decoding.
+
+    Outputs and gradients are checked first, and nothing wrong is timed. Without a GPU only the speed of small shapes is
+    measured, on the processor.
+    """
+    import torch
+
+    from mgk import results
+    from mgk.benchmark import goals, parts
+    from mgk.benchmark.contenders import Shape, variant_and_components
+
+    gpu = torch.cuda.is_available()
+    chosen = [one_of("--only", name, parts.PARTS) for name in only.split(",") if name]
+    if not gpu and set(chosen) - set(parts.CPU_PARTS):
+        fail("--only", f"{only} needs a CUDA GPU; without one there is {', '.join(parts.CPU_PARTS)}")
+    asked = tuple(name for name in variants.split(",") if name)
+    for name in asked:
+        variant_and_components(name)
+    setting = parts.Setting(
+        "cuda" if gpu else "cpu",
+        torch.bfloat16 if gpu else torch.float32,
+        tuple(Shape.parse(text) for text in shapes.split(",") if text),
+        asked,
+        flex,
+        lambda line: print(line, flush=True),
+    )
+    if gpu:
+        out = out or Path("results/attention.csv")
+    command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
+    common = parts.environment(setting, command)
+    torch.seed()
+    measured = []
+    for name in chosen or (parts.PARTS if gpu else parts.CPU_PARTS):
+        for row in parts.PARTS[name](setting):
+            row = {key: str(value) for key, value in (row | common).items()}
+            measured.append(row)
+            if out is not None:
+                results.append(out, [row], parts.EXTRA)
+    for line in goals.lines(measured):
+        print(line)
+    if out is not None:
+        print(f"results: {out}")

@@ -1,0 +1,79 @@
+"""What a row of a comparison costs by itself: a training step, a forward, and the memory of the step.
+
+The trainings of a comparison share the machine, so their own step times say nothing of the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgk.batches import Order, seed_of
+from mgk.evaluation import description, peak_memory_mb
+from mgk.objectives import OBJECTIVES
+from mgk.training import Fit, Run
+
+METRICS = ("step_ms_alone", "forward_ms_alone", "peak_mem_mb_alone")
+WARM_UP, WINDOWS, STEPS = 5, 5, 10
+
+
+def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of results: medians of windows of steps on the task's own batches, each on other examples."""
+    torch.compiler.reset()
+    kind = OBJECTIVES[task.objective]
+    config, settings = run.model_config(task), run.recipe.training
+    splits = {"train": task.split(run.data_dir, "train")}
+    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed).to(device)
+    module.setup("fit")
+    optimizer = module.configure_optimizers()["optimizer"]
+    order = Order(len(splits["train"]), seed_of(run.seed, 1))
+    size = settings.batch_size // settings.accumulate
+
+    def batch(number: int) -> Tensor:
+        return torch.from_numpy(order.take(number * size, size))
+
+    def step(number: int) -> None:
+        for part in range(settings.accumulate):
+            with module.objective.autocast():
+                loss = module.objective.measure(batch(number * settings.accumulate + part), "train")["loss"]
+            (loss / settings.accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward(number: int) -> None:
+        with torch.no_grad(), module.objective.autocast():
+            module.objective.measure(batch(number), "train")
+
+    step_ms, memory = _median(step, device), peak_memory_mb()
+    module.eval()
+    forward_ms = _median(forward, device)
+    common = description(run, task, config)
+    common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}", split="train", n_examples=size)
+    return [
+        {**common, "metric": name, "value": f"{value:.4f}"}
+        for name, value in zip(METRICS, (step_ms, forward_ms, memory), strict=True)
+    ]
+
+
+def _median(work: Callable[[int], None], device: torch.device) -> float:
+    def wait() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    for number in range(WARM_UP):
+        work(number)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for window in range(WINDOWS):
+        start = wait()
+        for number in range(STEPS):
+            work(WARM_UP + window * STEPS + number)
+        times.append(1000 * (wait() - start) / STEPS)
+    return statistics.median(times)

@@ -1,0 +1,57 @@
+"""The Triton backend of causal linear attention: forward and backward in time and memory linear in the length."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from mgk.arguments import LinearCall
+from mgk.features import FEATURE_MAPS
+from mgk.kernels.fused import HAS_TRITON, MAX_WIDTH
+
+# The numbers by which the kernels know them.
+MAPS = {FEATURE_MAPS["elu"]: 0, FEATURE_MAPS["relu"]: 1}
+
+
+def refuses(call: LinearCall) -> str | None:
+    """Why the kernels do not cover this call, or None."""
+    query = call.query
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the kernels need a CUDA device, query is on {query.device.type}"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{query.dtype} is not covered (float16, bfloat16 and float32 are)"
+    if not call.causal:
+        return "only causal calls are covered: without is_causal the sums are plain matrix products"
+    if call.return_weights:
+        return "the weights are never formed (return_weights=True)"
+    if not any(call.feature_map is known for known in MAPS):
+        return "only the feature maps 'elu' and 'relu' are covered"
+    if max(query.shape[-1], call.value.shape[-1]) > MAX_WIDTH:
+        return f"head widths above {MAX_WIDTH} are not covered"
+    return None
+
+
+def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
+    """Output [B, H, L, E], the state (Z, z) or None, and no weights."""
+    from mgk.kernels import triton_linear_ops
+
+    query, keys, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.query, call.keys, call.value))
+    width, columns = query.shape[-1], value.shape[-1]
+    initial = None
+    if call.initial_state is not None:
+        if len(call.initial_state) != 2 or call.initial_state[1].shape[-1] != width:
+            raise ValueError("initial_state comes from another feature_map: use the state that this one returned")
+        initial = torch.cat([call.initial_state[0].flatten(2), call.initial_state[1]], dim=-1).float()
+    output, final = triton_linear_ops.causal_linear(
+        query, keys, value, None if call.shift is None else call.shift.contiguous(), call.log_prior,
+        None if call.key_mask is None else call.key_mask.to(torch.uint8), initial, call.cu_seqlens,
+        MAPS[call.feature_map], call.normalise,
+    )  # fmt: skip
+    if not call.return_state:
+        return output, None, None
+    total, norm = final.split([width * columns, width], dim=-1)
+    return output, (total.unflatten(-1, (width, columns)), norm), None

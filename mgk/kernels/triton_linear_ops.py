@@ -1,0 +1,325 @@
+"""Causal linear attention as a torch operator: block sizes, launches, gradients, FLOP counts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mgk.kernels import triton_linear as kernels
+
+
+class Blocks(NamedTuple):
+    slot: int  # rows that share a state
+    block: int  # rows of a tile
+    warps: int
+    stages: int
+
+
+# By the larger of feature and value width, for numbers of 2 bytes; docs/kernels.md has the measurements.
+BLOCKS = {32: Blocks(256, 64, 4, 2), 64: Blocks(256, 64, 4, 2), 128: Blocks(256, 64, 8, 2), 256: Blocks(256, 32, 8, 1)}
+# For fp16 and fp32, whose products read 4 bytes.
+WIDE_BLOCKS = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(128, 16, 8, 1)}
+# Columns of a state that a product takes at a time.
+PART = 64
+
+
+@functools.cache
+def blocks(width: int, type_bytes: int) -> Blocks:
+    table = BLOCKS if type_bytes == 2 else WIDE_BLOCKS
+    return next(block for limit, block in table.items() if width <= limit)
+
+
+def _width(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def feature_type(dtype: torch.dtype) -> torch.dtype:
+    """What φ̃ is kept in and products read. Sums of fp16 features leave fp16's range."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """TF32 has fp16's digits and fp32's range."""
+    tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
+    return "tf32" if tf32 else "ieee"
+
+
+def _slots(S: int, slot: int, cu_seqlens: Tensor | None) -> int:
+    """Each packed sequence begins a new slot; how many that makes is known up to one a sequence."""
+    return _cdiv(S, slot) if cu_seqlens is None else S // slot + cu_seqlens.shape[0] - 1
+
+
+def _slot_table(cu_seqlens: Tensor, slots: int, slot: int) -> Tensor:
+    """int32 [slots, 4]: first row, end, whether first and whether last of its sequence. Slots left over are empty."""
+    counts = (cu_seqlens.diff() + slot - 1) // slot
+    ends = counts.cumsum(0)
+    index = torch.arange(slots, device=cu_seqlens.device)
+    sequence = torch.bucketize(index, ends, right=True)
+    used = sequence < counts.shape[0]
+    sequence = sequence.clamp(max=counts.shape[0] - 1)
+    within = index - (ends - counts)[sequence]
+    begin = cu_seqlens[sequence] + within * slot
+    end = torch.minimum(begin + slot, cu_seqlens[sequence + 1])
+    columns = (begin, end, within == 0, within == counts[sequence] - 1)
+    return torch.stack([(column * used).int() for column in columns], 1).contiguous()
+
+
+class Plan(NamedTuple):
+    """What the launches of one call share."""
+
+    B: int
+    H: int
+    HK: int
+    S: int
+    D: int
+    E: int
+    M: int
+    slots: int
+    table: Tensor | None
+    size: Blocks
+    switches: dict[str, Any]
+
+
+def _plan(query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_seqlens: Tensor | None) -> Plan:
+    (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
+    dtype = feature_type(query.dtype)
+    size = blocks(max(_width(D), _width(E)), dtype.itemsize)
+    slots = _slots(S, size.slot, cu_seqlens)
+    table = None if cu_seqlens is None else _slot_table(cu_seqlens, slots, size.slot)
+    switches = {
+        "D": D, "E": E, "BLOCK": size.block, "SLOT": size.slot, "PACKED": table is not None,
+        "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
+        "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    return Plan(B, H, HK, S, D, E, M, slots, table, size, switches)
+
+
+def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
+    """Grid, strides and switches of the two kernels between keys and mixed features."""
+    width = _width(plan.D)
+    rows = max(16, 4096 // width)
+    strides = (*keys.stride()[:2], 0, keys.stride(2)) if shift is not None else keys.stride()[:4]
+    if prior is not None:
+        strides += prior.expand(plan.B, plan.HK, plan.M, plan.S).stride()
+    else:
+        strides += (0,) * 4
+    switches = {
+        "D": plan.D, "BD": width, "ROWS": rows, "MAP": feature_map, "SHIFTED": shift is not None,
+        "PRIOR": prior is not None, "MASK": mask is not None,
+    }  # fmt: skip
+    return (_cdiv(plan.S, rows), plan.B * plan.HK), (*strides, 1 / plan.M, plan.HK, plan.S, plan.M), switches
+
+
+def _sum_states(
+    plan: Plan, states: Tensor, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
+) -> None:
+    """Fills the rows of `states`: of what lies before each slot, or with `rows` (1/d and −δ/d) of what lies behind."""
+    behind = rows[0] is not None
+    part_d, part_e = min(PART, _width(plan.D)), min(PART, _width(plan.E))
+    parts = _cdiv(plan.D, part_d) * _cdiv(plan.E, part_e)
+    kernels.slot_sums[plan.slots, plan.B * plan.HK, parts](
+        features, value, *rows, states, plan.table, *features.stride()[:3], *value.stride()[:3], plan.HK,
+        plan.H // plan.HK if behind else 1, plan.S, plan.slots, 0 if behind else 1,
+        BD=part_d, BE=part_e, MAP=feature_map, BEHIND=behind, **plan.switches,
+    )  # fmt: skip
+    width = plan.D * (plan.E + 1)
+    kernels.running_sums[_cdiv(width, 128), plan.B * plan.HK](
+        states, plan.table, width, plan.slots, STEP=16, BLOCK=128, REVERSE=behind, PACKED=plan.table is not None
+    )
+
+
+def _tiles(plan: Plan) -> tuple[int, dict[str, Any]]:
+    """Tiles in a head, and what the kernels that work on tiles are compiled for."""
+    BD, BE = _width(plan.D), _width(plan.E)
+    switches = {**plan.switches, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
+    return plan.slots * (plan.size.slot // plan.size.block), switches
+
+
+def launch_forward(
+    query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, initial: Any, cu_seqlens: Any,
+    feature_map: int, normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    plan = _plan(query, keys, value, shift, cu_seqlens)
+    B, H, HK, S, D, E = plan[:6]
+    out = query.new_empty(B, H, S, E)
+    mixed = query.new_empty(B, HK, S, D, dtype=feature_type(query.dtype))
+    states = query.new_empty(B, HK, plan.slots + 1, D * (E + 1), dtype=torch.float32)
+    inverse = states.new_empty(B, H, S) if normalise else states.new_ones(B, H, S)
+    if initial is None:
+        states[:, :, 0].zero_()
+    else:
+        states[:, :, 0].copy_(initial)
+    if out.numel() > 0:
+        grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
+        kernels.mix_features[grid](keys, shift, prior, mask, mixed, *numbers, **switches)
+        _sum_states(plan, states, mixed, value, (None, None), feature_map)
+        tiles, switches = _tiles(plan)
+        kernels.outputs[tiles, B * H](
+            query, mixed, value, states, plan.table, out, inverse, *query.stride()[:3], *mixed.stride()[:3],
+            *value.stride()[:3], H, H // HK, S, plan.slots, MAP=feature_map, NORMALISE=normalise, **switches,
+        )  # fmt: skip
+    return out, states[:, :, -1].clone(), mixed, states, inverse
+
+
+def launch_backward(
+    grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, cu_seqlens: Any,
+    mixed: Any, states: Any, inverse: Any, feature_map: int, normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    plan = _plan(query, keys, value, shift, cu_seqlens)
+    B, H, HK, S, D = plan[:5]
+    dquery, dkeys, dvalue = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
+    dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
+    behind = torch.empty_like(states)
+    if grad_final is None:
+        behind[:, :, -1].zero_()
+    else:
+        behind[:, :, -1].copy_(grad_final)
+    grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
+    dshift = states.new_empty(grid[0], B, *shift.shape) if shift is not None else states.new_empty(0)
+    if query.numel() == 0 or value.numel() == 0:
+        nothing = [x.zero_() for x in (dquery, dkeys, dvalue, dshift, dprior)]
+        return *nothing[:3], nothing[3].sum((0, 1)) if shift is not None else dshift, dprior, behind[:, :, -1].clone()
+    factor = torch.empty_like(inverse) if normalise else torch.zeros_like(inverse)
+    tiles, tile_switches = _tiles(plan)
+    strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
+    kernels.query_gradients[tiles, B * H](
+        grad, query, mixed, value, states, inverse, plan.table, dquery, factor, *strides, H, H // HK, S, plan.slots,
+        MAP=feature_map, NORMALISE=normalise, **tile_switches,
+    )  # fmt: skip
+    _sum_states(plan, behind, query, grad, (inverse, factor), feature_map)
+    dmixed = states.new_empty(B, HK, S, D)
+    kernels.key_gradients[tiles, B * HK](
+        grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue, *strides, HK, H // HK, S,
+        plan.slots, MAP=feature_map, **tile_switches,
+    )  # fmt: skip
+    kernels.unmix_gradients[grid](
+        dmixed, keys, shift, prior, mask, dkeys, dshift, dprior, *numbers, **switches,
+    )  # fmt: skip
+    dshift = dshift.sum((0, 1)) if shift is not None else dshift
+    return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
+
+
+@torch.library.custom_op("mgk::causal_linear", mutates_args=())
+def forward_op(
+    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None, mask: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, feature_map: int, normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out [B, H, S, E], the final state [B, Hk, D·(E+1)], and for the backward: φ̃ [B, Hk, S, D], the states before
+    each slot [B, Hk, slots + 1, D·(E+1)], 1/d [B, H, S]."""
+    return launch_forward(query, keys, value, shift, prior, mask, initial, cu_seqlens, feature_map, normalise)
+
+
+@forward_op.register_fake
+def _forward_fake(
+    query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, initial: Any, cu_seqlens: Any,
+    feature_map: Any, normalise: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
+    dtype = feature_type(query.dtype)
+    slots = _slots(S, blocks(max(_width(D), _width(E)), dtype.itemsize).slot, cu_seqlens)
+    empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
+    state = D * (E + 1)
+    mixed = query.new_empty(B, HK, S, D, dtype=dtype)
+    return query.new_empty(B, H, S, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, S)
+
+
+@torch.library.custom_op("mgk::causal_linear_backward", mutates_args=())
+def backward_op(
+    grad: Tensor, grad_final: Tensor | None, query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None,
+    prior: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None, mixed: Tensor, states: Tensor,
+    inverse: Tensor, feature_map: int, normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, keys, value, shift (or empty), log prior [B, Hk, M, S] (or empty), and the initial state."""
+    return launch_backward(
+        grad, grad_final, query, keys, value, shift, prior, mask, cu_seqlens, mixed, states, inverse, feature_map,
+        normalise,
+    )  # fmt: skip
+
+
+@backward_op.register_fake
+def _backward_fake(
+    grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, cu_seqlens: Any,
+    mixed: Any, states: Any, inverse: Any, feature_map: Any, normalise: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    same = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    dshift = states.new_empty(shift.shape if shift is not None else 0)
+    dprior = states.new_empty(*value.shape[:2], M, value.shape[2]) if prior is not None else states.new_empty(0)
+    return same(query), same(keys), same(value), dshift, dprior, states.new_empty(*states.shape[:2], states.shape[3])
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, keys, value, shift, prior, mask, _, cu_seqlens, *ctx.numbers = inputs
+    ctx.save_for_backward(query, keys, value, shift, prior, mask, cu_seqlens, *output[2:])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Any, grad_final: Any, *_: Any, launch: Any = None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    query, _, value, shift, prior = saved[:5]
+    if grad is None:
+        grad = query.new_zeros(*query.shape[:3], value.shape[3])
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    need = ctx.needs_input_grad
+    dquery, dkeys, dvalue, dshift, dprior, dinitial = (launch or backward_op)(grad, grad_final, *saved, *ctx.numbers)
+    return (
+        dquery, dkeys, dvalue, dshift.to(shift.dtype) if need[3] else None,
+        dprior.sum_to_size(prior.shape).to(prior.dtype) if need[4] else None,
+        None, dinitial if need[6] else None, None, None, None,
+    )  # fmt: skip
+
+
+forward_op.register_autograd(_gradients, setup_context=_save)
+
+
+class CausalLinear(torch.autograd.Function):
+    """The same operator for plain eager calls, without the dispatcher's rounds."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        output = launch_forward(*args)
+        _save(ctx, args, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, *grads, launch=launch_backward)
+
+
+def causal_linear(*args: Any) -> tuple[Tensor, Tensor]:
+    """Output and final state, by the shortest way: only tracing and dispatch modes need torch.ops.mgk."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if traced or torch._C._functorch.peek_interpreter_stack() is not None:
+        return forward_op(*args)[:2]
+    return CausalLinear.apply(*args)[:2]
+
+
+def _products(query: Any, value: Any) -> int:
+    """Σ φ̃ vᵀ over the keys, φ(q)·Z and φ(q)·z for each query, as for tensors on the meta device."""
+    (B, H, S, D), (HK, _, E) = query, value[1:]
+    return 2 * B * S * D * (HK * E + H * (E + 1))
+
+
+@register_flop_formula(torch.ops.mgk.causal_linear)
+def _forward_flops(query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return _products(query, value)
+
+
+@register_flop_formula(torch.ops.mgk.causal_linear_backward)
+def _backward_flops(
+    grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return 2 * _products(query, value)
