@@ -11,7 +11,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-quick test-gpu lint format bench clean
+.PHONY: help install browser demo test test-quick test-hf test-gpu lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,21 @@ test: $(STAMP) ## Run every test that needs no GPU
 
 test-quick: $(STAMP) ## Run the tests that need no GPU and are not marked slow
 	$(PYTEST) -m "not gpu and not slow"
+
+# The oldest Transformers that mgk/hf.py is tested with, laid over .venv with what it needs in other versions.
+OLD_HF := .venv/transformers-5.17
+
+$(OLD_HF): $(STAMP)
+	rm -rf $@ $@.tmp
+	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $@.constraints
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $@.constraints --target $@.tmp "transformers==5.17.*"
+	mv $@.tmp $@
+
+test-hf: $(OLD_HF) ## Run the tests of mgk/hf.py under the Transformers of .venv and under 5.17
+	$(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
+	$(PYTEST) tests/test_hf.py
+	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
+	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/test_hf.py
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3)
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -39,6 +39,25 @@ SHARES = (0.9355, 0.0311, 0.032, 0.0014)
 TARGETS = {("smgk", 256): 1.0, ("mgk", 256): 1.0, ("smgk", 4096): 1.1, ("mgk", 4096): 0.95}
 
 
+def compile_layers(model: LanguageModel) -> None:
+    """Each by itself: one is compiled, and serves all."""
+    for layer in model.layers:
+        layer.compile()
+
+
+def compile_stack(model: LanguageModel, mode: str | None = None) -> None:
+    """All layers as one."""
+    model.run_layers = torch.compile(model.run_layers, mode=mode)  # type: ignore[method-assign]
+
+
+COMPILERS: dict[str, Callable[[LanguageModel], None]] = {
+    "none": lambda model: None,
+    "layers": compile_layers,
+    "stack": compile_stack,
+    "graphs": lambda model: compile_stack(model, "reduce-overhead"),
+}
+
+
 def config_of(row: Row, base: DecoderConfig, length: int) -> DecoderConfig:
     return replace(
         base,
@@ -106,7 +125,10 @@ class Bench:
                 torch.compiler.reset()
                 config = config_of(row, self.base, length)
                 batch = max(1, tokens_a_step // length)
-                ms, memory = self.step_time(config, batch, length)
+                steps = self.prepare(config, batch, length)
+                if self.arguments.warm_only:
+                    continue
+                ms, memory = self.time_steps(steps)
                 rate = 1000 * batch * length / ms
                 first = first or rate
                 target = TARGETS.get((row.variant, length), 0.0) if row != self.rows[0] else 0.0
@@ -120,14 +142,13 @@ class Bench:
                 more = {"batch": batch, "length": length, "step_ms": f"{ms:.4f}", "peak_mem_mb": f"{memory:.0f}"}
                 self.record(row, config, "tokens_per_second", rate, flops=flops, **more)
 
-    def step_time(self, config: DecoderConfig, batch: int, length: int) -> tuple[float, float]:
-        """Milliseconds a step, as in training, and megabytes at the peak."""
+    def prepare(self, config: DecoderConfig, batch: int, length: int) -> Callable[[int], None]:
+        """What makes a number of training steps, compiled and warm."""
         device = self.device
         torch.manual_seed(0)
         model = LanguageModel(config).to(device)
         if device.type == "cuda":
-            for layer in model.layers:
-                layer.compile()
+            COMPILERS[self.arguments.compile](model)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=1e-8, weight_decay=0.0, fused=device.type == "cuda")
         texts = [words(config, (batch, length + 1), device) for _ in range(4)]
         counts = [model.table.cluster_counts(text[:, 1:]) for text in texts]
@@ -143,11 +164,14 @@ class Bench:
                 optimizer.step()
 
         begun = time.perf_counter()
-        steps(8)
+        steps(2 if self.arguments.tiny else 8)
         synchronise(device)
         print(f"  ready after {time.perf_counter() - begun:.1f} s", flush=True)
-        if self.arguments.warm_only:
-            return float("nan"), float("nan")
+        return steps
+
+    def time_steps(self, steps: Callable[[int], None]) -> tuple[float, float]:
+        """Milliseconds a step, and megabytes at the peak."""
+        device = self.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         count = 2 if self.arguments.tiny else 20
@@ -191,7 +215,7 @@ class Bench:
             self.record(row, config, "sliding_difference_mean", abs(mean), **more)
             if dtype == "fp32" and largest > 1e-4:
                 raise SystemExit("the sliding window is not what one window at a time gives: no time is reported")
-        for dtype in ("bf16", "fp32"):
+        for dtype in [name for name in self.arguments.timed.split(",") if name != "none"]:
 
             def run(dtype: str = dtype) -> None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
@@ -270,11 +294,15 @@ def main() -> None:
     parser.add_argument("--parts", default="throughput,evaluation,decoding")
     parser.add_argument("--rows", default="softmax:8,smgk:4,mgk:4")
     parser.add_argument("--lengths", type=numbers, default=[256, 4096])
+    parser.add_argument("--compile", choices=sorted(COMPILERS), default="layers")
     parser.add_argument("--windows", type=int, default=5, help="timings, of which the median counts")
     parser.add_argument("--decode-lengths", type=numbers, default=[256, 1024, 4096, 16384])
     parser.add_argument("--model", type=Path, help="evaluation: a saved model instead of a random one")
     parser.add_argument("--tokens", type=Path, help="evaluation: ids of a text, .npy, instead of random words")
     parser.add_argument("--compared", type=int, default=2000, help="evaluation: windows to compare one by one")
+    parser.add_argument(
+        "--timed", default="bf16,fp32", help="evaluation: precisions to time the whole text in, or none"
+    )
     parser.add_argument("--window-batch", type=int, default=1024)
     parser.add_argument("--warm-only", action="store_true", help="throughput: compile and leave")
     parser.add_argument("--tiny", action="store_true")

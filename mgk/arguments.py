@@ -243,12 +243,12 @@ def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, 
     cu_k = check_cu_seqlens("cu_seqlens_k", cu_k, query, keys.shape[-2])
     if cu_q.numel() != cu_k.numel():
         fail("cu_seqlens_k", f"has {cu_k.numel()} offsets but cu_seqlens_q has {cu_q.numel()}")
-    _check_longest("max_seqlen_q", max_q, cu_q)
-    _check_longest("max_seqlen_k", max_k, cu_k)
+    check_longest("max_seqlen_q", max_q, cu_q)
+    check_longest("max_seqlen_k", max_k, cu_k)
     return Packed(cu_q, cu_k, max_q, max_k)
 
 
-def _check_longest(name: str, limit: Any, offsets: Tensor) -> None:
+def check_longest(name: str, limit: Any, offsets: Tensor) -> None:
     if limit is None:
         return
     positive_integer(name, limit)

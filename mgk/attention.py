@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk import functional
-from mgk.arguments import MixtureCall, check_cu_seqlens, check_feature_map, linear_call, mixture_call
+from mgk.arguments import MixtureCall, check_cu_seqlens, check_feature_map, check_longest, linear_call, mixture_call
 from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.checks import (
     check_dtype,
@@ -216,6 +216,7 @@ class Attention(nn.Module):
             if not self_attention or how.cache is not None:
                 fail("cu_seqlens", "goes with self-attention without a cache")
             check_cu_seqlens("cu_seqlens", how.cu_seqlens, query, query.shape[1])
+            check_longest("max_seqlen", how.max_seqlen, how.cu_seqlens)
         elif how.max_seqlen is not None:
             fail("max_seqlen", "goes with cu_seqlens, which is not given")
         positions = self._positions(query, position_ids, how)
@@ -300,7 +301,7 @@ class Attention(nn.Module):
         """EM: what this training batch says replaces the prior (and variance) that it has used."""
         updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
         if updated and self.training and torch.is_grad_enabled() and not recomputing():
-            statistics = em_statistics(call)
+            statistics = em_statistics(call, spread=isinstance(self.variance, EMVariance))
             for part in updated:
                 part.update(statistics, positions)
 

@@ -26,8 +26,18 @@ class Cache(ABC):
         """Makes row n what row rows[n] was, as beam search asks for."""
 
     @abstractmethod
+    def take(self, rows: Tensor) -> None:
+        """Makes row n what row rows[n] was; there may be more or fewer of them than before."""
+
+    @abstractmethod
     def crop(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""
+
+    def enlarge(self, max_length: int) -> None:
+        """Makes room for max_length tokens; what is held stays."""
+        if max_length < self.max_length:
+            fail("max_length", f"must be at least the {self.max_length} that there is room for, got {max_length}")
+        self.max_length = max_length
 
     @abstractmethod
     def reset(self) -> None:
@@ -41,13 +51,14 @@ class Cache(ABC):
         self.length += new
         return slice(self.length - new, self.length)
 
-    def _check_rows(self, rows: Tensor) -> Tensor:
+    def _check_rows(self, rows: Tensor, *, as_many: bool = True) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
             fail("rows", "must be an integer tensor of row numbers")
         if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             fail("rows", f"must be numbers from 0 to {self.batch_size - 1}, got {rows.tolist()}")
-        if rows.dim() != 1 or rows.numel() != self.batch_size:
-            fail("rows", f"must be {self.batch_size} indices, one for each row, got shape {list(rows.shape)}")
+        if rows.dim() != 1 or (as_many and rows.numel() != self.batch_size):
+            count = f"{self.batch_size} indices, one for each row" if as_many else "indices in one dimension"
+            fail("rows", f"must be {count}, got shape {list(rows.shape)}")
         return rows
 
     def _check_length(self, length: int) -> int:
@@ -92,7 +103,20 @@ class KeyValueCache(Cache):
     def reorder(self, rows: Tensor) -> None:
         self._check_rows(rows)
         for buffer in self._buffers:
-            buffer.copy_(buffer.index_select(0, rows))
+            buffer.copy_(buffer.index_select(0, rows.to(buffer.device)))
+
+    def take(self, rows: Tensor) -> None:
+        self._check_rows(rows, as_many=False)
+        self._buffers = [buffer.index_select(0, rows.to(buffer.device)) for buffer in self._buffers]
+        self.batch_size = len(rows)
+
+    def enlarge(self, max_length: int) -> None:
+        super().enlarge(max_length)
+        for n, (held, axis) in enumerate(zip(self._buffers, self._axes, strict=True)):
+            shape = list(held.shape)
+            shape[axis] = max_length
+            self._buffers[n] = held.new_zeros(shape)
+            self._buffers[n].narrow(axis, 0, held.shape[axis]).copy_(held)
 
     def crop(self, length: int) -> None:
         self.length = self._check_length(length)
@@ -119,7 +143,14 @@ class StateCache(Cache):
 
     def reorder(self, rows: Tensor) -> None:
         self._check_rows(rows)
-        self.state = tuple(part.index_select(0, rows) for part in self.state)
+        self.state = tuple(part.index_select(0, rows.to(part.device)) for part in self.state)
+
+    def take(self, rows: Tensor) -> None:
+        self._check_rows(rows, as_many=False)
+        self.state, self._empty = (
+            tuple(part.index_select(0, rows.to(part.device)) for part in parts) for parts in (self.state, self._empty)
+        )
+        self.batch_size = len(rows)
 
     def crop(self, length: int) -> None:
         if self._check_length(length) not in (0, self.length):

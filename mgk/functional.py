@@ -22,6 +22,7 @@ from mgk.kernels import counting, eager, fused, fused_linear, linear, plain, sdp
 class Backend(NamedTuple):
     refuses: Callable[[Any], str | None]  # why it does not cover a call, or None
     run: Callable[[Any], tuple[Any, Any, Any]]
+    slower: Callable[[Any], str | None] = lambda call: None  # why `auto` asks on although it covers the call, or None
 
     @classmethod
     def of(cls, module: ModuleType) -> Backend:
@@ -31,7 +32,7 @@ class Backend(NamedTuple):
 # In the order in which `auto` asks them.
 MIXTURE_BACKENDS = {
     "meta": Backend(counting.refuses, counting.run_mixture),
-    "plain": Backend.of(plain),
+    "plain": Backend(plain.refuses, plain.run, plain.slower),
     "triton": Backend.of(fused),
     "sdpa": Backend.of(sdpa),
     "eager": Backend.of(eager),
@@ -234,7 +235,7 @@ def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
         if chosen:
             reasons[name] = f"{chosen} covers the call and is faster"
             continue
-        reason = backend.refuses(call)
+        reason = backend.refuses(call) or backend.slower(call)
         if reason is None and name != "eager" and call.query.dtype == torch.float64:
             reason = "auto computes fp64 by the equations"
         if reason is None:

@@ -150,6 +150,13 @@ class Fit(pl.LightningModule):
         schedule = SCHEDULERS[s.schedule](optimizer, s)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Lightning's own refuses fused optimizers under mixed precision, for the sake of fp16's scaled losses."""
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["best"] = dict(self.best)
 

@@ -114,7 +114,7 @@ LINEAR = SHARED | {
         "device": (torch.zeros(B, HK, D, E, device="meta"), torch.zeros(B, HK, D, device="meta")),
     },
     "return_state": flag(),
-    "backend": name(["auto", "eager", "chunked"]),
+    "backend": name(["auto", "eager", "chunked", "triton"]),
 }
 OPERATORS = {
     "mgk_attention": ({"query": QUERY, "keys": KEYS, "value": VALUE}, MIXTURE | KEYS_ROWS),
@@ -153,6 +153,7 @@ FORWARD = {
     "attn_mask": tensor(torch.ones(L, L, dtype=torch.bool), (torch.int64,), rows=torch.ones(L + 1, L).bool()),
     "position_ids": tensor(torch.arange(L).expand(B, L), (torch.float32, torch.bool)),
     "cu_seqlens": offsets(integers(0, 3, 4, 5)),
+    "max_seqlen": integer(2),
     "cache": {"type": 3, "text": "cache", "tuple": (X, X)},
     "need_weights": flag(),
 }
@@ -197,10 +198,9 @@ def constructor_call(cls):
 def forward_call(cls, **options):
     def call(argument, value):
         module = cls(EMBED, 4, **options)
-        batch = slice(0, 1) if argument == "cu_seqlens" else slice(None)
-        arguments = {"query": X[batch], "key": X[batch], "value": X[batch]}
-        if argument == "cu_seqlens":
-            arguments = {"query": X[batch]}
+        arguments = {"query": X, "key": X, "value": X}
+        if argument in ("cu_seqlens", "max_seqlen"):
+            arguments = {"query": X[:1], "cu_seqlens": integers(0, 3, 4, 5)}
         return module(**(arguments | {argument: value}))
 
     return call

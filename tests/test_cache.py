@@ -166,6 +166,24 @@ def test_reorder(variant, options):
         cache.reorder(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_more_room_and_other_rows(variant, options):
+    layer, x = make(variant, **options), randn(2, L, EMBED)
+    cache = layer.make_cache(2, 6)
+    layer(x[:, :6], cache=cache)
+    cache.enlarge(L)
+    rows = torch.tensor([1, 0, 1])
+    cache.take(rows)
+    close(layer(x[rows, 6:], cache=cache), layer(x)[rows, 6:])
+    cache.reset()
+    close(layer(x[rows], cache=cache), layer(x)[rows])
+    with pytest.raises(ValueError, match="max_length must be at least the 13"):
+        cache.enlarge(12)
+    with pytest.raises(ValueError, match="rows must be numbers from 0 to 2"):
+        cache.take(torch.tensor([3]))
+
+
 @pytest.mark.parametrize("variant, options", SOME, ids=["softmax", "smgk", "mgk-em", "mlk", "favor"])
 def test_reset_forgets_everything_and_keeps_the_memory(variant, options):
     layer, x, y = make(variant, **options), randn(2, L, EMBED), randn(2, L, EMBED)

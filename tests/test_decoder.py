@@ -184,3 +184,24 @@ def test_wrong_input():
         model(torch.rand(2, 3))
     with pytest.raises(ValueError, match="caches must be 3"):
         model(torch.zeros(1, 1, dtype=torch.long), caches=model.make_caches(1, 4)[:1])
+
+
+# The compiler's own look at a layer's input.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mlk"])
+def test_one_compiled_layer_serves_all(variant):
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = tiny(variant=variant).train()
+    for layer in model.layers:
+        layer.compile(backend=count)
+    for _ in range(2):
+        text = torch.randint(50, (2, 18))
+        model.losses(text[:, :-1], text[:, 1:]).mean().backward()
+    torch.compiler.reset()
+    assert len(graphs) == 1

@@ -219,3 +219,19 @@ def test_a_run_shorter_than_an_evaluation_still_has_a_best_model(tmp_path):
     steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
     assert steps == ["5", "5", "7", "7"]
     assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+def test_gradients_are_clipped_also_for_a_fused_optimizer():
+    from tiny_training import TinyTask
+
+    from mgk.models import Classifier, EncoderConfig
+    from mgk.objectives import Classification
+    from mgk.training import Fit
+
+    model = Classifier(EncoderConfig(16, 4, 24, embed_dim=8))
+    fit = Fit(Classification(model, Training(clip=0.25), TinyTask(), {}), seed=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fit.configure_gradient_clipping(torch.optim.AdamW(model.parameters(), fused=True), 0.25)
+    norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+    assert norms.norm() == pytest.approx(0.25, rel=1e-4)

@@ -2,6 +2,7 @@
 in bf16, fp16 and fp32."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -32,7 +33,8 @@ def runs_here(request):
 def test_under_the_interpreter():
     """Triton decides when it is imported whether to interpret, so the tests below need a process of their own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-n", "2", "-p", "no:cacheprovider"]
+    files = map(str, sorted(pathlib.Path(__file__).parent.glob("test_triton*.py")))
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-n", "2", "-p", "no:cacheprovider"]
     environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -40,12 +42,14 @@ def test_under_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several tiles in each direction at the lengths of the tests; on a GPU the sizes that users get."""
+    """Several tiles in each direction at the lengths of the tests; on a GPU the sizes that users get. No call is small:
+    the tests are for the kernels that large ones take."""
+    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 0)
     if not GPU:
         monkeypatch.setattr(
             triton_launch,
             "blocks",
-            lambda kind, *_: (16, 32, 4, 1, None, 1) if kind != "keys" else (32, 16, 4, 1, None, 0),
+            lambda kind, *_: (32, 16, 4, 1, None, 0) if kind in ("keys", "values") else (16, 32, 4, 1, None, 1),
         )
 
 
@@ -66,6 +70,10 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
     for name, shape in (("scale", options.pop("scale_shape", None)), ("tau", options.pop("tau_shape", None))):
         if shape:
             leaves[name] = 0.2 + torch.rand(*shape, generator=g, dtype=torch.float64)
+    if padding := options.pop("padding", None):
+        # Keys that count: from a position to another, for each batch entry.
+        options["attn_mask"] = torch.stack([(torch.arange(S) >= a) & (torch.arange(S) < b) for a, b in padding])
+        options["attn_mask"] = options["attn_mask"].view(B, 1, 1, S)
     mask = options.pop("mask_shape", None)
     if mask and options.pop("bool_mask", False):
         options["attn_mask"] = torch.rand(*mask, generator=g) > 0.3
@@ -185,6 +193,16 @@ CASES = {
     "smgk-hard": {"hard": True, "prior": False, "causal": "top-left"},
     "smgk-hard-m3-unequal": {"hard": True, "prior": False, "M": 3, "scale_shape": (1, 1, 3, 1)},
     "smgk-key-padding": {"B": 2, "mask_shape": (2, 1, 1, 37), "bool_mask": True},
+    # Whole tiles of 128 keys without a key that counts: after, before, everywhere.
+    "smgk-padded-tiles": {"B": 3, "L": 9, "S": 270, "padding": ((0, 120), (128, 260), (3, 3))},
+    "mgk-padded-tiles": {
+        "variant": "mgk",
+        "B": 2,
+        "L": 140,
+        "S": 140,
+        "padding": ((0, 128), (128, 129)),
+        "causal": "top-left",
+    },
     "smgk-key-bias": {"B": 2, "mask_shape": (2, 1, 1, 37)},
     "smgk-bool": {"B": 2, "H": 4, "Hk": 2, "mask_shape": (1, 4, 37, 37), "bool_mask": True, "causal": "top-left"},
     "smgk-bias": {"B": 2, "H": 4, "Hk": 2, "mask_shape": (1, 4, 37, 37), "causal": "top-left"},
@@ -200,6 +218,8 @@ CASES = {
         "prior": (1, 2, 2, 37),
     },
     "mgk-hard": {"variant": "mgk", "hard": True, "prior": False},
+    "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "L": 33, "S": 20, "causal": "bottom-right"},
+    "mgk-hard-wide": {"variant": "mgk", "hard": True, "prior": False, "D": 72, "E": 16, "L": 20, "S": 33},
     "mgk-hard-bias": {
         "variant": "mgk",
         "hard": True,
@@ -207,6 +227,10 @@ CASES = {
         "mask_shape": (1, 1, 37, 37),
         "causal": "top-left",
     },
+    "smgk-m8": {"M": 8, "L": 20, "S": 33},
+    "smgk-d256": {"D": 256, "E": 256, "L": 20, "S": 33},
+    "mgk-m8": {"variant": "mgk", "M": 8, "L": 20, "S": 33},
+    "mgk-d256": {"variant": "mgk", "D": 256, "E": 256, "L": 20, "S": 33},
     "mgk-bool-padding": {"variant": "mgk", "B": 2, "mask_shape": (2, 1, 1, 37), "bool_mask": True},
 }
 
@@ -278,6 +302,23 @@ def test_packed_is_each_sequence_alone(variant, causal, dtype, poisoned):
         torch.testing.assert_close(g, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_small_calls(variant, monkeypatch, poisoned):
+    """One launch of the general kernels instead of two, in whatever type."""
+    monkeypatch.undo()
+    paths, original = [], triton_launch.launch
+
+    def launch(kernel, *args):
+        paths.append(args[6])
+        original(kernel, *args)
+
+    monkeypatch.setattr(triton_launch, "launch", launch)
+    leaves, options = case(variant, causal="top-left")
+    for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+        assert error <= 1e-5 * max(size, 1.0), name
+    assert set(paths) == {(0,)}
+
+
 def test_dropout_drops_weights():
     """With the identity for values the output is the dropped weights themselves; the same seed then gives the same
     gradients as by hand."""
@@ -311,6 +352,37 @@ def test_same_bits_every_time():
     for run in runs[1:]:
         for name, t in run.items():
             assert torch.equal(t, runs[0][name]), name
+
+
+def test_hard_ties_share_evenly():
+    """Equal components: each gets half of the gradient, as the maximum's has it."""
+    for variant in ("smgk", "mgk"):
+        leaves, options = case(variant, hard=True, prior=False, causal="top-left")
+        if variant == "smgk":
+            leaves["shift"][:, 1] = leaves["shift"][:, 0]
+        else:
+            leaves["keys"][:, :, 1] = leaves["keys"][:, :, 0]
+        for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+            assert error <= 1e-5 * max(size, 1.0), f"{variant} {name}: {error:.3e} of {size:.3e}"
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_no_synchronisation(variant, hard):
+    """The host never waits for the device: not in training with everything learned, and not in decoding."""
+    leaves, _ = case(variant, prior=not hard, tau_shape=(1,), scale_shape=(1, 1, 1, 1))
+    x = {name: t.to(DEVICE, torch.bfloat16).requires_grad_() for name, t in leaves.items()}
+    weights = torch.ones(1, 1, 37, 16, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = fused.run(make_call(x, causal="top-left", hard=hard, dropout_p=0.1))[0]
+        torch.autograd.grad(out, list(x.values()), weights)
+        with torch.no_grad():
+            fused.run(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_says_why_not():

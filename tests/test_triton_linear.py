@@ -313,6 +313,7 @@ def test_flops_are_those_of_the_meta_device():
     assert count(x) == count({name: t.to("meta") for name, t in x.items()})
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.skipif(not GPU, reason="there is no stream to stop")
 def test_no_host_synchronisation():
     x = inputs(S=600, dtype=torch.bfloat16)

@@ -89,8 +89,10 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# ‖ours − fp64‖ / ‖fp64‖ that is not wrong yet. The prior's gradient is a sum that nearly cancels.
+# ‖ours − fp64‖ / ‖fp64‖ that is not wrong yet. The prior's gradient is a sum that nearly cancels, most of all in linear
+# attention, where rounding the features to bf16 alone moves it by up to a tenth.
 LIMITS = {torch.bfloat16: {"log_prior": 5e-2, "": 1e-2}, torch.float32: {"": 1e-4}}
+LINEAR_PRIOR_LIMIT = 0.2
 
 
 def variant_and_components(text: str) -> tuple[str, int]:
@@ -158,22 +160,23 @@ def flex(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gr
     scale, N = shape.width**-0.5, shape.length
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device) if shape.causal else None
 
-    @partial(torch.compile, dynamic=False)
-    def forward(query: Tensor, key: Tensor, value: Tensor, shift: Tensor, log_prior: Tensor) -> Tensor:
-        keys = key.float().unsqueeze(2) + shift.unsqueeze(-2)  # [B, H, M, N, D]
-        a = scale * query.float() @ shift.transpose(-1, -2)  # [B, H, N, M]
-        c = log_prior - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
+    attention = torch.compile(flex_attention, dynamic=False)
+
+    def forward() -> Tensor:
+        # Prepared outside of the compiled part, which takes only tensors that lie in memory.
+        keys = x["key"].float().unsqueeze(2) + x["shift"].unsqueeze(-2)  # [B, H, M, N, D]
+        a = scale * x["query"].float() @ x["shift"].transpose(-1, -2)  # [B, H, N, M]
+        c = x["log_prior"] - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             first, second = a[b, h, i, 0] + c[b, h, 0, j], a[b, h, i, 1] + c[b, h, 1, j]
             largest = torch.maximum(first, second)
             return s + largest + torch.log(torch.exp(first - largest) + torch.exp(second - largest))
 
-        output: Tensor = flex_attention(query, key, value, score_mod=score, block_mask=blocks, scale=scale)
+        output: Tensor = attention(x["query"], x["key"], x["value"], score_mod=score, block_mask=blocks, scale=scale)
         return output
 
-    order = ("query", "key", "value", "shift", "log_prior")
-    return Problem(partial(forward, *(x[name] for name in order)), [x[name] for name in order])
+    return Problem(forward, list(x.values()))
 
 
 def make(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
@@ -186,7 +189,7 @@ def make(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gr
 
 def wrong(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:
     """In words, which of the output and the gradients is not what the equations give in float64, on a short call."""
-    shape = replace(shape, batch=1, length=min(shape.length, 333))
+    shape = replace(shape, batch=2, length=min(shape.length, 333))
     x = draw(contender, shape, device, dtype)
     exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     found, wanted = attend(contender, shape, x, contender.backend), attend(contender, shape, exact, "eager")
@@ -195,7 +198,9 @@ def wrong(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -
     gradients = torch.autograd.grad(found, list(x.values()), grad)
     exact_gradients = torch.autograd.grad(wanted, list(exact.values()), grad.double())
     pairs |= dict(zip(x, zip(gradients, exact_gradients, strict=True), strict=True))
-    limits = LIMITS[dtype]
+    limits = dict(LIMITS[dtype])
+    if contender.variant in LINEAR and dtype == torch.bfloat16:
+        limits["log_prior"] = LINEAR_PRIOR_LIMIT
     lines = []
     for name, (got, want) in pairs.items():
         error = ((got.double() - want).norm() / want.norm()).item()

@@ -7,7 +7,7 @@ import importlib.metadata
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ import torch
 from mgk import results
 from mgk.attention import Attention
 from mgk.benchmark import timing
-from mgk.benchmark.contenders import LINEAR, Contender, Problem, Shape, make, variant_and_components, wrong
+from mgk.benchmark.contenders import LINEAR, OPERATORS, Contender, Problem, Shape, make, variant_and_components, wrong
 
 # Beyond the columns of all results: pass, mask, head width, the H of the shape, device and eager time over that of the
 # best SDPA with H heads in the same run (em: over the layer without EM), and Triton's version.
 EXTRA = ("pass", "causal", "head_dim", "full_heads", "ratio", "eager_ratio", "triton")
 
 Row = dict[str, Any]
+Contenders = dict[Shape, list[Contender]]
 
 # B, H, N, D: the shapes of the goal, and behind them the paper's language model.
 SHAPES = tuple(
@@ -32,7 +33,7 @@ SHAPES = tuple(
     )
 )
 VARIANTS = ("smgk", "smgk:4", "smgk-hard", "mgk", "mgk-hard")
-# FlexAttention compiles for most of a minute a shape.
+# FlexAttention compiles for long.
 FLEX_SHAPES = SHAPES[:2]
 MEMORY_SHAPE = (1, 8, 64)  # B, H, D
 DECODING_SHAPES = (Shape(16, 8, 32768, 64, False, 1), Shape(8, 16, 32768, 128, False, 1))
@@ -52,16 +53,21 @@ class Setting:
     dtype: torch.dtype
     shapes: tuple[Shape, ...] = ()
     variants: tuple[str, ...] = ()
-    flex: bool = True
     say: Callable[[str], None] = print
 
     @property
     def backend(self) -> str:
         return "triton" if self.device == "cuda" else "auto"
 
-    def ours(self, names: Iterable[str], heads: int) -> list[Contender]:
-        parsed = map(variant_and_components, self.variants or names)
-        return [Contender(name, self.backend, heads, heads, components) for name, components in parsed]
+    def ours(self, names: Iterable[str], shapes: Iterable[Shape], linear: bool = False) -> Contenders:
+        """Our contenders on each shape, with half the heads: of the variants asked for those that the part is about."""
+        parsed = [variant_and_components(text) for text in self.variants or names]
+        parsed = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
+        return {
+            s: [Contender(name, self.backend, s.heads // 2, s.heads // 2, components) for name, components in parsed]
+            for s in shapes
+            if parsed
+        }
 
 
 def row(task: str, contender: Contender, shape: Shape, which: str, metric: str, value: float, **more: Any) -> Row:
@@ -75,33 +81,47 @@ def row(task: str, contender: Contender, shape: Shape, which: str, metric: str, 
 
 
 def _wrong(task: tuple[Contender, Shape, str, torch.dtype]) -> list[str]:
-    return wrong(*task)
+    try:
+        return wrong(*task)
+    except Exception as error:
+        return [f"{task[0]}, {task[1]}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"]
 
 
-def refuse_what_is_wrong(setting: Setting, contenders: Iterable[tuple[Contender, Shape]]) -> None:
-    """A ValueError that names what is wrong, so that it is not timed. On a GPU many processes check at once: most of
-    their time goes into compiling kernels, which stay in Triton's cache for what comes next."""
-    tasks = {(c, s.width, s.causal): (c, s, setting.device, setting.dtype) for c, s in contenders}
+def without_the_wrong(setting: Setting, asked: dict[str, Contenders]) -> tuple[dict[str, Contenders], list[str]]:
+    """What is right of each part's contenders, so that nothing wrong is timed, and in words what is wrong.
+
+    On a GPU many processes check at once: most of their time goes into compiling kernels, which stay in Triton's cache
+    for what comes next.
+    """
+
+    def kind(contender: Contender, shape: Shape) -> tuple[Any, ...]:
+        return contender, shape.width, shape.causal, shape.queries
+
+    every = [(c, s) for contenders in asked.values() for s, some in contenders.items() for c in some]
+    tasks = {kind(c, s): (c, s, setting.device, setting.dtype) for c, s in every}
+    # What compiles longest comes first.
+    order = sorted(tasks, key=lambda key: (OPERATORS[key[0].variant].shifted, -key[1]))
     if setting.device == "cpu":
-        found = list(map(_wrong, tasks.values()))
+        found = [_wrong(tasks[key]) for key in order]
     else:
-        workers = min(len(tasks), os.cpu_count() or 1)
+        workers = max(1, min(len(tasks), os.cpu_count() or 1))
         with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(_wrong, tasks.values()))
-    lines = [line for lines in found for line in lines]
-    if lines:
-        raise ValueError("wrong results are not timed: " + "; ".join(lines))
-    setting.say(f"correct: {len(tasks)} kinds of calls, outputs and gradients")
+            found = list(pool.map(_wrong, [tasks[key] for key in order]))
+    lines = dict(zip(order, found, strict=True))
+    right = {
+        name: {s: [c for c in some if not lines[kind(c, s)]] for s, some in contenders.items()}
+        for name, contenders in asked.items()
+    }
+    setting.say(f"correct: {sum(not some for some in found)} of {len(tasks)} kinds of calls, outputs and gradients")
+    return right, [line for some in found for line in some]
 
 
 def _measured(setting: Setting, contender: Contender, shape: Shape, **options: Any) -> dict[str, timing.Cost]:
-    """Nothing, and a line that says why, where a backend does not cover the shape."""
+    """Nothing, and a line that says why, where a contender does not manage the shape: the others still do."""
     try:
         problem = make(contender, shape, setting.device, setting.dtype, gradients=options.get("backward", True))
         return timing.measure(problem, setting.device, **options)
     except Exception as error:
-        if contender.variant != "softmax" and contender.backend != "flex":
-            raise
         setting.say(f"{contender} {shape}: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}")
         return {}
     finally:
@@ -140,31 +160,27 @@ def _fast_sdpa(setting: Setting) -> tuple[str, ...]:
     return ("cudnn", "flash") if setting.device == "cuda" else ("flash", "math")
 
 
-def speed(setting: Setting) -> Iterator[Row]:
-    shapes = setting.shapes or (SHAPES if setting.device == "cuda" else CPU_SHAPES)
-    mixtures = {s: [c for c in setting.ours(VARIANTS, s.heads // 2) if c.variant not in LINEAR] for s in shapes}
-    refuse_what_is_wrong(setting, [(c, s) for s, contenders in mixtures.items() for c in contenders])
+def speed(setting: Setting, contenders: Contenders) -> Iterator[Row]:
     names = _fast_sdpa(setting)
-    for shape in shapes:
+    for shape, some in contenders.items():
         H = shape.heads
-        others = [*_sdpa(H, H // 2, names), *_sdpa(H // 2, H // 2, names), *mixtures[shape]]
-        if setting.flex and setting.device == "cuda" and shape in FLEX_SHAPES:
-            others.append(Contender("smgk", "flex", H // 2, H // 2, 2))
+        others = [*_sdpa(H, H // 2, names), *_sdpa(H // 2, H // 2, names), *some]
         yield from timed_rows(setting, "speed", shape, _sdpa(H, H, names), others)
 
 
-def memory(setting: Setting) -> Iterator[Row]:
+def flex(setting: Setting, _: Contenders) -> Iterator[Row]:
+    """FlexAttention expressing sMGK, beside the same SDPA."""
+    for shape in setting.shapes or FLEX_SHAPES:
+        H = shape.heads
+        others = [Contender("smgk", "flex", H // 2, H // 2, 2)]
+        yield from timed_rows(setting, "speed", shape, _sdpa(H, H, _fast_sdpa(setting)), others)
+
+
+def memory(setting: Setting, contenders: Contenders) -> Iterator[Row]:
     """Against SDPA-flash with the same heads, at growing lengths."""
-    B, H, D = MEMORY_SHAPE
-    shapes = setting.shapes or [Shape(B, H, n, D, True) for n in LENGTHS]
-    for shape in shapes:
-        heads = shape.heads // 2
+    for shape, some in contenders.items():
         extras: dict[str, float] = {}
-        contenders = [
-            *_sdpa(heads, heads, ["flash"]),
-            *(c for c in setting.ours(("smgk", "mgk"), heads) if c.variant not in LINEAR),
-        ]
-        for contender in contenders:
+        for contender in [*_sdpa(shape.heads // 2, shape.heads // 2, ["flash"]), *some]:
             found = timing.memory(make(contender, shape, setting.device, setting.dtype))
             for which, cost in found.items():
                 extra = extras.setdefault(which, cost.extra_mb)
@@ -175,26 +191,19 @@ def memory(setting: Setting) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def decoding(setting: Setting) -> Iterator[Row]:
+def decoding(setting: Setting, contenders: Contenders) -> Iterator[Row]:
     """One query against a long cache."""
-    shapes = [Shape(s.batch, s.heads, s.length, s.width, False, 1) for s in setting.shapes] or DECODING_SHAPES
-    contenders = {s: [c for c in setting.ours(("smgk",), s.heads // 2) if c.variant not in LINEAR] for s in shapes}
-    refuse_what_is_wrong(setting, [(c, s) for s, some in contenders.items() for c in some])
-    for shape in shapes:
+    for shape, some in contenders.items():
         H, names = shape.heads, ("cudnn", "flash", "efficient")
-        others = [*_sdpa(H, H // 2, names[:2]), *_sdpa(H // 2, H // 2, names), *contenders[shape]]
+        others = [*_sdpa(H, H // 2, names[:2]), *_sdpa(H // 2, H // 2, names), *some]
         yield from timed_rows(setting, "decoding", shape, _sdpa(H, H, names), others, backward=False)
 
 
-def linear(setting: Setting) -> Iterator[Row]:
+def linear(setting: Setting, contenders: Contenders) -> Iterator[Row]:
     """Causal linear attention with mixture keys, at growing lengths."""
-    B, H, D = LINEAR_SHAPE
-    shapes = setting.shapes or [Shape(B, H, n, D, True) for n in LENGTHS]
-    contenders = {s: [c for c in setting.ours(LINEAR, s.heads // 2) if c.variant in LINEAR] for s in shapes}
-    refuse_what_is_wrong(setting, [(c, s) for s, some in contenders.items() for c in some])
-    for shape in shapes:
+    for shape, some in contenders.items():
         baseline = _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)) if shape.length <= SDPA_LONGEST else []
-        yield from timed_rows(setting, "linear", shape, baseline, contenders[shape])
+        yield from timed_rows(setting, "linear", shape, baseline, some)
 
 
 def _layer(setting: Setting, variant: str, shape: Shape) -> Problem:
@@ -205,7 +214,7 @@ def _layer(setting: Setting, variant: str, shape: Shape) -> Problem:
     return Problem(lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)])
 
 
-def em(setting: Setting) -> Iterator[Row]:
+def em(setting: Setting, _: Contenders) -> Iterator[Row]:
     """A layer in training with priors from EM, over the same with learned priors: plain calls, where EM may look at
     its numbers, and graphs if both can be recorded."""
     for shape in setting.shapes or EM_SHAPES:
@@ -234,12 +243,29 @@ def em(setting: Setting) -> Iterator[Row]:
             yield row("em", contender, shape, "forward+backward", metric, cost.device_ms, **more)
 
 
-PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
-    "speed": speed,
-    "memory": memory,
-    "decoding": decoding,
-    "linear": linear,
-    "em": em,
+@dataclass(frozen=True)
+class Part:
+    """A part of the benchmark: which of ours it is about, and its measurements of those that are right."""
+
+    rows: Callable[[Setting, Contenders], Iterator[Row]]
+    ours: Callable[[Setting], Contenders] = lambda setting: {}
+
+
+def _growing(shape: tuple[int, int, int]) -> list[Shape]:
+    B, H, D = shape
+    return [Shape(B, H, length, D, True) for length in LENGTHS]
+
+
+PARTS = {
+    "speed": Part(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
+    "linear": Part(linear, lambda s: s.ours(LINEAR, s.shapes or _growing(LINEAR_SHAPE), linear=True)),
+    "decoding": Part(
+        decoding,
+        lambda s: s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES),
+    ),
+    "em": Part(em),
+    "memory": Part(memory, lambda s: s.ours(("smgk", "mgk"), s.shapes or _growing(MEMORY_SHAPE))),
+    "flex": Part(flex),
 }
 # Without a GPU there are no fused kernels to measure: the other parts would measure something else.
 CPU_PARTS = ("speed",)

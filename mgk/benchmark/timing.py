@@ -13,7 +13,7 @@ from mgk.benchmark.contenders import Problem
 
 PASSES = ("forward", "forward+backward")
 # How long the repeats of one median may take, and how many there are at least and at most.
-BUDGET_MS, FEWEST, MOST = 150.0, 5, 30
+BUDGET_MS, FEWEST, MOST = 100.0, 5, 30
 
 
 @dataclass(frozen=True)

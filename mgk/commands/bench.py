@@ -15,12 +15,11 @@ from mgk.commands.common import app
 
 @app.command()
 def bench(
-    only: Annotated[str, typer.Option(help="Parts: speed,memory,decoding,linear,em; default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Parts: speed,linear,decoding,em,memory,flex; default: all.")] = "",
     shapes: Annotated[
         str, typer.Option(help="B x H x N x D: 8x8x4096x64,2x8x16384x64xcausal; default: each part's own.")
     ] = "",
     variants: Annotated[str, typer.Option(help="smgk,smgk:4,mgk-hard,mlk,…, M after the colon; default: all.")] = "",
-    flex: Annotated[bool, typer.Option(help="FlexAttention as well, which compiles for long.")] = True,
     out: Annotated[
         Path | None, typer.Option(help="CSV to append to; default on a GPU: results/attention.csv, else none.")
     ] = None,
@@ -48,7 +47,6 @@ def bench(
         torch.bfloat16 if gpu else torch.float32,
         tuple(Shape.parse(text) for text in shapes.split(",") if text),
         asked,
-        flex,
         lambda line: print(line, flush=True),
     )
     if gpu:
@@ -56,9 +54,11 @@ def bench(
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
     common = parts.environment(setting, command)
     torch.seed()
+    names = chosen or [name for name in parts.PARTS if gpu or name in parts.CPU_PARTS]
+    right, wrong = parts.without_the_wrong(setting, {name: parts.PARTS[name].ours(setting) for name in names})
     measured = []
-    for name in chosen or (parts.PARTS if gpu else parts.CPU_PARTS):
-        for row in parts.PARTS[name](setting):
+    for name in names:
+        for row in parts.PARTS[name].rows(setting, right[name]):
             row = {key: str(value) for key, value in (row | common).items()}
             measured.append(row)
             if out is not None:
@@ -67,3 +67,5 @@ def bench(
         print(line)
     if out is not None:
         print(f"results: {out}")
+    if wrong:
+        raise ValueError("what is wrong was not timed: " + "; ".join(wrong))

@@ -13,6 +13,11 @@ from mgk.arguments import MixtureCall
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
 MAX_COMPONENTS = 8
+DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
+# So many rows, of all query heads of a key head, are attended with the keys split over programs where no gradient is
+# needed.
+DECODE_ROWS = 16
+CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 
 
 def refuses(call: MixtureCall) -> str | None:
@@ -48,22 +53,55 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     mask = call.attn_mask
     if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or key_heads == query.shape[1]):
         bias, mask = _fold(bias, mask), None
-    scale_t = tau_t = None
-    if isinstance(call.scale, Tensor):
-        scale_t = call.scale.float()[0, :, :, 0].expand(key_heads, -1).contiguous()
-    if isinstance(call.tau, Tensor):
-        tau_t = call.tau.float().expand(key_heads).contiguous()
+    scale, scale_t, tau, tau_t = _numbers(call)
+    shift = None if call.shift is None else call.shift.contiguous()
+    if _decodes(call):
+        out, lse2 = triton_ops.decode(
+            query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard
+        )
+        return out, _natural(lse2, query, call) if call.return_lse else None, None
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
     packed = call.packed
     out, lse2, _, _ = triton_ops.mixture(
-        query, keys, value, None if call.shift is None else call.shift.contiguous(), bias, scale_t, tau_t, mask, seed,
+        query, keys, value, shift, bias, scale_t, tau_t, mask, seed,
         packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k,
-        1.0 if scale_t is not None else float(call.scale), 0.0 if tau_t is not None else float(call.tau), constant,
-        float(call.dropout_p),
-        {None: 0, "top-left": 1, "bottom-right": 2}[call.causal], call.hard,
+        scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard,
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
     return out, _natural(lse2, query, call) if call.return_lse else None, None
+
+
+def _decodes(call: MixtureCall) -> bool:
+    """Few queries, forward only."""
+    if call.query.shape[2] * call.group > DECODE_ROWS or call.packed is not None or call.dropout_p > 0:
+        return False
+    tensors = (getattr(call, field) for field in DIFFERENTIABLE)
+    return not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:
+    """N_jr [B, Hk, M, S] and N_j [B, Hk, S] of Eq. 11, without the weights' second pass over the equations."""
+    from . import triton_statistics
+
+    query, keys = _last_contiguous(call.query), _last_contiguous(call.keys)
+    scale, scale_t, tau, tau_t = _numbers(call)
+    mask, packed, seen = call.attn_mask, call.packed, None
+    if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or call.group == 1):
+        seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] != -math.inf, None
+    count, pairs = triton_statistics.component_counts(
+        query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
+        packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k, scale, tau, CAUSAL[call.causal],
+        (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or call.value.shape[2],
+    )  # fmt: skip
+    return (count, pairs) if seen is None else (count * seen.unsqueeze(2), pairs * seen)
+
+
+def _numbers(call: MixtureCall) -> tuple[float, Tensor | None, float, Tensor | None]:
+    """scale and tau as the kernels take them, each a number, or a tensor [Hk, 1 or M] or [Hk] that overrides it."""
+    key_heads, scale, tau = call.value.shape[1], call.scale, call.tau
+    scale_t = scale.float()[0, :, :, 0].expand(key_heads, -1).contiguous() if isinstance(scale, Tensor) else None
+    tau_t = tau.float().expand(key_heads).contiguous() if isinstance(tau, Tensor) else None
+    return 1.0 if scale_t is not None else float(scale), scale_t, 0.0 if tau_t is not None else float(tau), tau_t
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk.arguments import MixtureCall
+from mgk.kernels import fused
 from mgk.kernels.eager import prepare, query_blocks, without_autocast
 from mgk.kernels.masks import allowed_pairs, block_of_rows
 
@@ -18,12 +19,23 @@ from mgk.kernels.masks import allowed_pairs, block_of_rows
 class Statistics:
     count: Tensor  # N_jr = Σ_i γ_ijr over the queries i that may see j, [B, Hk, M, S]
     pairs: Tensor  # N_j, their number, [B, Hk, S]
-    spread: Tensor  # Σ_i γ_ijr ‖q_i − k_jr‖², [B, Hk, M, S]
+    spread: Tensor  # Σ_i γ_ijr ‖q_i − k_jr‖², [B, Hk, M, S]; empty where it was not asked for
 
 
 @torch.no_grad()
-def em_statistics(call: MixtureCall) -> Statistics:
-    """Eq. 11's responsibilities, summed over queries. Padding and what causality hides do not count."""
+def em_statistics(call: MixtureCall, *, spread: bool = True) -> Statistics:
+    """Eq. 11's responsibilities, summed over queries. Padding and what causality hides do not count.
+
+    Without the spread, which only variances need, the fused kernels' counts serve where they cover the call.
+    """
+    if not spread and fused.refuses(call) is None:
+        count, pairs = fused.count_components(call)
+        return Statistics(count, pairs, count.new_empty(0))
+    return equations_statistics(call)
+
+
+def equations_statistics(call: MixtureCall) -> Statistics:
+    """All of them by the equations."""
     with without_autocast(call.query):
         query, keys, _, log_prior, scale, tau = prepare(call)
         batch, heads, queries, _ = query.shape

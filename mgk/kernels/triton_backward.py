@@ -39,6 +39,9 @@ from .triton_tiles import (
     zeros_like_each,
 )  # fmt: skip
 
+# What a launch of `gradient_keys` computes: dk with all that belongs to it, dv, or both.
+BOTH, KEYS, VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
 def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
@@ -73,6 +76,7 @@ def walk_keys(
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
+    LEADS: tl.constexpr = HARD and SHIFTED and not UNEQUAL
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -89,7 +93,7 @@ def walk_keys(
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
-        coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
+        coef = load_vectors(coef_ptr if LEADS or not EXACT else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
         b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
         if DMASK:
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
@@ -169,7 +173,7 @@ def gradient_queries(
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
-    rho = ratios(flat, M)
+    rho = ratios(flat, M, HARD)
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
         tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
@@ -184,7 +188,13 @@ def gradient_queries(
     if CAUSAL:
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
-    high, low, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, _, begin, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    if DMASK:
+        # The mask's gradient is written for every pair.
+        begin = 0
+    else:
+        full = max(min(full, end), begin)
+        last = min(last, end)
     if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
@@ -192,7 +202,7 @@ def gradient_queries(
     total = tl.zeros_like(norm)
     for MASKED in tl.static_range(2):
         acc, das, total = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, total,
+            full if MASKED else begin, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, total,
             k_src, v_src, i_b, i_k, start_k,
             c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
             stride_vs,
@@ -243,11 +253,13 @@ def walk_queries(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers."""
     NS: tl.constexpr = 1 if SHIFTED else M
+    # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
+    ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
@@ -255,7 +267,10 @@ def walk_queries(
         raw = ()
         for r in tl.static_range(NS):
             raw = raw + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
-        b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if WANTED == VALUES:
+            b_g = tl.zeros_like(raw[0])
+        else:
+            b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         scores = raw
         if MASK:
             scores = mask_scores(
@@ -266,7 +281,10 @@ def walk_queries(
             if CAUSAL:
                 m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
             scores = hide(scores, m_valid, NS)
-        alpha = load_vectors(rows_ptr, o_i, stride_rows, L, M if EXACT else 1, 0, MASKED)
+        alpha = load_vectors(rows_ptr, o_i, stride_rows, L, 1 if ONE else M, 0, MASKED)
+        if ONE and not SHIFTED:
+            for _ in tl.static_range(1, M):
+                alpha = alpha + (alpha[0],)
         rho = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M - 1, 0, MASKED)
         delta = load_vectors(rows_ptr + (2 * M - 1) * stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
         if DROPOUT:
@@ -274,25 +292,28 @@ def walk_queries(
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
         b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
-        updated = ()
-        for r in tl.static_range(M):
-            part = parts[r]
-            if not EXACT and r > 0:
-                part = part * rho[r - 1]
-            updated = updated + (dcs[r] + tl.sum(part, 1),)
-        dcs = updated
-        if UNEQUAL:
+        if WANTED != VALUES:
+            updated = ()
+            for r in tl.static_range(M):
+                part = parts[r]
+                if not EXACT and r > 0:
+                    part = part * rho[r - 1]
+                updated = updated + (dcs[r] + tl.sum(part, 1),)
+            dcs = updated
+        if UNEQUAL and WANTED != VALUES:
             updated_lams = ()
             for r in tl.static_range(M):
                 updated_lams = updated_lams + (dlams[r] + tl.sum(parts[r] * raw[0 if SHIFTED else r], 1),)
             dlams = updated_lams
         if DROPOUT:
             b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
-        dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        updated_dks = ()
-        for r in tl.static_range(NS):
-            updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
-        dks = updated_dks
+        if WANTED != KEYS:
+            dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        if WANTED != VALUES:
+            updated_dks = ()
+            for r in tl.static_range(NS):
+                updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
+            dks = updated_dks
     return dks, dv, dcs, dlams
 
 
@@ -311,7 +332,8 @@ def gradient_keys(
     BN: tl.constexpr, BQ: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, PATH: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
+    WANTED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one
     after another."""
@@ -354,7 +376,7 @@ def gradient_keys(
     for r in tl.static_range(NS):
         keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS),)
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS)
-    if PATH == 1:
+    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
         slot_c += (HK * M).to(tl.int64) * n_slots * TILE
     coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
@@ -364,6 +386,13 @@ def gradient_keys(
     if CAUSAL:
         begin = max(i_n * BN - causal_offset, 0) // BM * BM
         full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
+    end = n_q
+    if high == -float("inf"):
+        # All of these keys are masked.
+        full = 0
+        whole = 0
+        begin = 0
+        end = 0
     dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), NS)
     dv = tl.zeros([BN, BE], tl.float32)
     dcs = zeros_like_each(tl.zeros([BN], tl.float32), M)
@@ -379,14 +408,18 @@ def gradient_keys(
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             dks, dv, dcs, dlams = walk_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
-                full if part == 0 else (whole if part == 1 else n_q),
+                full if part == 0 else (whole if part == 1 else end),
                 keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_ptr + o_row,
                 mask_head, seed,
                 i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
                 stride_rows, n_q, n_k,
                 M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, PATH != 1,
-                TMA,
+                TMA, WANTED,
             )  # fmt: skip
+    if WANTED != KEYS:
+        store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
+    if WANTED == VALUES:
+        return
     if PATH == 1:
         dcs = times(dcs, coef, 0, M)
     if HARD and not UNEQUAL:
@@ -422,4 +455,3 @@ def gradient_keys(
     tl.store(p_sums + M * D, dtau)
     if not UNEQUAL:
         tl.store(p_sums + M * D + 1, dscale)
-    store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)

@@ -44,12 +44,19 @@ from .triton_tiles import (
 def weigh(
     scores, row, m, rho, coef, lam,
     M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr,
+    UNEQUAL: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile relative to 2^m, and the new m. Without ONLINE, m bounds the whole row and is already part of
     `row`."""
     if EXACT:
-        xs = exponents(scores, row, coef, lam, M, SHIFTED)
-        b_x = largest(xs, M)
+        if HARD and SHIFTED and not UNEQUAL:
+            b_lead = coef[0]
+            for r in tl.static_range(1, M):
+                b_lead = tl.maximum(b_lead, rho[r - 1] + coef[r])
+            b_x = (scores[0] * (lam[0] * LOG2E) + row[0]) + b_lead
+        else:
+            xs = exponents(scores, row, coef, lam, M, SHIFTED)
+            b_x = largest(xs, M)
         if ONLINE:
             m = tl.maximum(m, tl.max(b_x, 1))
             m_safe = tl.where(m == -float("inf"), 0.0, m)[:, None]
@@ -77,7 +84,7 @@ def walk(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     ONLINE: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr,
+    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     for n in range(first, last, BN):
@@ -92,7 +99,7 @@ def walk(
         if MASKED and CAUSAL:
             scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
         coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT)
+        b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL)
         if ONLINE:
             alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * alpha
@@ -154,7 +161,9 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, longest = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, begin, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    full = max(min(full, end), begin)
+    last = min(last, end)
     ref = tl.load(stats_ptr + 3)
     spread = tl.max(top - smallest(a, M), 0)
     bound = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E)
@@ -167,20 +176,19 @@ def mixture_forward(
     if PATH == 1:
         m = bound + top + high
         row = columns(a, m, M)
-        rho = ratios(flat, M)
     else:
         m = tl.full([BM], -float("inf"), tl.float32)
         row = flat
-        rho = flat
+    rho = ratios(flat, M, HARD)
     for MASKED in tl.static_range(2):
         acc, l, m = walk(
-            full if MASKED else 0, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
+            full if MASKED else begin, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
             start_k,
             c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
             stride_ml,
             stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION,
             MASKED, PATH != 1,
-            PATH != 1 or not FACTORED, TMA,
+            PATH != 1 or not FACTORED, UNEQUAL, TMA,
         )  # fmt: skip
 
     empty = l == 0.0

@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .triton_backward import gradient_keys, gradient_queries
+from .triton_backward import BOTH, KEYS, VALUES, gradient_keys, gradient_queries
+from .triton_decode import decode_merge, decode_split
 from .triton_forward import mixture_forward
 from .triton_prepare import prepare_keys
 from .triton_tiles import TILE
@@ -19,6 +20,10 @@ L2_BYTES = 24 << 20
 # they flush; fp32 would
 # lose digits to the bound.
 BOUNDED = (torch.bfloat16,)
+
+# Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
+# general kernels alone, one launch instead of two, by pointers, which cost the launcher less than descriptors do.
+SMALL_PAIRS = 1 << 25
 
 # By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
 # compiler's choice), and
@@ -60,7 +65,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "queries": {
         32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 1),
+        64: (64, 64, 4, 2, None, 0),
         128: (64, 32, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
@@ -70,7 +75,14 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         128: (32, 64, 4, 2, None, 0),
         256: (16, 32, 8, 1, None, 0),
     },
+    "values": {
+        128: (64, 64, 4, 2, None, 0),
+        256: (32, 32, 8, 1, None, 0),
+    },
 }
+# Beyond this width the pass along the queries is launched once for dk and once for dv: the accumulators of both, M + 1
+# of them, do not fit the registers. A product more, and no spills.
+SPLIT_WIDTH = 64
 
 
 @functools.cache
@@ -91,7 +103,7 @@ def blocks(
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(
+def launch(
     kernel: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
     warps: Any, stages: Any, registers: Any = None,
 ) -> None:  # fmt: skip
@@ -116,16 +128,16 @@ def _launch(
             )
 
 
-def _cdiv(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 @functools.cache
-def _width(n: int) -> int:
+def padded_width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def _precision(x: Tensor) -> str:
+def precision_of(x: Tensor) -> str:
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -145,15 +157,16 @@ def _sources(bulk: bool, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
     if not bulk:
         return tensors
     return tuple(
-        TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, _width(x.shape[-1])]) for x in tensors
+        TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, padded_width(x.shape[-1])])
+        for x in tensors
     )
 
 
-def _strides(x: Tensor | None, n: int) -> tuple[int, ...]:
+def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
     return (0,) * n if x is None else x.stride()[:n]
 
 
-def _key_strides(keys: Tensor, shifted: bool) -> tuple[int, ...]:
+def strides_of_keys(keys: Tensor, shifted: bool) -> tuple[int, ...]:
     b, h, *rest = keys.stride()
     return (b, h, 0, rest[0]) if shifted else (b, h, rest[0], rest[1])
 
@@ -174,13 +187,33 @@ def _switches(
     """What the attention kernels are compiled for; a launch adds its block sizes."""
     D, E = query.shape[3], value.shape[3]
     return {
-        "M": keys.shape[2] if shift is None else shift.shape[1], "D": D, "E": E, "BD": _width(D), "BE": _width(E),
+        "M": keys.shape[2] if shift is None else shift.shape[1], "D": D, "E": E, "BD": padded_width(D),
+        "BE": padded_width(E),
         "SHIFTED": shift is not None, "HARD": hard,
         "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "CAUSAL": causal,
         "MASK": 0 if mask is None else 1 + mask.is_floating_point(), "DROPOUT": dropout_p > 0,
         "PACKED": cu_q is not None,
-        "PRECISION": _precision(query),
+        "PRECISION": precision_of(query),
     }  # fmt: skip
+
+
+def prepare(
+    keys: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, cu_k: Any, prepared: Any, stats: Any, scale: Any,
+    tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any,
+) -> None:  # fmt: skip
+    """Fills `prepared` and `stats`."""
+    (B, HK), (S, D), M = keys.shape[:2], keys.shape[-2:], prepared.shape[2]
+    bias = None if bias is None else bias.expand(B, HK, M, S)
+    switches = {
+        "M": M, "D": D, "BC": min(64, padded_width(D)), "SHIFTED": shift is not None, "BIAS": bias is not None,
+        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "HARD": hard,
+        "PACKED": cu_k is not None,
+    }  # fmt: skip
+    launch(
+        prepare_keys, (ceil_div(max_k, SLOT), HK, n_seq), (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats),
+        (scale, tau, constant), (*strides_of_keys(keys, shift is not None), *leading_strides(bias, 4)),
+        (HK, S, stats.shape[1]), switches, (0,), 4, 1,
+    )  # fmt: skip
 
 
 def launch_forward(
@@ -201,35 +234,75 @@ def launch_forward(
         return out, lse, prepared, stats
     if S == 0:
         return out.zero_(), lse.fill_(float("inf")), prepared, stats
-    bias = None if bias is None else bias.expand(B, HK, M, S)
     mask = None if mask is None else mask.expand(B, H, L, S)
-    key_strides = _key_strides(keys, shifted)
-    _launch(
-        prepare_keys, (_cdiv(max_k, SLOT), HK, n_seq), (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats),
-        (scale, tau, constant),
-        (*key_strides, *_strides(bias, 4)), (HK, S, slots),
-        dict(M=M, D=D, BC=min(64, _width(D)), SHIFTED=shifted, BIAS=bias is not None,
-        **{name: switches[name] for name in ("SCALE", "TAU", "PACKED")}),
-        (0,), 4, 1,
-    )  # fmt: skip
+    key_strides = strides_of_keys(keys, shifted)
+    prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k)
     size = query.element_size()
     rows, cols, warps, stages, registers, resident = blocks(
         "forward", max(switches["BD"], switches["BE"]), M, shifted, size
     )
-    n_tiles = _cdiv(max_q, rows)
-    bulk = _bulk(keys, value)
+    n_tiles = ceil_div(max_q, rows)
+    small = n_seq * H * max_q * max_k <= SMALL_PAIRS
+    bulk = not small and _bulk(keys, value)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=resident)
     # A float mask has no bound that is known beforehand.
-    paths = (1, 2) if query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
-    _launch(
+    paths = (1, 2) if not small and query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
+    launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
         lse.new_empty(n_seq * H * n_tiles), out, lse),
-        (scale, tau, dropout_p), (*query.stride()[:3], *key_strides, *value.stride()[:3], *_strides(mask, 4), H // HK),
+        (scale, tau, dropout_p),
+        (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(mask, 4), H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
         switches, paths, warps, stages, registers,
     )  # fmt: skip
     return out, lse, prepared, stats
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    # Without a GPU, a few splits for the interpreter to merge.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch_decode(
+    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, scale: Any,
+    tau: Any, constant: Any, causal: Any, hard: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of `triton_ops.decode_op`."""
+    (B, H, L), (HK, S, E), shifted = query.shape[:3], value.shape[1:], shift is not None
+    out = query.new_empty(B, H, L, E)
+    lse = query.new_empty(B, H, L, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if S == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, None, 0.0, causal, hard)
+    bias = None if bias is None else bias.expand(B, HK, switches["M"], S)
+    mask = None if mask is None else mask.expand(B, H, L, S)
+    group, size, width = H // HK, query.element_size(), max(switches["BD"], switches["BE"])
+    rows = padded_width(group * L)
+    cols = min(128, max(16, (1 << 15) // (width * size * (1 if shifted else switches["M"]))))
+    # Four programs for each processor, of at least two blocks of keys.
+    splits = max(1, min(ceil_div(4 * _processors(query.device), B * HK), ceil_div(S, 2 * cols)))
+    chunk = ceil_div(ceil_div(S, splits), cols) * cols
+    splits = ceil_div(S, chunk)
+    parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
+    compiled_for = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL", "MASK", "PRECISION")
+    launch(
+        decode_split, (splits, HK, B), (query, keys, value, shift, bias, mask, scale_t, tau_t, parts, sums),
+        (scale, tau, constant),
+        (*query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(bias, 4),
+        *leading_strides(mask, 4), group),
+        (H, L, S, chunk, splits),
+        {name: switches[name] for name in compiled_for} | {"BM": rows, "BN": cols, "BIAS": bias is not None}, (0,),
+        4, 2,
+    )  # fmt: skip
+    launch(
+        decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),
+        {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}, (0,), 4, 1,
+    )  # fmt: skip
+    return out, lse
 
 
 def launch_backward(
@@ -254,22 +327,21 @@ def launch_backward(
     q_rows, q_cols, *q_options, q_resident = blocks(
         "hard queries" if hard and shifted else "queries", width, M, shifted, size
     )
-    k_rows, k_cols, *k_options, k_resident = blocks("keys", width, M, shifted, size)
-    q_tiles, k_tiles = _cdiv(max_q, q_rows), _cdiv(max_k, k_cols)
+    q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks("keys", width, M, shifted, size)[1])
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)
     spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
     sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, M * D + 1 + M)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
-    along_keys, along_queries = _bulk(keys, value), _bulk(query, grad)
+    small = n_seq * H * max_q * max_k <= SMALL_PAIRS
+    along_keys, along_queries = (not small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
     strides = (
-        *query.stride()[:3], *_key_strides(keys, shifted), *value.stride()[:3], *_strides(mask, 4),
+        *query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(mask, 4),
         *grad.stride()[:3], rows.stride(0), H // HK,
     )  # fmt: skip
-    paths = (
-        (1, 2) if shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED) else (0,)
-    )
-    _launch(
+    factored = shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED)
+    paths = (1, 2) if factored and not small else (0,)
+    launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
         spread, flags, sums),
@@ -278,12 +350,18 @@ def launch_backward(
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
         REGISTERS=q_resident), paths, *q_options,
     )  # fmt: skip
-    q_src, grad_src = _sources(along_queries, k_rows, query, grad)
-    _launch(
-        gradient_keys, (k_tiles * n_seq * HK, 1, 1), (q_src, keys, value, *inputs, grad_src, rows, spread, flags, dk,
-        dv, dbias, sums),
-        (scale, tau, dropout_p), strides,
-        (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums, _section(n_seq * HK, (D + E) * size * L * H // HK)),
-        dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident), paths, *k_options,
-    )  # fmt: skip
+    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    for wanted, kind in parts:
+        k_rows, k_cols, *k_options, k_resident = blocks(kind, width, M, shifted, size)
+        k_tiles = ceil_div(max_k, k_cols)
+        launch(
+            gradient_keys, (k_tiles * n_seq * HK, 1, 1),
+            (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
+            rows, spread, flags, dk, dv, dbias, sums),
+            (scale, tau, dropout_p), strides,
+            (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
+            _section(n_seq * HK, (D + E) * size * L * H // HK)),
+            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident,
+            WANTED=wanted.value), paths, *k_options,
+        )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask

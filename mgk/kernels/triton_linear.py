@@ -57,6 +57,18 @@ def head_of(x, batch, head, stride_b, stride_h):
     return x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
 
 
+@triton.jit
+def precise_dot(x, y, total, TRANSPOSED: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """total + x·y (TRANSPOSED: xᵀ·y) without rounding x to bf16: its rest is a second product. The gradients' weights
+    nearly cancel in the sum that is the prior's gradient, which bf16 alone loses."""
+    high = x.to(TYPE)
+    total = tl.dot(tl.trans(high) if TRANSPOSED else high, y, total, input_precision=PRECISION)
+    if tl.bfloat16 == TYPE:
+        rest = (x - high.to(tl.float32)).to(TYPE)
+        total = tl.dot(tl.trans(rest) if TRANSPOSED else rest, y, total, input_precision=PRECISION)
+    return total
+
+
 @triton.jit(do_not_specialize=["S"])
 def mix_features(
     keys, shift, prior, mask, mixed,
@@ -272,13 +284,13 @@ def query_gradients(
         k = load_rows(base_k, others, k_s, columns_d, end, D).to(TYPE)
         v = load_rows(base_v, others, v_s, columns_e, end, E).to(TYPE)
         products = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-        total = tl.dot(products.to(TYPE), k, total, input_precision=PRECISION)
+        total = precise_dot(products, k, total, False, TYPE, PRECISION)
         norm += tl.sum(k.to(tl.float32), 0)
     k = load_rows(base_k, rows, k_s, columns_d, end, D).to(TYPE)
     v = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
     seen = rows[:, None] >= rows[None, :]
     products = tl.where(seen, tl.dot(g, tl.trans(v), input_precision=PRECISION), 0.0)
-    total = tl.dot(products.to(TYPE), k, total, input_precision=PRECISION)
+    total = precise_dot(products, k, total, False, TYPE, PRECISION)
     q = load_rows(base_q, rows, q_s, columns_d, end, D).to(tl.float32)
     if NORMALISE:
         along = place.to(tl.int64) * S + rows
@@ -337,6 +349,6 @@ def key_gradients(
             weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale[:, None]
             dv = tl.dot(tl.trans(tl.where(seen, weights, 0.0).to(TYPE)), g, dv, input_precision=PRECISION)
             products = tl.dot(g, tl.trans(v), input_precision=PRECISION) * scale[:, None] + shared[:, None]
-            dk = tl.dot(tl.trans(tl.where(seen, products, 0.0).to(TYPE)), q, dk, input_precision=PRECISION)
+            dk = precise_dot(tl.where(seen, products, 0.0), q, dk, True, TYPE, PRECISION)
     store_rows(dkey + place.to(tl.int64) * S * D, rows, D, columns_d, end, D, dk)
     store_rows(dvalue + place.to(tl.int64) * S * E, rows, E, columns_e, end, E, dv)

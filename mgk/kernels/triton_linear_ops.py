@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
 
 # By the larger of feature and value width, for numbers of 2 bytes; docs/kernels.md has the measurements.
-BLOCKS = {32: Blocks(256, 64, 4, 2), 64: Blocks(256, 64, 4, 2), 128: Blocks(256, 64, 8, 2), 256: Blocks(256, 32, 8, 1)}
+BLOCKS = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 4, 1), 256: Blocks(256, 32, 8, 1)}
 # For fp16 and fp32, whose products read 4 bytes.
 WIDE_BLOCKS = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(128, 16, 8, 1)}
 # Columns of a state that a product takes at a time.
@@ -99,10 +99,32 @@ def _plan(query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_s
     switches = {
         "D": D, "E": E, "BLOCK": size.block, "SLOT": size.slot, "PACKED": table is not None,
         "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
-        "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
     return Plan(B, H, HK, S, D, E, M, slots, table, size, switches)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...], switches: dict[str, Any],
+    warps: int = 4, stages: int = 1,
+) -> None:  # fmt: skip
+    """Past the first time without Triton's examination of every argument, which takes longer than short sequences do.
+    The key has what Triton specialises on: types and alignment of tensors, size and divisibility of numbers."""
+    constants = tuple(switches[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
+    key = (
+        kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, constants,
+        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers],
+        *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
+    )  # fmt: skip
+    grid = (*grid, 1, 1)[:3]
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+    else:
+        compiled[grid](*tensors, *numbers, *constants)
 
 
 def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
@@ -128,15 +150,17 @@ def _sum_states(
     behind = rows[0] is not None
     part_d, part_e = min(PART, _width(plan.D)), min(PART, _width(plan.E))
     parts = _cdiv(plan.D, part_d) * _cdiv(plan.E, part_e)
-    kernels.slot_sums[plan.slots, plan.B * plan.HK, parts](
-        features, value, *rows, states, plan.table, *features.stride()[:3], *value.stride()[:3], plan.HK,
-        plan.H // plan.HK if behind else 1, plan.S, plan.slots, 0 if behind else 1,
-        BD=part_d, BE=part_e, MAP=feature_map, BEHIND=behind, **plan.switches,
+    _launch(
+        kernels.slot_sums, (plan.slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
+        (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, plan.S, plan.slots,
+        0 if behind else 1),
+        {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
     )  # fmt: skip
     width = plan.D * (plan.E + 1)
-    kernels.running_sums[_cdiv(width, 128), plan.B * plan.HK](
-        states, plan.table, width, plan.slots, STEP=16, BLOCK=128, REVERSE=behind, PACKED=plan.table is not None
-    )
+    _launch(
+        kernels.running_sums, (_cdiv(width, 128), plan.B * plan.HK), (states, plan.table), (width, plan.slots),
+        {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
+    )  # fmt: skip
 
 
 def _tiles(plan: Plan) -> tuple[int, dict[str, Any]]:
@@ -162,12 +186,13 @@ def launch_forward(
         states[:, :, 0].copy_(initial)
     if out.numel() > 0:
         grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
-        kernels.mix_features[grid](keys, shift, prior, mask, mixed, *numbers, **switches)
+        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
         _sum_states(plan, states, mixed, value, (None, None), feature_map)
         tiles, switches = _tiles(plan)
-        kernels.outputs[tiles, B * H](
-            query, mixed, value, states, plan.table, out, inverse, *query.stride()[:3], *mixed.stride()[:3],
-            *value.stride()[:3], H, H // HK, S, plan.slots, MAP=feature_map, NORMALISE=normalise, **switches,
+        _launch(
+            kernels.outputs, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
+            (*query.stride()[:3], *mixed.stride()[:3], *value.stride()[:3], H, H // HK, S, plan.slots),
+            {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
     return out, states[:, :, -1].clone(), mixed, states, inverse
 
@@ -193,18 +218,21 @@ def launch_backward(
     factor = torch.empty_like(inverse) if normalise else torch.zeros_like(inverse)
     tiles, tile_switches = _tiles(plan)
     strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
-    kernels.query_gradients[tiles, B * H](
-        grad, query, mixed, value, states, inverse, plan.table, dquery, factor, *strides, H, H // HK, S, plan.slots,
-        MAP=feature_map, NORMALISE=normalise, **tile_switches,
+    tile_switches |= {"MAP": feature_map, "NORMALISE": normalise}
+    _launch(
+        kernels.query_gradients, (tiles, B * H),
+        (grad, query, mixed, value, states, inverse, plan.table, dquery, factor), (*strides, H, H // HK, S, plan.slots),
+        tile_switches, *plan.size[2:],
     )  # fmt: skip
     _sum_states(plan, behind, query, grad, (inverse, factor), feature_map)
     dmixed = states.new_empty(B, HK, S, D)
-    kernels.key_gradients[tiles, B * HK](
-        grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue, *strides, HK, H // HK, S,
-        plan.slots, MAP=feature_map, **tile_switches,
+    _launch(
+        kernels.key_gradients, (tiles, B * HK),
+        (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
+        (*strides, HK, H // HK, S, plan.slots), tile_switches, *plan.size[2:],
     )  # fmt: skip
-    kernels.unmix_gradients[grid](
-        dmixed, keys, shift, prior, mask, dkeys, dshift, dprior, *numbers, **switches,
+    _launch(
+        kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior), numbers, switches
     )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()

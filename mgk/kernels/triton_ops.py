@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .triton_launch import SLOT, launch_backward, launch_forward, slots_of
+from .triton_launch import SLOT, launch_backward, launch_decode, launch_forward, slots_of
 
 
 @torch.library.custom_op("mgk::mixture_forward", mutates_args=())
@@ -37,6 +37,23 @@ def _forward_fake(
     slots = slots_of(cu_k, B, S)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     return query.new_empty(B, H, L, E), empty(B, H, L), empty(2, HK, M, slots * SLOT), empty(HK, slots, 4)
+
+
+@torch.library.custom_op("mgk::mixture_decode", mutates_args=())
+def decode_op(
+    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, bias: Tensor | None, scale_t: Tensor | None,
+    tau_t: Tensor | None, mask: Tensor | None, scale: float, tau: float, constant: float, causal: int, hard: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, H, L, E] and base-2 lse [B, H, L] for few queries; no gradient."""
+    return launch_decode(
+        query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, causal, hard
+    )  # fmt: skip
+
+
+@decode_op.register_fake
+def _decode_fake(query: Any, keys: Any, value: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("mgk::mixture_backward", mutates_args=())
@@ -122,17 +139,26 @@ class Mixture(torch.autograd.Function):
         return _gradients(ctx, *grads, launch=launch_backward)
 
 
+def _observed() -> bool:
+    """Whether someone looks on who must see torch.ops.mgk: a compiler, a dispatch mode, a function transform."""
+    if torch.compiler.is_compiling():
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def mixture(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator by the shortest way: tracing and dispatch modes (FLOP counts) see torch.ops.mgk, plain calls do not
     go through the dispatcher."""
-    if torch.compiler.is_compiling():
-        return forward_op(*args)
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if _observed():
         return forward_op(*args)
     return Mixture.apply(*args)
 
 
-@register_flop_formula(torch.ops.mgk.mixture_forward)
+def decode(*args: Any) -> tuple[Tensor, Tensor]:
+    return (decode_op if _observed() else launch_decode)(*args)
+
+
+@register_flop_formula([torch.ops.mgk.mixture_forward, torch.ops.mgk.mixture_decode])
 def _forward_flops(
     query: Any, keys: Any, value: Any, shift: Any, *args: Any, out_shape: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip

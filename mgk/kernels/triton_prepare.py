@@ -1,5 +1,5 @@
 """What depends on the keys alone: c_jr = log pi_jr - tau lambda_r |k_jr|^2 / 2, in base 2 and less a reference of the
-head, and C_jr = 2^c_jr."""
+head, and C_jr = 2^c_jr (hard assignment: c_jr - c_j0)."""
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 import triton
@@ -44,11 +44,11 @@ def prepare_keys(
     k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, scale, tau, constant,
     stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_slots,
     M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, TAU: tl.constexpr,
+    SCALE: tl.constexpr, TAU: tl.constexpr, HARD: tl.constexpr,
     PACKED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Writes c and C, [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys) and per tile [max c, min finite c, max
-    |k|, reference], c relative to the reference."""
+    """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
+    [max c, min finite c, max |k|, reference], c relative to the reference."""
     i_t, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, start, n_keys, slot = extent(cu_k_ptr, i_b, S, PACKED)
     if i_t * TILE >= n_keys:
@@ -83,7 +83,15 @@ def prepare_keys(
         high = tl.maximum(high, tl.max(b_c, 0))
         low = tl.minimum(low, tl.min(tl.where(b_c == -float("inf"), float("inf"), b_c), 0))
         tl.store(p_c + r * n_slots * TILE, b_c)
-        tl.store(p_c + (HK * M + r) * n_slots * TILE, tl.exp2(tl.minimum(b_c, 126.0)))
+        if r == 0:
+            b_first = tl.maximum(b_c, -1e30)
+        if not HARD:
+            b_second = tl.exp2(tl.minimum(b_c, 126.0))
+        elif r == 0:
+            b_second = b_c
+        else:
+            b_second = tl.where(b_c == -float("inf"), 0.0, b_c - b_first)
+        tl.store(p_c + (HK * M + r) * n_slots * TILE, b_second)
     p_stats = stats_ptr + (i_h * n_slots + slot) * 4
     tl.store(p_stats, high)
     tl.store(p_stats + 1, low)

@@ -7,6 +7,8 @@ along the keys.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
+import os
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,7 @@ TILE = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
 SAFE_RANGE = tl.constexpr(80.0)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -182,18 +185,23 @@ def smallest(xs, M: tl.constexpr):
 
 @triton.jit
 def key_range(stats_ptr, n_tiles):
-    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; and the longest
-    key."""
+    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; and
+    from which to which position there is a key that is not masked, as multiples of TILE."""
     high = -float("inf")
     low = float("inf")
     norm = 0.0
+    begin = n_tiles
+    end = 0
     for i_t in range(0, n_tiles, 128):
         o_t = i_t + tl.arange(0, 128)
         m_t = o_t < n_tiles
-        high = tl.maximum(high, tl.max(tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf")), 0))
+        b_high = tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf"))
+        begin = tl.minimum(begin, tl.min(tl.where(b_high > -float("inf"), o_t, n_tiles), 0))
+        end = tl.maximum(end, tl.max(tl.where(b_high > -float("inf"), o_t + 1, 0), 0))
+        high = tl.maximum(high, tl.max(b_high, 0))
         low = tl.minimum(low, tl.min(tl.load(stats_ptr + o_t * 4 + 1, mask=m_t, other=float("inf")), 0))
         norm = tl.maximum(norm, tl.max(tl.load(stats_ptr + o_t * 4 + 2, mask=m_t, other=0.0), 0))
-    return high, low, norm
+    return high, low, norm, begin * TILE, end * TILE
 
 
 @triton.jit
@@ -282,19 +290,58 @@ def exponents(scores, alpha, bias, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
 
 
 @triton.jit
-def shares(xs, M: tl.constexpr):
-    """For r >= 1: 1 where x_r is the largest and 0 where it is not; those that tie share evenly."""
+def second_share(b_lead):
+    """1 where the second component leads the first, 0 where it trails, a half where they tie: a multiply-add that
+    saturates."""
+    return tl.minimum(tl.maximum(b_lead * 1e30 + 0.5, 0.0), 1.0)
+
+
+@triton.jit
+def shares(xs, b_top, M: tl.constexpr):
+    """For r >= 1: 1 where x_r is b_top, the largest, and 0 where it is not; those that tie share evenly."""
     out = ()
     if M == 2:
-        out = (tl.where(xs[1] > xs[0], 0.5, 0.0) + tl.where(xs[1] >= xs[0], 0.5, 0.0),)
+        b_first = xs[0]
+        if INTERPRETED:
+            # Where both are masked this is -inf - -inf. The hardware's maximum takes the number, numpy's the NaN.
+            b_first = tl.maximum(b_first, -1e30)
+        out = (second_share(xs[1] - b_first),)
     elif M > 2:
-        b_top = largest(xs, M)
         ties = tl.zeros_like(b_top)
         for r in tl.static_range(M):
             ties += tl.where(xs[r] == b_top, 1.0, 0.0)
         for r in tl.static_range(1, M):
             out = out + (tl.where(xs[r] == b_top, 1.0 / ties, 0.0),)
     return out
+
+
+@triton.jit
+def winners(
+    scores, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr
+):  # fmt: skip
+    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it."""
+    if SHIFTED and not UNEQUAL:
+        # By how much a component leads the first does not depend on the product.
+        b_top = (scores[0] * (lam[0] * LOG2E) + alpha[0]) + coef[0]
+        leads = (tl.zeros_like(b_top),)
+        for r in tl.static_range(1, M):
+            leads = leads + (rho[r - 1] + coef[r],)
+        if M == 2:
+            b_share = second_share(leads[1])
+            return b_top + leads[1] * b_share, (b_share,)
+        else:
+            b_lead = largest(leads, M)
+            return b_top + b_lead, shares(leads, b_lead, M)
+    elif UNEQUAL:
+        xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
+        b_top = largest(xs, M)
+        return b_top, shares(xs, b_top, M)
+    else:
+        xs = ()
+        for r in tl.static_range(M):
+            xs = xs + (scores[r] * (lam[0] * LOG2E) + coef[r],)
+        b_top = largest(xs, M)
+        return b_top + alpha[0], shares(xs, b_top, M)
 
 
 @triton.jit
@@ -307,12 +354,13 @@ def blend(rho, coef, M: tl.constexpr):
 
 
 @triton.jit
-def ratios(alpha, M: tl.constexpr):
-    """A_ir / A_i0 for r >= 1."""
+def ratios(alpha, M: tl.constexpr, HARD: tl.constexpr):
+    """A_ir / A_i0 for r >= 1; for hard assignment a_ir - a_i0."""
     out = ()
     for r in tl.static_range(1, M):
+        b_lead = alpha[r] - alpha[0]
         # Clamped where it would overflow: such rows are left to the second kernel, which does not use it.
-        out = out + (tl.exp2(tl.minimum(alpha[r] - alpha[0], 126.0)),)
+        out = out + (b_lead if HARD else tl.exp2(tl.minimum(b_lead, 126.0)),)
     return out
 
 
@@ -326,7 +374,8 @@ def gradients(
     what sums along a row or a column to the gradient of a_ir or c_jr (up to A_ir / A_i0 or C_jr in the factored form;
     hard with equal
     scales: r = 0 is the sum over all components).
-    alpha is a_ir - lse_i, less the reference of c; coef is C_jr in the factored form and c_jr otherwise."""
+    alpha is a_ir - lse_i, less the reference of c; coef is C_jr in the factored form, c_j0 and c_jr - c_j0 for hard
+    assignment of shifted keys, and c_jr otherwise."""
     parts = ()
     if not EXACT:
         b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
@@ -337,10 +386,9 @@ def gradients(
         for _ in tl.static_range(FIRST, M):
             parts = parts + (b_ge,)
     elif HARD:
-        xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
-        b_p = tl.exp2(largest(xs, M))
+        b_top, share = winners(scores, alpha, rho, coef, lam, M, SHIFTED, UNEQUAL)
+        b_p = tl.exp2(b_top)
         b_all = b_p * b_g
-        share = shares(xs, M)
         b_rest = b_all
         b_ds = ()
         total = tl.zeros_like(b_p)

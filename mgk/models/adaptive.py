@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mgk.checks import fail, positive_integer
+from mgk.models.embedding import lookup
 
 # Logits held at once.
 ELEMENTS = 1 << 26
@@ -52,7 +53,7 @@ class TokenTable(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] to [..., d]."""
-        return F.embedding(tokens, self.weight)
+        return lookup(tokens, self.weight)
 
     def cluster_counts(self, targets: Any) -> list[int]:
         """How many targets lie in each cluster, the frequent tokens first. Asks the device."""
@@ -129,9 +130,9 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
     bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-    padding = -weight.shape[0] % ALIGNMENT if kind == "cuda" else 0
-    if padding:
-        weight, bias = F.pad(weight, (0, 0, 0, padding)), F.pad(bias, (0, padding), value=-math.inf)
+    # Outputs that nothing is, so that the products are fast.
+    padding = -weight.shape[0] % ALIGNMENT
+    weight, bias = F.pad(weight, (0, 0, 0, padding)), F.pad(bias, (0, padding), value=-math.inf)
     losses: Tensor = _CrossEntropy.apply(hidden, weight, bias, target, dtype)
     return losses
 

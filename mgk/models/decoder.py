@@ -236,6 +236,16 @@ class LanguageModel(nn.Module):
             fail("caches", f"must be {len(self.layers)}, one for each layer, got {len(caches)}")
         held = caches[0].length if caches else 0
         x = self.embed(tokens, position_ids, held) if inputs is None else inputs
+        return self.run_layers(x, position_ids, key_padding_mask, caches)
+
+    def run_layers(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """`hidden` from embedded tokens on: what is worth compiling."""
         for n, layer in enumerate(self.layers):
             x = layer(x, position_ids, key_padding_mask, None if caches is None else caches[n])
         result: Tensor = self.norm(x)

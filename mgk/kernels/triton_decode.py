@@ -1,0 +1,143 @@
+"""Few queries against many keys, forward only: the keys are split over programs, whose partial sums are then merged.
+
+Nothing is prepared beforehand, since a pass over the keys would cost half as much as the whole: each program computes
+the key terms of the keys it has just loaded.
+"""
+
+# ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
+import triton
+import triton.language as tl
+
+from .triton_tiles import (
+    LOG2E,
+    columns,
+    exponents,
+    hide,
+    largest,
+    load_rows,
+    load_scales,
+    load_shift,
+    mask_scores,
+    row_terms,
+)
+
+
+@triton.jit(do_not_specialize=["H", "L", "S", "CHUNK", "n_splits"])
+def decode_split(
+    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, mask_ptr, scale_ptr, tau_ptr, acc_ptr, ml_ptr, scale, tau, constant,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_bb, stride_bh, stride_bm, stride_bs, stride_mb, stride_mh, stride_ml, stride_mj, GROUP,
+    H, L, S, CHUNK, n_splits,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Over one split of the keys of a key head, for the queries of all heads of its group: the sum of weights times
+    values [B, Hk, splits, BM, E], its largest exponent and the sum of weights [2, B, Hk, splits, BM]."""
+    UNEQUAL: tl.constexpr = SCALE > 1
+    NS: tl.constexpr = 1 if SHIFTED else M
+    i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
+    if TAU:
+        tau = tl.load(tau_ptr + i_k)
+    # Rows are (head of the group, query) pairs; those beyond read what the last head's do.
+    o_row = tl.arange(0, BM)
+    i_g = tl.minimum(o_row // L, GROUP - 1)
+    o_i = o_row % L
+    m_row = o_row < GROUP * L
+    i_h = i_k * GROUP + i_g
+    o_d = tl.arange(0, BD)
+    p_q = q_ptr + i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + o_i * stride_ql
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    a, _ = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
+    row = columns(a, 0.0, M)
+    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
+    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
+    if BIAS:
+        bias_ptr += i_b.to(tl.int64) * stride_bb + i_k * stride_bh
+    if MASK:
+        mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64)[:, None] * stride_mh
+    acc = tl.zeros([BM, BE], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    for n in range(i_s * CHUNK, min(i_s * CHUNK + CHUNK, S), BN):
+        o_n = n + tl.arange(0, BN)
+        tiles = ()
+        scores = ()
+        for r in tl.static_range(NS):
+            tiles = tiles + (load_rows(k_ptr + r * stride_km, o_n, stride_ks, S, D, BD, True),)
+            scores = scores + (tl.dot(b_q, tl.trans(tiles[r]), input_precision=PRECISION),)
+        terms = ()
+        for r in tl.static_range(M):
+            b_k = tiles[0 if SHIFTED else r].to(tl.float32)
+            if SHIFTED:
+                b_k += load_shift(shift_ptr, i_k, r, M, D, BD)[None, :]
+            b_c = constant - 0.5 * tau * lam[r] * tl.sum(b_k * b_k, 1)
+            if BIAS:
+                p_bias = bias_ptr + r * stride_bm + o_n * stride_bs
+                b_c += tl.load(p_bias, mask=o_n < S, other=0.0).to(tl.float32)
+            terms = terms + ((b_c * LOG2E)[None, :],)
+        if MASK:
+            scores = mask_scores(
+                scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
+            )
+        valid = m_row[:, None] & (o_n < S)[None, :]
+        if CAUSAL:
+            valid = valid & (o_i[:, None] + (S - L if CAUSAL == 2 else 0) >= o_n[None, :])
+        xs = hide(exponents(scores, row, terms, lam, M, SHIFTED), valid, M)
+        b_top = largest(xs, M)
+        m_new = tl.maximum(m, tl.max(b_top, 1))
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        if HARD:
+            b_p = tl.exp2(b_top - m_safe[:, None])
+        else:
+            b_p = tl.zeros_like(b_top)
+            for r in tl.static_range(M):
+                b_p += tl.exp2(xs[r] - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(b_p, 1)
+        b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, True)
+        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    i_part = ((i_b * (H // GROUP) + i_k) * n_splits + i_s).to(tl.int64)
+    o_e = tl.arange(0, BE)
+    p_acc = acc_ptr + (i_part * BM + o_row[:, None]) * E + o_e[None, :]
+    tl.store(p_acc, acc, mask=(o_e < E)[None, :])
+    n_parts = tl.num_programs(2).to(tl.int64) * (H // GROUP) * n_splits
+    tl.store(ml_ptr + i_part * BM + o_row, m)
+    tl.store(ml_ptr + (n_parts + i_part) * BM + o_row, l)
+
+
+@triton.jit(do_not_specialize=["H", "L", "n_splits"])
+def decode_merge(
+    acc_ptr, ml_ptr, out_ptr, lse_ptr, GROUP, H, L, n_splits,
+    E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Output [B, H, L, E] and base-2 lse [B, H, L] of one row from the splits' sums."""
+    i_row, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    HK = H // GROUP
+    n_parts = tl.num_programs(2).to(tl.int64) * HK * n_splits
+    i_part = (i_b * HK + i_k).to(tl.int64) * n_splits
+    o_e = tl.arange(0, BE)
+    acc = tl.zeros([BE], tl.float32)
+    l = 0.0
+    m = -float("inf")
+    for s in range(0, n_splits, BS):
+        o_s = s + tl.arange(0, BS)
+        p_ml = ml_ptr + (i_part + o_s) * BM + i_row
+        b_m = tl.load(p_ml, mask=o_s < n_splits, other=-float("inf"))
+        b_l = tl.load(p_ml + n_parts * BM, mask=o_s < n_splits, other=0.0)
+        p_acc = acc_ptr + ((i_part + o_s) * BM + i_row)[:, None] * E + o_e[None, :]
+        b_acc = tl.load(p_acc, mask=(o_s < n_splits)[:, None] & (o_e < E)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(b_m, 0))
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        b_w = tl.exp2(b_m - m_safe)
+        alpha = tl.exp2(m - m_safe)
+        acc = acc * alpha + tl.sum(b_acc * b_w[:, None], 0)
+        l = l * alpha + tl.sum(b_l * b_w, 0)
+        m = m_new
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    o_out = ((i_b * H + i_k * GROUP + i_row // L) * L + i_row % L).to(tl.int64)
+    tl.store(out_ptr + o_out * E + o_e, (acc / l).to(out_ptr.dtype.element_ty), mask=o_e < E)
+    tl.store(lse_ptr + o_out, tl.where(empty, float("inf"), m + tl.log2(l)))

@@ -1,0 +1,94 @@
+"""Few queries against many keys: the keys split over programs, without gradients, by the 2x rule."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_triton import DEVICE, DTYPES, GPU, INTERPRETED, case, make_call, truth
+
+from mgk.kernels import fused, triton_launch, triton_ops
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+CASES = {
+    "shifted": {"S": 300, "B": 2},
+    "gqa-bottom-right": {"H": 4, "Hk": 2, "L": 3, "S": 290, "causal": "bottom-right", "D": 24, "E": 20, "M": 3},
+    "top-left": {"L": 5, "S": 70, "causal": "top-left"},
+    "hard": {"S": 300, "hard": True, "prior": False},
+    "unequal": {"S": 150, "M": 3, "scale_shape": (1, 1, 3, 1), "tau_shape": (1,), "prior": (1, 1, 3, 150)},
+    "padding": {"B": 3, "S": 300, "padding": ((0, 20), (290, 300), (4, 4))},
+    "mask": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140), "bool_mask": True},
+    "bias": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140)},
+    "independent": {"variant": "mgk", "S": 300, "H": 2, "Hk": 2},
+    "independent-hard": {"variant": "mgk", "B": 4, "L": 4, "S": 200, "hard": True, "prior": False},
+    "large": {"S": 300, "std": 20.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def runs_here():
+    if not GPU and not INTERPRETED:
+        pytest.skip("runs in the process that test_triton.py starts")
+
+
+def splits(monkeypatch):
+    """The number of splits of each call."""
+    seen = []
+
+    def launch(kernel, grid, *args):
+        if kernel.__name__ == "decode_split":
+            seen.append(grid[0])
+        original(kernel, grid, *args)
+
+    original = triton_launch.launch
+    monkeypatch.setattr(triton_launch, "launch", launch)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_two_times_rule(name, dtype, monkeypatch, poisoned):
+    monkeypatch.setattr(triton_launch, "_processors", lambda device: 4)
+    seen = splits(monkeypatch)
+    errors = {"out": [], "lse": []}
+    for seed in range(4):
+        leaves, options = case(**{"L": 1, **CASES[name]}, seed=seed)
+        rounded = {n: t.to(dtype).double() for n, t in leaves.items()}
+        exact = truth(rounded, torch.float64, **options)
+        rough = truth({n: t.to(dtype) for n, t in rounded.items()}, dtype, **options)
+        got = fused.run(make_call({n: t.to(DEVICE, dtype) for n, t in rounded.items()}, **options))
+        for key, x, y, want in zip(errors, got, rough, exact, strict=False):
+            finite = torch.isfinite(want)
+            assert torch.equal(torch.isfinite(x.cpu()), finite), key
+            ours, theirs, size = (
+                z.abs().max().item() if z.numel() else 0.0
+                for z in ((x.cpu().double() - want)[finite], (y.double() - want)[finite], want[finite])
+            )
+            errors[key].append((ours, theirs, size))
+    for key, rows in errors.items():
+        ours, theirs, size = map(max, zip(*rows, strict=True))
+        assert ours <= 2 * theirs + torch.finfo(dtype).eps * size, f"{key}: {ours:.3e}, the oracle's {theirs:.3e}"
+    assert len(seen) == 4
+    assert "S" not in CASES[name] or CASES[name]["S"] < 290 or min(seen) > 1, "the keys were not split"
+
+
+def test_gradients_are_not_lost(monkeypatch):
+    """A call that needs gradients takes the differentiable kernels, however few its queries."""
+    seen = splits(monkeypatch)
+    leaves, _ = case(L=1, S=40)
+    x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+    plain = fused.run(make_call(x))[0]
+    assert len(seen) == 1
+    x["shift"].requires_grad_()
+    out = fused.run(make_call(x))[0]
+    assert len(seen) == 1
+    assert torch.autograd.grad(out.sum(), x["shift"])[0].any()
+    torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_operator_is_registered():
+    leaves, _ = case(L=1)
+    x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+    arguments = (x["query"], x["keys"], x["value"], x["shift"], x["log_prior"], *(None,) * 3, 0.25, 1.0, 0.0, 0, False)
+    torch.library.opcheck(triton_ops.decode_op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,75 @@
+"""The kernels' counts for expectation maximisation against those of the equations."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_triton import DEVICE, GPU, INTERPRETED, case, make_call
+
+from mgk.arguments import Packed
+from mgk.kernels import fused, statistics, triton_statistics
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+CASES = {
+    "shifted": {"B": 2, "L": 70, "S": 70},
+    "causal-gqa": {"H": 4, "Hk": 2, "B": 2, "causal": "top-left", "L": 80, "S": 67, "M": 3},
+    "bottom-right": {"L": 21, "S": 90, "causal": "bottom-right", "prior": (1, 1, 2, 90)},
+    "padding": {"B": 2, "padding": ((0, 30), (5, 37))},
+    "mask": {"B": 2, "H": 2, "Hk": 1, "mask_shape": (1, 2, 37, 37), "bool_mask": True, "causal": "top-left"},
+    "bias": {"H": 2, "Hk": 1, "mask_shape": (1, 2, 37, 37)},
+    "far-apart": {"std": 40.0, "L": 66, "S": 66},
+    "unequal": {"M": 3, "scale_shape": (1, 1, 3, 1), "tau_shape": (1,)},
+    "independent": {"variant": "mgk", "B": 2, "H": 2, "Hk": 1, "causal": "top-left", "L": 70, "S": 66},
+    "independent-scale-tau": {
+        "variant": "mgk",
+        "M": 3,
+        "Hk": 2,
+        "H": 2,
+        "tau_shape": (2,),
+        "scale_shape": (1, 2, 1, 1),
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def runs_here():
+    if not GPU and not INTERPRETED:
+        pytest.skip("runs in the process that test_triton.py starts")
+
+
+def compare(call):
+    assert fused.refuses(call) is None
+    got, want = statistics.em_statistics(call, spread=False), statistics.equations_statistics(call)
+    torch.testing.assert_close(got.pairs, want.pairs)
+    torch.testing.assert_close(got.count, want.count, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counts(name, poisoned):
+    leaves, options = case(**CASES[name])
+    compare(make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options))
+
+
+def test_counts_of_packed_sequences(poisoned):
+    leaves, _ = case(L=58, S=58, H=2)
+    cu = torch.tensor([0, 20, 21, 58], dtype=torch.int32, device=DEVICE)
+    x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+    compare(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))
+
+
+def test_key_without_components(poisoned):
+    """A key whose priors are all zero answers for no query."""
+    leaves, _ = case(prior=(1, 1, 2, 37))
+    leaves["log_prior"][0, 0, :, 3] = leaves["log_prior"][0, 0, 0, 5] = -torch.inf
+    call = make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()})
+    compare(call)
+    assert (statistics.em_statistics(call, spread=False).count[0, 0, :, 3] == 0).all()
+
+
+def test_operator_is_registered():
+    leaves, _ = case()
+    x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+    arguments = (x["query"], x["keys"], x["shift"], x["log_prior"], *(None,) * 5, 0.25, 1.0, 1, 37, 37)
+    torch.library.opcheck(triton_statistics.component_counts, arguments, test_utils=("test_schema", "test_faketensor"))
