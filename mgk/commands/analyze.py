@@ -217,6 +217,7 @@ def _transformers(
     import torch
 
     try:
+        import mgk.hf  # noqa: F401  (makes Transformers know our own models)
         from mgk.analysis import foreign
     except ImportError as error:
         raise ValueError(f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]'") from error
