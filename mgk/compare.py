@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgk import tasks
@@ -89,54 +90,66 @@ def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str) -> 
     return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None))
 
 
-def run_jobs(jobs: list[Job], command: list[str], at_once: int) -> list[Job]:
-    """Runs each job as `command` with its row and seed, several at once; returns those that failed."""
-    waiting, running, failed = list(jobs), [], []  # type: ignore[var-annotated]
+@dataclass
+class Queue:
+    """Jobs on their way: each waits, runs, and is then done, failed, or left for another time."""
+
+    waiting: list[Job]
+    command: list[str]
+    running: list[Job] = field(default_factory=list)
+    failed: list[Job] = field(default_factory=list)
+
+    def start(self) -> None:
+        job = self.waiting.pop(0)
+        job.directory.mkdir(parents=True, exist_ok=True)
+        arguments = ["--variant", job.row.variant, "--heads", str(job.row.heads), "--seed", str(job.seed)]
+        arguments += ["--kv-heads", str(job.row.kv_heads)] if job.row.kv_heads else []
+        arguments += ["--out", str(job.directory), "--resume", "auto"]
+        with (job.directory / "log.txt").open("ab") as log:
+            job.process = subprocess.Popen([*self.command, *arguments], stdout=log, stderr=log)
+        self.running.append(job)
+
+    def ended(self) -> list[Job]:
+        """Those that have ended since the last call."""
+        ended = [job for job in self.running if job.process is not None and job.process.poll() is not None]
+        self.running = [job for job in self.running if job not in ended]
+        self.failed += [job for job in ended if job.process is not None and job.process.returncode != 0]
+        return ended
+
+    def stop(self) -> None:
+        """What still trains is asked to save and leave, and is not left behind."""
+        for job in self.running:
+            if job.process is not None:
+                job.process.terminate()
+        for job in self.running:
+            if job.process is not None:
+                job.process.wait()
+
+
+def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float | None = None) -> Queue:
+    """Runs each job as `command` with its row and seed, several at once, for as many minutes; what then still waits
+    or runs, and what failed, is in the queue that comes back."""
+    queue = Queue(list(jobs), command)
+    started = told = time.time()
+    end = math.inf if minutes is None else started + 60 * minutes
     try:
-        _run_all(waiting, running, failed, command, at_once)
-    finally:
-        # Interrupted: what still trains is asked to save and leave, and is not left behind.
-        for job in running:
-            assert job.process is not None
-            job.process.terminate()
-        for job in running:
-            assert job.process is not None
-            job.process.wait()
-    return failed
-
-
-def _run_all(waiting: list[Job], running: list[Job], failed: list[Job], command: list[str], at_once: int) -> None:
-    total, started = len(waiting), time.time()
-    told = started
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            job = waiting.pop(0)
-            job.directory.mkdir(parents=True, exist_ok=True)
-            arguments = ["--variant", job.row.variant, "--heads", str(job.row.heads), "--seed", str(job.seed)]
-            arguments += ["--kv-heads", str(job.row.kv_heads)] if job.row.kv_heads else []
-            arguments += ["--out", str(job.directory), "--resume", "auto"]
-            with (job.directory / "log.txt").open("ab") as log:
-                job.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log)
-            running.append(job)
-        time.sleep(0.5)
-        if time.time() - told > TOLD_EVERY:
-            told = time.time()
-            for job in running:
-                print(f"  {job.row} seed {job.seed}: {_last_line(job)}", file=sys.stderr)
-        for job in list(running):
-            assert job.process is not None
-            if job.process.poll() is None:
-                continue
-            running.remove(job)
-            outcome = "done"
-            if job.process.returncode != 0:
-                failed.append(job)
+        while (queue.waiting or queue.running) and time.time() < end:
+            while queue.waiting and len(queue.running) < at_once:
+                queue.start()
+            time.sleep(0.5)
+            if time.time() - told > TOLD_EVERY:
+                told = time.time()
+                for job in queue.running:
+                    print(f"  {job.row} seed {job.seed}: {_last_line(job)}", file=sys.stderr)
+            for job in queue.ended():
                 outcome = f"FAILED: {_last_line(job)} (see {job.directory / 'log.txt'})"
-            done = total - len(waiting) - len(running)
-            print(
-                f"[{done}/{total}] {job.row} seed {job.seed}: {outcome} ({time.time() - started:.0f} s)",
-                file=sys.stderr,
-            )
+                outcome = outcome if job in queue.failed else "done"
+                done = len(jobs) - len(queue.waiting) - len(queue.running)
+                seconds = time.time() - started
+                print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s)", file=sys.stderr)
+    finally:
+        queue.stop()
+    return queue
 
 
 def _last_line(job: Job) -> str:

@@ -84,12 +84,26 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
         side_by_side.report(recipes.load("listops"), [Row("mgk", 1)], "paper", [path], tmp_path)
 
 
-def test_a_crash_of_one_is_survived_and_said(tmp_path):
+def test_a_crash_of_one_is_survived_and_said(tmp_path, capsys):
     script = "import sys; sys.exit('--seed' in sys.argv and sys.argv[sys.argv.index('--seed') + 1] == '1')"
     jobs = [compare.Job(Row("smgk", 4), seed, Path(tmp_path / str(seed))) for seed in range(3)]
-    failed = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2)
-    assert [job.seed for job in failed] == [1]
+    queue = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2)
+    assert [job.seed for job in queue.failed] == [1]
+    assert not queue.waiting
+    assert not queue.running
     assert all(job.process.returncode is not None for job in jobs)
+    said = capsys.readouterr().err
+    assert (said.count("done"), said.count("FAILED")) == (2, 1)
+
+
+def test_when_the_time_is_up_what_runs_is_asked_to_leave_and_the_rest_waits(tmp_path):
+    script = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(60)"
+    jobs = [compare.Job(Row("smgk", 4), seed, Path(tmp_path / str(seed))) for seed in range(3)]
+    queue = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2, minutes=2 / 60)
+    assert [job.seed for job in queue.running] == [0, 1]
+    assert [job.seed for job in queue.waiting] == [2]
+    assert [job.process.returncode for job in queue.running] == [143, 143]
+    assert not queue.failed
 
 
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):

@@ -27,6 +27,9 @@ def compare(
     alone: Annotated[
         bool | None, typer.Option(help="Time each model by itself; default: if several train at once.")
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long; trainings save, and the same command goes on.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where results, table and picture go.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
@@ -49,17 +52,23 @@ def compare(
     known = results.read(sorted(out.glob("*.csv")))
     wanted = [
         comparison.Job(row, seed, run_directory(runs, chosen.name, row, preset, seed))
-        for row in models
         for seed in range(seeds)
+        for row in models
         if not comparison.finished(known, chosen, row, preset, seed)
     ]
     command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
     command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
     at_once = jobs or (4 if torch.cuda.is_available() else 1)
-    failed = comparison.run_jobs(wanted, command, at_once)
+    queue = comparison.run_jobs(wanted, command, at_once, minutes)
+    failed, left = queue.failed, [*queue.running, *queue.waiting]
     if failed and not results.read([own]):
         raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
-    if alone or (alone is None and at_once > 1):
+    if left:
+        told = f"{len(left)} of {len(wanted)} trainings are not done after {minutes:g} minutes"
+        print(f"{told}; the same command goes on with them", file=sys.stderr)
+        if not results.read([own]):
+            return
+    if not left and (alone or (alone is None and at_once > 1)):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for row in models:
             if not comparison.timed(known, chosen, row, preset):
