@@ -193,7 +193,7 @@ def gradient_queries(
         # The mask's gradient is written for every pair.
         begin = 0
     else:
-        full = max(min(full, end), begin)
+        full = min(full, end)
         last = min(last, end)
     if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
         return

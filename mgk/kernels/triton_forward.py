@@ -162,7 +162,7 @@ def mixture_forward(
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
     high, low, longest, begin, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
-    full = max(min(full, end), begin)
+    full = min(full, end)
     last = min(last, end)
     ref = tl.load(stats_ptr + 3)
     spread = tl.max(top - smallest(a, M), 0)

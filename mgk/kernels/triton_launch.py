@@ -45,8 +45,8 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "hard queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 2, None, 1),
-        128: (64, 64, 4, 2, None, 0),
+        64: (64, 128, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
     },
     "keys": {
@@ -66,7 +66,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "queries": {
         32: (64, 128, 4, 2, None, 1),
         64: (64, 64, 4, 2, None, 0),
-        128: (64, 32, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 0),
+        256: (64, 16, 4, 1, None, 0),
+    },
+    "hard queries": {
+        32: (64, 64, 4, 3, None, 1),
+        64: (64, 64, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 0),
         256: (64, 16, 4, 1, None, 0),
     },
     "keys": {
@@ -76,7 +82,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         256: (16, 32, 8, 1, None, 0),
     },
     "values": {
-        128: (64, 64, 4, 2, None, 0),
+        128: (64, 64, 4, 2, None, 1),
         256: (32, 32, 8, 1, None, 0),
     },
 }
@@ -324,9 +330,8 @@ def launch_backward(
         dmask.zero_()
     mask = None if mask is None else mask.expand(B, H, L, S)
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
-    q_rows, q_cols, *q_options, q_resident = blocks(
-        "hard queries" if hard and shifted else "queries", width, M, shifted, size
-    )
+    kind = "hard queries" if hard else "queries"
+    q_rows, q_cols, *q_options, q_resident = blocks(kind, width, M, shifted, size)
     q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks("keys", width, M, shifted, size)[1])
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)
