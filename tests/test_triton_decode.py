@@ -13,6 +13,9 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 CASES = {
     "shifted": {"S": 300, "B": 2},
+    "shifted-rows": {"S": 300, "B": 2, "L": 2},
+    "top-left-row": {"S": 70, "causal": "top-left"},
+    "bottom-right-row": {"S": 70, "causal": "bottom-right", "D": 24, "E": 20, "tau_shape": (1,)},
     "gqa-bottom-right": {"H": 4, "Hk": 2, "L": 3, "S": 290, "causal": "bottom-right", "D": 24, "E": 20, "M": 3},
     "top-left": {"L": 5, "S": 70, "causal": "top-left"},
     "hard": {"S": 300, "hard": True, "prior": False},
@@ -21,6 +24,7 @@ CASES = {
     "mask": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140), "bool_mask": True},
     "bias": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140)},
     "independent": {"variant": "mgk", "S": 300, "H": 2, "Hk": 2},
+    "independent-rows": {"variant": "mgk", "S": 300, "L": 2},
     "independent-hard": {"variant": "mgk", "B": 4, "L": 4, "S": 200, "hard": True, "prior": False},
     "large": {"S": 300, "std": 20.0},
 }
@@ -37,7 +41,7 @@ def splits(monkeypatch):
     seen = []
 
     def launch(kernel, grid, *args):
-        if kernel.__name__ == "decode_split":
+        if kernel.__name__ in ("decode_split", "decode_row"):
             seen.append(grid[0])
         original(kernel, grid, *args)
 
