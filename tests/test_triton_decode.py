@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 CASES = {
     "shifted": {"S": 300, "B": 2},
-    "shifted-rows": {"S": 300, "B": 2, "L": 2},
-    "top-left-row": {"S": 70, "causal": "top-left"},
     "bottom-right-row": {"S": 70, "causal": "bottom-right", "D": 24, "E": 20, "tau_shape": (1,)},
     "gqa-bottom-right": {"H": 4, "Hk": 2, "L": 3, "S": 290, "causal": "bottom-right", "D": 24, "E": 20, "M": 3},
     "top-left": {"L": 5, "S": 70, "causal": "top-left"},
@@ -24,7 +22,6 @@ CASES = {
     "mask": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140), "bool_mask": True},
     "bias": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140)},
     "independent": {"variant": "mgk", "S": 300, "H": 2, "Hk": 2},
-    "independent-rows": {"variant": "mgk", "S": 300, "L": 2},
     "independent-hard": {"variant": "mgk", "B": 4, "L": 4, "S": 200, "hard": True, "prior": False},
     "large": {"S": 300, "std": 20.0},
 }
