@@ -46,7 +46,7 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "hard queries": {
         32: (64, 128, 4, 3, None, 1),
         64: (64, 128, 4, 2, None, 1),
-        128: (128, 64, 8, 2, None, 1),
+        128: (64, 64, 4, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
     },
     "keys": {
