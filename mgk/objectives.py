@@ -224,9 +224,7 @@ class LanguageModelling(Objective):
         return Segments(split, self.model.config.cutoffs, self.device)
 
     def compiled(self) -> Any:
-        """Each layer by itself: all run the same code, so that one is compiled and not sixteen."""
-        for layer in self.model.layers:
-            layer.compile()
+        self.model.compile_layers()
         return self.model
 
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
