@@ -229,3 +229,17 @@ def test_the_paper_s_table_3_is_all_there():
     assert set(recipe.paper) == {"softmax:8", "mgk:4", "smgk:8", "mgk:8", "linear:8", "mlk:4", "mlk:8"}
     assert {str(row) for row in recipe.rows} - set(recipe.paper) == {"smgk:4", "smlk:8", "softmax:8/4"}
     assert (recipe.training.schedule, recipe.training.clip, recipe.training.warmup) == ("cosine", 0.25, 2000)
+
+
+@pytest.mark.slow
+def test_a_study_leaves_everything_but_the_weights(own_text, tmp_path):
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    arguments = ["study", "bytes", "--rows", "smgk:1", "--data-dir", str(own_text), "--matrices", "1", *settings]
+    places = ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(commands.app, [*arguments, *places])
+    assert result.exception is None, result.output
+    left = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    table, curves, samples = "bytes.md", "curves/bytes-smgk-1-paper-s0.csv", "samples-smgk-1-paper-s0.md"
+    assert {table, curves, samples, "bytes-analysis/report.html", "bytes-analysis/ranks.csv"} <= left
+    assert not any(name.endswith((".safetensors", ".ckpt")) for name in left)
+    assert "## Seed 2" in (tmp_path / "out" / samples).read_text(encoding="utf-8")

@@ -306,8 +306,8 @@ class LanguageModel(nn.Module):
         counts = {name: sum(p.numel() for m in modules for p in m.parameters()) for name, modules in parts.items()}
         return {**counts, "norms": sum(p.numel() for p in self.parameters()) - sum(counts.values())}
 
-    def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+    def _layers(self) -> list[Any]:
+        return list(self.layers)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
