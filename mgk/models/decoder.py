@@ -214,6 +214,7 @@ class LanguageModel(nn.Module):
         # After the last of the layers that have their norms first, nothing has been normalised.
         self.norm, _ = NORM_PLACES[config.norm_place](lambda: NORMS[config.norm](config.embed_dim))
         self._run_group: Callable[..., Tensor] = run_group
+        # As the paper's code base starts; small weights keep post-norm layers near the identity at first.
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
