@@ -39,25 +39,6 @@ SHARES = (0.9355, 0.0311, 0.032, 0.0014)
 TARGETS = {("smgk", 256): 1.0, ("mgk", 256): 1.0, ("smgk", 4096): 1.1, ("mgk", 4096): 0.95}
 
 
-def compile_layers(model: LanguageModel) -> None:
-    """Each by itself: one is compiled, and serves all."""
-    for layer in model.layers:
-        layer.compile()
-
-
-def compile_stack(model: LanguageModel, mode: str | None = None) -> None:
-    """All layers as one."""
-    model.run_layers = torch.compile(model.run_layers, mode=mode)  # type: ignore[method-assign]
-
-
-COMPILERS: dict[str, Callable[[LanguageModel], None]] = {
-    "none": lambda model: None,
-    "layers": compile_layers,
-    "stack": compile_stack,
-    "graphs": lambda model: compile_stack(model, "reduce-overhead"),
-}
-
-
 def config_of(row: Row, base: DecoderConfig, length: int) -> DecoderConfig:
     return replace(
         base,
@@ -148,7 +129,7 @@ class Bench:
         torch.manual_seed(0)
         model = LanguageModel(config).to(device)
         if device.type == "cuda":
-            COMPILERS[self.arguments.compile](model)
+            model.compile_layers()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=1e-8, weight_decay=0.0, fused=device.type == "cuda")
         texts = [words(config, (batch, length + 1), device) for _ in range(4)]
         counts = [model.table.cluster_counts(text[:, 1:]) for text in texts]
@@ -294,7 +275,6 @@ def main() -> None:
     parser.add_argument("--parts", default="throughput,evaluation,decoding")
     parser.add_argument("--rows", default="softmax:8,smgk:4,mgk:4")
     parser.add_argument("--lengths", type=numbers, default=[256, 4096])
-    parser.add_argument("--compile", choices=sorted(COMPILERS), default="layers")
     parser.add_argument("--windows", type=int, default=5, help="timings, of which the median counts")
     parser.add_argument("--decode-lengths", type=numbers, default=[256, 1024, 4096, 16384])
     parser.add_argument("--model", type=Path, help="evaluation: a saved model instead of a random one")

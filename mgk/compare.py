@@ -6,10 +6,11 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mgk import tasks
+from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row
 
 # Of these results the table takes step time and memory where they exist; `mgk.cost` measures them.
@@ -35,6 +36,7 @@ class Shown:
     metric: str
     title: str
     factor: float
+    paired: str  # what a difference on the same examples is in
     note: str
 
 
@@ -43,6 +45,7 @@ SHOWN = {
         "accuracy",
         "accuracy, %",
         100.0,
+        "points on the same examples",
         "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
         "GFLOPs are one example's forward.",
     ),
@@ -50,14 +53,18 @@ SHOWN = {
         "perplexity",
         "perplexity",
         1.0,
-        "Perplexity of the sliding window, every prediction with a full window before it. "
+        "nats a token on the same text",
+        "Perplexity of the sliding window. "
         "± is the standard deviation over seeds. GFLOPs are one segment's forward, all its targets frequent words.",
     ),
 }
 
 
 def shown(recipe: Recipe) -> Shown:
-    return SHOWN[tasks.task(recipe.task).objective]
+    objective, stride = tasks.task(recipe.task).objective, recipe.training.stride
+    how = replace(SHOWN[objective], metric=OBJECTIVES[objective].judged_by(recipe.training))
+    # How far the window moves belongs to the number.
+    return how if how.metric == SHOWN[objective].metric else replace(how, title=f"{how.title} at stride {stride}")
 
 
 def matching(

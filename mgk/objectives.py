@@ -92,6 +92,11 @@ class Objective(ABC):
     def value(self, means: dict[str, float]) -> float:
         """The metric, from means of `measure` over a split."""
 
+    @classmethod
+    def judged_by(cls, settings: Training) -> str:
+        """The name of the metric among the results of a finished model."""
+        return cls.metric
+
     @staticmethod
     @abstractmethod
     def told(value: float) -> str:
@@ -208,7 +213,6 @@ class LanguageModelling(Objective):
 
     metric, left, better = "perplexity", "losses", -1
     config_class, model_class, entries = DecoderConfig, LanguageModel, ("losses",)
-    stride = 1
 
     @classmethod
     def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> DecoderConfig:
@@ -224,9 +228,7 @@ class LanguageModelling(Objective):
         return Segments(split, self.model.config.cutoffs, self.device)
 
     def compiled(self) -> Any:
-        """Each layer by itself: all run the same code, so that one is compiled and not sixteen."""
-        for layer in self.model.layers:
-            layer.compile()
+        self.model.compile_layers()
         return self.model
 
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
@@ -238,6 +240,11 @@ class LanguageModelling(Objective):
 
     def value(self, means: dict[str, float]) -> float:
         return math.exp(min(means["loss"], 100.0))
+
+    @classmethod
+    def judged_by(cls, settings: Training) -> str:
+        """Anything but the paper's evaluation says so in its name."""
+        return cls.metric if settings.stride == 1 else f"{cls.metric}_stride_{settings.stride}"
 
     @staticmethod
     def told(value: float) -> str:
@@ -252,13 +259,12 @@ class LanguageModelling(Objective):
         window = self.model.config.max_length
         with self.autocast():
             losses = sliding_losses(
-                self.model, tokens, window=window, stride=self.stride, batch_size=self.settings.eval_batch_size
+                self.model, tokens, window=window, stride=self.settings.stride, batch_size=self.settings.eval_batch_size
             )
         count, mean = len(losses), float(losses.double().mean())
         if directory is not None:
             np.save(directory / f"{self.left}-{split}.npy", losses.cpu().numpy(), allow_pickle=False)
-        # Anything but the paper's evaluation says so in its name.
-        suffix = "" if self.stride == 1 else f"_stride_{self.stride}"
+        suffix = self.judged_by(self.settings).removeprefix(self.metric)
         yield Measured(count, f"perplexity{suffix}", math.exp(min(mean, 100.0)))
         yield Measured(count, f"loss{suffix}", mean)
         yield Measured(count, "unknown_share", self.splits[split].unknown_share)

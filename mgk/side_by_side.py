@@ -14,11 +14,6 @@ from mgk.compare import ALONE, Shown, matching, shown
 from mgk.models.storage import write_atomically
 from mgk.recipes import Recipe, Row
 
-PAIRED = {
-    "accuracy": "points on the same examples",
-    "perplexity": "nats a token on the same text",
-}
-
 
 @dataclass
 class Summary:
@@ -186,7 +181,7 @@ def report(recipe: Recipe, models: list[Row], preset: str, files: list[Path], ou
     alone = all(summary.alone for summary in summaries)
     remark = to_beat(rows, recipe) + (" Step time and memory: each model alone on the machine." if alone else "")
     if paired_on:
-        remark += f" Minus {summaries[0].row}: {PAIRED[shown(recipe).metric]}, with its 95 % interval over examples."
+        remark += f" Minus {summaries[0].row}: {shown(recipe).paired}, with its 95 % interval over examples."
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, remark))
     picture(summaries, recipe, out / f"{recipe.name}.png")

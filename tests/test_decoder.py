@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import mgk
-from mgk.models import DecoderConfig, LanguageModel, adaptive, load_model, save_model
+from mgk.models import DecoderConfig, LanguageModel, adaptive, decoder, load_model, save_model
 from mgk.models.adaptive import TokenTable
 from mgk.models.decoder import FORMS
 
@@ -186,10 +186,11 @@ def test_wrong_input():
         model(torch.zeros(1, 1, dtype=torch.long), caches=model.make_caches(1, 4)[:1])
 
 
-# The compiler's own look at a layer's input.
+# The compiler's own look at a group's input.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.parametrize("variant", ["softmax", "smgk", "mlk"])
-def test_one_compiled_layer_serves_all(variant):
+def test_one_compiled_group_of_layers_serves_all(variant, monkeypatch):
+    monkeypatch.setattr(decoder, "GROUP", 2)
     torch.compiler.reset()
     graphs = []
 
@@ -197,11 +198,13 @@ def test_one_compiled_layer_serves_all(variant):
         graphs.append(graph)
         return graph.forward
 
-    model = tiny(variant=variant).train()
-    for layer in model.layers:
-        layer.compile(backend=count)
+    model = tiny(variant=variant, num_layers=6, dropout=0.0).train()
+    text = torch.randint(50, (2, 18))
+    wanted = model.losses(text[:, :-1], text[:, 1:])
+    model.compile_layers(count)
     for _ in range(2):
-        text = torch.randint(50, (2, 18))
-        model.losses(text[:, :-1], text[:, 1:]).mean().backward()
+        found = model.losses(text[:, :-1], text[:, 1:])
+        found.mean().backward()
     torch.compiler.reset()
     assert len(graphs) == 1
+    torch.testing.assert_close(found, wanted)

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/analysis.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/language-model.md", "docs/analysis.md"])
 def test_code_blocks_run(name):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert blocks

@@ -9,7 +9,7 @@ import torch
 from test_decoder import tiny
 from typer.testing import CliRunner
 
-from mgk import commands, recipes, side_by_side
+from mgk import commands, compare, recipes, side_by_side
 from mgk.generation import Sampling, generate
 from mgk.models import Classifier, EncoderConfig, save_model
 from mgk.recipes import Row
@@ -129,7 +129,7 @@ def test_wrong_sampling(settings):
         Sampling(**settings)
 
 
-SMALL = ["steps=4", "warmup=1", "eval_every=2", "batch_size=4", "model.embed_dim=8", "model.ffn_dim=8"]
+SMALL = ["stride=1", "steps=4", "warmup=1", "eval_every=2", "batch_size=4", "model.embed_dim=8", "model.ffn_dim=8"]
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,8 @@ def test_wrong_input_of_the_commands_is_one_line_and_exit_code_2(own_text, tmp_p
         (["eval", run, "--data-dir", str(own_text), "--split", "other"], "split must be one of"),
         (["train", "wikitext-2", "--data-dir", str(tmp_path)], "wiki.train.tokens is missing"),
         (["study", "listops"], "trains no language model"),
+        (["eval", str(classifier), "--stride", "2"], "--stride is for language models"),
+        (["eval", run, "--data-dir", str(own_text), "--stride", "0"], "stride must be a positive integer"),
     ]
     for arguments, says in cases:
         result = CliRunner().invoke(commands.app, arguments)
@@ -224,8 +226,28 @@ def test_comparisons_of_language_models_show_perplexity(tmp_path):
     assert lines[1][:4] == ["softmax:8", "80.25", "90.50", "80.2"]
 
 
+def test_a_recipe_with_a_stride_says_so_beside_its_numbers():
+    how = compare.shown(recipes.load("bytes"))
+    assert (how.metric, how.title) == ("perplexity_stride_64", "perplexity at stride 64")
+    assert compare.shown(recipes.load("enwiki-lm")).metric == "perplexity"
+
+
 def test_the_paper_s_table_3_is_all_there():
     recipe = recipes.load("wikitext-103")
     assert set(recipe.paper) == {"softmax:8", "mgk:4", "smgk:8", "mgk:8", "linear:8", "mlk:4", "mlk:8"}
     assert {str(row) for row in recipe.rows} - set(recipe.paper) == {"smgk:4", "smlk:8", "softmax:8/4"}
     assert (recipe.training.schedule, recipe.training.clip, recipe.training.warmup) == ("cosine", 0.25, 2000)
+
+
+@pytest.mark.slow
+def test_a_study_leaves_everything_but_the_weights(own_text, tmp_path):
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    arguments = ["study", "bytes", "--rows", "smgk:1", "--data-dir", str(own_text), "--matrices", "1", *settings]
+    places = ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(commands.app, [*arguments, *places])
+    assert result.exception is None, result.output
+    left = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    table, curves, samples = "bytes.md", "curves/bytes-smgk-1-paper-s0.csv", "samples-smgk-1-paper-s0.md"
+    assert {table, curves, samples, "bytes-analysis/report.html", "bytes-analysis/ranks.csv"} <= left
+    assert not any(name.endswith((".safetensors", ".ckpt")) for name in left)
+    assert "## Seed 2" in (tmp_path / "out" / samples).read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from mgk import recipes
-from mgk.commands.common import DataDir, Settings, app, data_directory, run_directory, steps_setting
+from mgk.commands.analyze import analyze
+from mgk.commands.common import DataDir, Settings, app, run_directory, steps_setting
 from mgk.commands.compare import compare
 from mgk.recipes import Row
 
@@ -23,13 +24,14 @@ def study(
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
+    matrices: Annotated[int | None, typer.Option(help="Attention matrices to rank in each layer.")] = None,
     jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
     out: Annotated[Path, typer.Option(help="Where everything worth keeping goes: no weights.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
-    """Train, evaluate, sample and draw in one go: what a machine that keeps no weights leaves behind is in out/."""
-    from mgk import study as looks
+    """Train, evaluate, sample, draw and analyse in one go: what is worth keeping where weights cannot be, in out/."""
     from mgk import tasks
+    from mgk.study import sample
     from mgk.tasks.corpus import Corpus
 
     chosen = recipes.load(recipe).with_settings([*(settings or []), *steps_setting(steps)])
@@ -44,7 +46,7 @@ def study(
     curves.mkdir(parents=True, exist_ok=True)
     for directory in found:
         shutil.copyfile(directory / "metrics.csv", curves / f"{chosen.name}-{directory.name}.csv")
-        for look in looks.LOOKS:
-            print(*(f"written: {path}" for path in look(directory, data_directory(data_dir), out)), sep="\n")
+        print(f"samples: {sample(directory, out)}")
     if found:
-        print(f"written: {looks.draw_curves(found, chosen.title, out / f'{chosen.name}-curves.png')}")
+        # Curves, attention maps, ranks and what else there is to see in the heads.
+        analyze(found, split="dev", matrices=matrices, data_dir=data_dir, out=out / f"{chosen.name}-analysis")

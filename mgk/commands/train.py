@@ -72,7 +72,7 @@ def train(
             answers.keep(results_file.parent, answers.Place(chosen.name, row, preset, seed, split), said)
     objective = module.objective
     for each in rows:
-        if each["metric"] == objective.metric:
+        if each["metric"] == objective.judged_by(chosen.training):
             told = f"{each['split']} {objective.told(each['value'])} of {each['n_examples']:,}"
             print(f"{row} seed {seed} on {each['dataset']}: {told}")
     print(f"run: {where}")
@@ -85,8 +85,9 @@ def evaluate(
     data_dir: DataDir = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples or windows at a time.")] = None,
     stride: Annotated[
-        int, typer.Option(help="Language models: score so many positions a window; 1 is the paper's evaluation.")
-    ] = 1,
+        int | None,
+        typer.Option(help="Language models: score so many positions a window; 1: the paper's; default: the recipe's."),
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: as trained.")] = None,
 ) -> None:
     """Evaluate a run's best model: accuracy, or the perplexity of a sliding window."""
@@ -94,22 +95,18 @@ def evaluate(
 
     from mgk import tasks
     from mgk.evaluation import judge_of
-    from mgk.objectives import LanguageModelling
     from mgk.recipes import Training
     from mgk.runs import read_run
 
     description = read_run(run)
     task = tasks.task(description["task"])
-    given = {"eval_batch_size": batch_size, "precision": precision}
-    settings = Training(
-        **{**description["training"], "compile": False, **{key: value for key, value in given.items() if value}}
-    )
+    if stride is not None and task.objective != "language-model":
+        raise ValueError(f"--stride is for language models, and {run} is none")
+    given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    settings = Training(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     judge = judge_of(run / "best", settings, task, data_directory(data_dir), device, split)
-    if isinstance(judge, LanguageModelling):
-        judge.stride = positive_integer("--stride", stride)
-    elif stride != 1:
-        raise ValueError(f"--stride is for language models, and {run} is none")
     for name in judge.splits:
         found = list(judge.judge(name, None))
         values = {each.metric: each.value for each in found}

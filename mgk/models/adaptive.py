@@ -22,7 +22,7 @@ from mgk.checks import fail, positive_integer
 from mgk.models.embedding import lookup
 
 # Logits held at once.
-ELEMENTS = 1 << 26
+ELEMENTS = 1 << 27
 # Matrix products are fast where rows of 16 bit numbers begin at multiples of 16 bytes.
 ALIGNMENT = 64
 

@@ -21,6 +21,10 @@ from mgk.checks import fail, number, one_of, positive_integer
 from mgk.models.adaptive import TokenTable, check_cutoffs
 from mgk.variants import PRESETS, VARIANTS
 
+# Layers that are compiled as one. Calling what is compiled costs the host time: for 16 layers forward and backward
+# 13 ms one by one, 4.5 ms in fours, 4.9 ms as one (measured on a CPU, with nothing to compute).
+GROUP = 4
+
 # Before and after a part: x + f(norm(x)), or norm(x + f(x)) as in the first transformer.
 NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module, nn.Module]]] = {
     "pre": lambda norm: (norm(), nn.Identity()),
@@ -183,6 +187,18 @@ class DecoderLayer(nn.Module):
         return result
 
 
+def run_group(
+    layers: Sequence[DecoderLayer],
+    x: Tensor,
+    position_ids: Tensor | None,
+    key_padding_mask: Tensor | None,
+    caches: Sequence[Cache] | None,
+) -> Tensor:
+    for n, layer in enumerate(layers):
+        x = layer(x, position_ids, key_padding_mask, None if caches is None else caches[n])
+    return x
+
+
 class LanguageModel(nn.Module):
     """Token ids [B, L] to scores of the next token [B, L, V].
 
@@ -197,6 +213,8 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, variant) for variant in config.layer_variants)
         # After the last of the layers that have their norms first, nothing has been normalised.
         self.norm, _ = NORM_PLACES[config.norm_place](lambda: NORMS[config.norm](config.embed_dim))
+        self._run_group: Callable[..., Tensor] = run_group
+        # As the paper's code base starts; small weights keep post-norm layers near the identity at first.
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -236,30 +254,32 @@ class LanguageModel(nn.Module):
             fail("caches", f"must be {len(self.layers)}, one for each layer, got {len(caches)}")
         held = caches[0].length if caches else 0
         x = self.embed(tokens, position_ids, held) if inputs is None else inputs
-        return self.run_layers(x, position_ids, key_padding_mask, caches)
-
-    def run_layers(
-        self,
-        x: Tensor,
-        position_ids: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        caches: Sequence[Cache] | None = None,
-    ) -> Tensor:
-        """`hidden` from embedded tokens on: what is worth compiling."""
-        for n, layer in enumerate(self.layers):
-            x = layer(x, position_ids, key_padding_mask, None if caches is None else caches[n])
-        result: Tensor = self.norm(x)
+        result: Tensor = self.norm(self._run(self._layers(), x, position_ids, key_padding_mask, caches))
         return result
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """`hidden` at the last position alone, [B, d]: the last layer works for that position only."""
         self._check_tokens(tokens)
-        x = self.embed(tokens)
         *layers, last = self._layers()
-        for layer in layers:
-            x = layer(x)
-        result: Tensor = self.norm(last.last(x))
+        result: Tensor = self.norm(last.last(self._run(layers, self.embed(tokens))))
         return result[:, 0]
+
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """From now on layers run compiled. All groups of them run the same code, so that one is compiled for all."""
+        self._run_group = torch.compile(run_group, backend=backend)
+
+    def _run(
+        self,
+        layers: Sequence[DecoderLayer],
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        for start in range(0, len(layers), GROUP):
+            part = slice(start, start + GROUP)
+            x = self._run_group(layers[part], x, position_ids, key_padding_mask, caches and caches[part])
+        return x
 
     def losses(self, tokens: Tensor, targets: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """−log p of each target [B, L], in fp32. counts: see TokenTable.losses."""
@@ -287,8 +307,8 @@ class LanguageModel(nn.Module):
         counts = {name: sum(p.numel() for m in modules for p in m.parameters()) for name, modules in parts.items()}
         return {**counts, "norms": sum(p.numel() for p in self.parameters()) - sum(counts.values())}
 
-    def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+    def _layers(self) -> list[Any]:
+        return list(self.layers)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):

@@ -54,12 +54,14 @@ class Training:
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = True
+    # Language models: how far the window of the last evaluation moves. 1 is the paper's; more is cheaper and says less.
+    stride: int = 1
     # packed: real tokens alone, one document after another; where there are no kernels for that (on a CPU, in linear
     # attention) as full. full: every batch padded to the task's full length. longest: to its longest document.
     padding: str = "packed"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate"):
+        for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate", "stride"):
             positive_integer(name, getattr(self, name))
         number("lr", self.lr, 0, above=True)
         number("eps", self.eps, 0, above=True)
