@@ -1,5 +1,6 @@
 """Shared by all tests: poisoned memory, and the count of the cases that were compared with the oracle."""
 
+import os
 from collections import Counter
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 
 # Small cases, and cores that belong to the workers: threads that wait for each other took 40 x the time.
 torch.set_num_threads(1)
+
+# Tests of the GPU kernels: on a GPU, or in the process that test_interpreter.py starts for them.
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_triton*.py"]
 
 # Passed cases that a full run of the operators' table must reach: (backend, variant) -> cases for each dtype.
 MINIMUM = {

@@ -1,11 +1,6 @@
 """The fused kernels against the oracle by the 2x rule: under Triton's interpreter (fp32, fp16) without a GPU, on one
 in bf16, fp16 and fp32."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import oracle
 import pytest
 import torch
@@ -13,31 +8,14 @@ import torch._dynamo.testing
 
 pytest.importorskip("triton")
 
+import mgk
 from mgk.arguments import MixtureCall, Packed
 from mgk.kernels import fused, triton_launch, triton_ops
 
 GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 pytestmark = [pytest.mark.gpu] if GPU else []
-
-
-@pytest.fixture(autouse=True)
-def runs_here(request):
-    if not GPU and not INTERPRETED and request.function is not test_under_the_interpreter:
-        pytest.skip("runs in the process that test_under_the_interpreter starts")
-
-
-@pytest.mark.skipif(GPU or INTERPRETED, reason="this process runs the tests themselves")
-def test_under_the_interpreter():
-    """Triton decides when it is imported whether to interpret, so the tests below need a process of their own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    files = map(str, sorted(pathlib.Path(__file__).parent.glob("test_triton*.py")))
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-n", "2", "-p", "no:cacheprovider"]
-    environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.fixture(autouse=True)
@@ -438,3 +416,16 @@ def test_flops_are_counted():
         leaves, _ = case(L=8, S=32)
         fused.run(make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}))
     assert counter.get_total_flops() == 2 * 8 * 32 * (16 + 16)
+
+
+def test_softmax_with_padding_goes_to_the_kernels_and_without_to_pytorch():
+    x = torch.randn(2, 3, 9, 8, device=DEVICE)
+    plain = {"query": x, "keys": x[:, :, None], "value": x, "similarity": "dot"}
+    hidden = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=DEVICE)
+    hidden[1, ..., 5:] = False
+    assert mgk.explain_backend("mgk_attention", **plain).backend == "plain"
+    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden).backend == "triton"
+    # A mask of pairs is read pair by pair by both.
+    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden.expand(2, 1, 9, 9)).backend == "plain"
+    by_name = mgk.mgk_attention(**plain, attn_mask=hidden, backend="plain")
+    torch.testing.assert_close(mgk.mgk_attention(**plain, attn_mask=hidden), by_name, atol=1e-5, rtol=1e-5)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton import DEVICE, DTYPES, GPU, INTERPRETED, case, make_call, truth
+from test_triton import DEVICE, DTYPES, GPU, case, make_call, truth
 
 from mgk.kernels import fused, triton_launch, triton_ops
 
@@ -25,12 +25,6 @@ CASES = {
     "independent-hard": {"variant": "mgk", "B": 4, "L": 4, "S": 200, "hard": True, "prior": False},
     "large": {"S": 300, "std": 20.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def runs_here():
-    if not GPU and not INTERPRETED:
-        pytest.skip("runs in the process that test_triton.py starts")
 
 
 def splits(monkeypatch):

@@ -1,10 +1,6 @@
 """Causal linear attention in Triton against the oracle by the 2x rule: under the interpreter (fp32, fp16) without a
 GPU, on one in bf16, fp16 and fp32."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import test_operators as table
 import torch
@@ -21,27 +17,9 @@ pytest.importorskip("triton")
 from mgk.kernels import triton_linear_ops as ops
 
 GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 pytestmark = [pytest.mark.gpu] if GPU else []
-
-
-@pytest.fixture(autouse=True)
-def runs_here(request):
-    if not GPU and not INTERPRETED and request.function is not test_under_the_interpreter:
-        pytest.skip("runs in the process that test_under_the_interpreter starts")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(GPU or INTERPRETED, reason="this process runs the tests themselves")
-def test_under_the_interpreter():
-    """Triton decides when it is imported whether to interpret, so the tests below need a process of their own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-n", "2", "-p", "no:cacheprovider"]
-    environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.fixture(autouse=True)

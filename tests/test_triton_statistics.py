@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton import DEVICE, GPU, INTERPRETED, case, make_call
+from test_triton import DEVICE, GPU, case, make_call
 
 from mgk.arguments import Packed
 from mgk.kernels import fused, statistics, triton_statistics
@@ -31,12 +31,6 @@ CASES = {
         "scale_shape": (1, 2, 1, 1),
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def runs_here():
-    if not GPU and not INTERPRETED:
-        pytest.skip("runs in the process that test_triton.py starts")
 
 
 def compare(call):
