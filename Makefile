@@ -5,6 +5,8 @@ STAMP := .venv/.installed
 JOBS  ?= auto
 # The interpreter of test-gpu: a GPU machine often brings its own torch, so .venv is used there only if it exists.
 PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+# Processes of test-gpu: compiling the kernels takes most of its time.
+SHARDS ?= 8
 # More options for pytest, for example: make test-quick ARGS="-k causal -x"
 ARGS  ?=
 # One thread a process: the worker processes already use every core.
@@ -49,8 +51,11 @@ test-hf: $(OLD_HF) ## Run the tests of mgk/hf.py under the Transformers of .venv
 	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
 	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/test_hf.py
 
-test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3)
-	$(PYTHON) -m pytest -m gpu $(ARGS)
+test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3), in SHARDS processes
+	@mkdir -p build; for part in $$(seq $(SHARDS)); do \
+	  $(PYTHON) -m pytest -m gpu --shard $$part/$(SHARDS) -p no:cacheprovider $(ARGS) > build/gpu-$$part.log 2>&1 & pids="$$pids $$!"; done; \
+	status=0; for pid in $$pids; do wait $$pid || status=1; done; tail -n 1 build/gpu-*.log; \
+	[ $$status = 0 ] || { grep -hE "^(FAILED|ERROR)" build/gpu-*.log; exit 1; }
 
 demo: $(STAMP) ## Train softmax and sMGK with half the heads on short ListOps, on the CPU, and show both side by side
 	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data

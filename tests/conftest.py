@@ -33,6 +33,19 @@ passed: Counter[tuple[str, ...]] = Counter()  # (backend, variant, dtype) -> cas
 complete = True  # whether all of TABLE was collected; known to the workers, and told to the controller
 
 
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="1/1", help="K/N: only the K-th of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config, items):
+    """For machines without pytest-xdist: kernels take long to compile, and N processes share the work."""
+    part, parts = map(int, config.getoption("--shard").split("/"))
+    left_out = [item for index, item in enumerate(items) if index % parts != part - 1]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = items[part - 1 :: parts]
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
