@@ -8,7 +8,6 @@ from task_data import PAIRS, TEXT, documents, make_aan, make_archive, make_imdb,
 from mgk.tasks import TASKS, task
 from mgk.tasks.text import dev_names
 
-
 # What each data set is called in results: a stand-in never has the name of the original.
 DATASETS = {
     "listops": "listops",
