@@ -202,6 +202,13 @@ def test_matrices_are_as_many_as_asked_for():
     assert (found.shortest, found.longest) == (26, 30)
 
 
+def test_progress_is_told_to_the_end():
+    told = []
+    analyse(model_of(), samples(3), removal=2, progress=lambda *stage: told.append(stage))
+    assert [done for stage, done, total in told if (stage, total) == ("looking at the heads", 3)] == [1, 2, 3]
+    assert [done for stage, done, total in told if (stage, total) == ("silencing one head at a time", 8)][-1] == 8
+
+
 def test_removal_is_what_the_models_answer_changes():
     """Against the model itself with the head's part of the output projection set to 0."""
     model, inputs = model_of(), samples(6)
@@ -268,3 +275,18 @@ def test_what_cannot_be_looked_at_is_said():
         analyse(model_of(), [])
     with pytest.raises(ValueError, match="matrices must be a positive integer"):
         analyse(model_of(), samples(), matrices=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk-hard", "mlk"])
+def test_a_gpu_finds_the_same(variant):
+    model, inputs = model_of(variant, max_length=200), samples(2, 190)
+    there = analyse(model.cuda(), [x.cuda() for x in inputs], removal=1)
+    here = analyse(model.cpu(), inputs, removal=1)
+    for one, other in zip(here.layers, there.layers, strict=True):
+        # Queries and keys come from an fp32 forward, which differs a little.
+        assert np.abs(one.ranks.rank - other.ranks.rank).max() <= 3
+        assert np.allclose(one.ranks.effective, other.ranks.effective, rtol=1e-3)
+        assert np.allclose(one.similarity.divergence, other.similarity.divergence, atol=1e-4)
+        assert np.allclose(one.similarity.cka, other.similarity.cka, atol=1e-3)
+        assert np.allclose(one.removal.change, other.removal.change, rtol=0.05)

@@ -116,3 +116,20 @@ def test_a_model_without_attention_is_said_so():
     model = transformers.MambaForCausalLM(config)
     with pytest.raises(ValueError, match="no attention layers"):
         analyse(model, [tokens()], watch=foreign.watching)
+
+
+@pytest.mark.parametrize("kind", ["MGKForCausalLM", "MGKForSequenceClassification"])
+def test_our_own_models_in_its_shells(kind, tmp_path):
+    """Saved by Transformers, loaded as any other, and each layer seen once."""
+    from mgk import hf
+    from mgk.models import DecoderConfig, EncoderConfig
+
+    sizes = {"vocab_size": 64, "max_length": 32, "embed_dim": 16, "ffn_dim": 16, "num_layers": 2, "num_heads": 2}
+    decoder = kind == "MGKForCausalLM"
+    config = DecoderConfig(**sizes, variant="mgk") if decoder else EncoderConfig(**sizes, num_classes=3, variant="mgk")
+    getattr(hf, kind)(hf.MGKConfig.of(config)).save_pretrained(tmp_path)
+    model = foreign.load(str(tmp_path))
+    assert type(model).__name__ == kind
+    found = analyse(model, [tokens()], watch=foreign.watching)
+    assert [layer.name for layer in found.layers] == [f"model.layers.{n}.attention" for n in range(2)]
+    assert all(layer.mixture is not None for layer in found.layers)

@@ -34,6 +34,29 @@ def test_rank_of_a_known_spectrum(size, largest, rank):
     assert spectra(matrices).rank.tolist() == [rank, rank]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("largest", [1.0, 300.0])
+def test_rank_of_a_known_spectrum_on_a_gpu(largest):
+    """Many at once, each with a rank of its own: several streams, and for the second all counted twice."""
+    ranks = list(range(20, 220, 10))
+    matrices = torch.stack(
+        [
+            with_values(
+                torch.cat(
+                    [
+                        torch.logspace(math.log10(largest), -5.97, rank, dtype=torch.float64),
+                        torch.logspace(-6.03, -11, 256 - rank, dtype=torch.float64),
+                    ]
+                ),
+                256,
+                256,
+            )
+            for rank in ranks
+        ]
+    )
+    assert spectra(matrices.cuda()).rank.tolist() == ranks
+
+
 def test_the_large_path_is_tested():
     assert DIRECT < 200
 

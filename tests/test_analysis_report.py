@@ -297,6 +297,23 @@ def test_user_ids_and_lengths(run, tmp_path):
     assert {row["size"] for row in rows(run / "analysis" / "ranks.csv")} == {"10"}
 
 
+def test_options_arrive(run, tmp_path, refused):
+    options = [run, "--data-dir", tmp_path / "data", "--removal", 0, "--matrices", 4]
+
+    def ranks(*more):
+        assert call(*options, *more).exception is None
+        return [(row["size"], row["rank"]) for row in rows(run / "analysis" / "ranks.csv")]
+
+    plain = ranks()
+    assert ranks() == plain
+    assert ranks("--seed", 1) != plain
+    assert all(int(rank) == 1 for _, rank in ranks("--threshold", 0.9))
+    assert call(*options, "--split", "dev").exception is None
+    assert "2 examples of tiny, dev" in (run / "analysis" / "report.html").read_text()
+    refused("must be one of", *options, "--split", "nothing")
+    refused("memory is too little to rank a matrix", *options, "--memory", "1e-5")
+
+
 def test_runs_of_the_same_kind_are_told_apart(run, tmp_path):
     other = make_run(tmp_path / "elsewhere" / "run", "smgk", 2)
     ids = tmp_path / "ids.txt"

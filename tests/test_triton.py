@@ -227,12 +227,17 @@ CASES = {
         "mask_shape": (1, 1, 37, 37),
         "causal": "top-left",
     },
-    "smgk-m8": {"M": 8, "L": 20, "S": 33},
-    "smgk-d256": {"D": 256, "E": 256, "L": 20, "S": 33},
-    "mgk-m8": {"variant": "mgk", "M": 8, "L": 20, "S": 33},
-    "mgk-d256": {"variant": "mgk", "D": 256, "E": 256, "L": 20, "S": 33},
     "mgk-bool-padding": {"variant": "mgk", "B": 2, "mask_shape": (2, 1, 1, 37), "bool_mask": True},
 }
+
+if GPU:
+    # The limits of what is covered: a matter of registers and shared memory.
+    CASES |= {
+        "smgk-m8": {"M": 8, "L": 20, "S": 33},
+        "smgk-d256": {"D": 256, "E": 256, "L": 20, "S": 33},
+        "mgk-m8": {"variant": "mgk", "M": 8, "L": 20, "S": 33},
+        "mgk-d256": {"variant": "mgk", "D": 256, "E": 256, "L": 20, "S": 33},
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -314,8 +319,9 @@ def test_small_calls(variant, monkeypatch, poisoned):
 
     monkeypatch.setattr(triton_launch, "launch", launch)
     leaves, options = case(variant, causal="top-left")
-    for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
-        assert error <= 1e-5 * max(size, 1.0), name
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 1e-2)):
+        for name, (error, _, size) in measure(leaves, options, dtype, yardstick=False).items():
+            assert error <= limit * max(size, 1.0), name
     assert set(paths) == {(0,)}
 
 

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 CASES = {
     "shifted": {"S": 300, "B": 2},
+    "bottom-right-row": {"S": 70, "causal": "bottom-right", "D": 24, "E": 20, "tau_shape": (1,)},
     "gqa-bottom-right": {"H": 4, "Hk": 2, "L": 3, "S": 290, "causal": "bottom-right", "D": 24, "E": 20, "M": 3},
     "top-left": {"L": 5, "S": 70, "causal": "top-left"},
     "hard": {"S": 300, "hard": True, "prior": False},
@@ -37,7 +38,7 @@ def splits(monkeypatch):
     seen = []
 
     def launch(kernel, grid, *args):
-        if kernel.__name__ == "decode_split":
+        if kernel.__name__ in ("decode_split", "decode_row"):
             seen.append(grid[0])
         original(kernel, grid, *args)
 

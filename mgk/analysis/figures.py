@@ -86,7 +86,9 @@ def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str, layers
             }
             for place, (model, values) in enumerate(found.items()):
                 style = {"bins": np.linspace(0, 100, 26), "color": COLOURS[place % len(COLOURS)], "label": model}
-                panel.hist(values, weights=np.full(len(values), 100 / len(values)), alpha=0.55, **style)
+                shares = np.full(len(values), 100 / len(values))
+                panel.hist(values, weights=shares, histtype="stepfilled", alpha=0.12, **{**style, "label": None})
+                panel.hist(values, weights=shares, histtype="step", linewidth=1.6, **style)
             panel.set_xlabel(f"{'rank' if what == 'rank' else 'effective rank'}, % of the matrix's size", fontsize=8)
             panel.set_ylabel("% of matrices", fontsize=8)
             panel.set_title(f"layer {number + 1}", fontsize=8)

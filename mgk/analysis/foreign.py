@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from mgk import functional
-from mgk.analysis.watching import Watcher
+from mgk.analysis.watching import Watcher, attention_layers
+from mgk.analysis.watching import watching as watching_ours
 from mgk.arguments import mixture_call
 from mgk.checks import fail
+
+# As it is before anyone watches it, so that a call is seen once.
+from mgk.functional import run_mixture
 
 WATCHED = "mgk_watched"
 
@@ -34,14 +37,24 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     transformers.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(name)
-        names = config.architectures or []
-        kind = getattr(transformers, names[0], None) if names else None
-        model = (kind or transformers.AutoModel).from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+        model = _class_of(config).from_pretrained(name, dtype=torch.float32, use_safetensors=True)
     # Whatever a broken file or a missing one makes it raise: the first line says it.
     except Exception as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"--hf {name} cannot be loaded: {said}") from error
     return model.to(device).eval()
+
+
+def _class_of(config: Any) -> Any:
+    """The class that a configuration names: one of Transformers' own, or one that was registered there."""
+    names = config.architectures or []
+    own = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    registered = [
+        auto._model_mapping[type(config)]
+        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification)
+        if type(config) in auto._model_mapping
+    ]
+    return next(iter([*own, *(kind for kind in registered if kind.__name__ in names), transformers.AutoModel]))
 
 
 def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
@@ -65,7 +78,7 @@ def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
         if (bias := extras.get("position_bias")) is not None:
             mask = bias if mask is None else bias + mask
         call = mixture_call(query, key.unsqueeze(2), value, mask, scale=scaling, similarity="dot")
-        output = watcher(names[module], call, functional.run_mixture(call, "auto"))
+        output = watcher(names[module], call, run_mixture(call, "auto"))
         return output.transpose(1, 2).contiguous(), None
 
     return attend
@@ -73,7 +86,7 @@ def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
 
 @contextmanager
 def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """`mgk.analysis.watching.watching` for a Transformers model."""
+    """`mgk.analysis.watching.watching` for a Transformers model, which may have layers of ours inside."""
     assert isinstance(model, PreTrainedModel)
     names = {module: name for name, module in model.named_modules()}
     before = model.config._attn_implementation
@@ -82,9 +95,10 @@ def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     AttentionMaskInterface.register(WATCHED, eager_mask)
     try:
         model.set_attn_implementation(WATCHED)
-        if model.config._attn_implementation != WATCHED:
+        if model.config._attn_implementation != WATCHED and not attention_layers(model):
             fail("--hf", f"names a {type(model).__name__}, which does not let its attention be watched")
-        yield
+        with watching_ours(model, watcher):
+            yield
     finally:
         model.set_attn_implementation(before)
 

@@ -12,8 +12,9 @@ from mgk.analysis.survey import Analysis, Layer
 # Of all heads, the share that is effectively different, and what it is called.
 GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))
 
-# By how much, as a share of all heads, outputs must differ more than maps to be worth a remark.
+# It is worth a remark when few maps are different, but by this share of all heads more outputs.
 APART = 0.15
+FEW = 0.6
 
 
 def grade(analysis: Analysis) -> str:
@@ -60,7 +61,7 @@ def _outputs(analysis: Analysis) -> str:
     if outputs is None:
         return ""
     said = f"That is by where they look; by what they pass on (CKA of their outputs) it is {outputs:.1f}"
-    if outputs - maps > APART * analysis.heads:
+    if maps < FEW * analysis.heads and outputs - maps > APART * analysis.heads:
         return f"{said}: heads that look at the same places read different things there. They could share a map."
     return f"{said}."
 

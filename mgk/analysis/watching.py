@@ -30,13 +30,18 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 _lock = threading.Lock()
 
 
+def attention_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers of this package in a model, and what they are called there."""
+    # A compiled model holds the one that was written under this name.
+    written: Any = getattr(model, "_orig_mod", model)
+    kinds = (Attention, MultiheadAttention)
+    return {module: name for name, module in written.named_modules() if isinstance(module, kinds)}
+
+
 @contextmanager
 def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """While it lasts, every call of an operator that `model` makes is shown to the watcher."""
-    kinds = (Attention, MultiheadAttention)
-    # A compiled model holds the one that was written under this name.
-    written: Any = getattr(model, "_orig_mod", model)
-    names = {module: name for name, module in written.named_modules() if isinstance(module, kinds)}
+    names = attention_layers(model)
     inside: list[str] = []
     others = 0
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Longer sequences without a GPU: fewer matrices are ranked unless more are asked for.
 LONG = 512
+# More heads than these get smaller maps.
+MANY = 48
 
 
 @app.command()
@@ -44,8 +47,9 @@ def analyze(
     threshold: Annotated[float, typer.Option(help="Singular values above it count for the rank.")] = 1e-6,
     memory: Annotated[float, typer.Option(help="GiB to work in, beside the model.")] = 2.0,
     map_size: Annotated[
-        int, typer.Option(help="Pixels of a map; longer ones are pooled, and shown in full as tiles.")
-    ] = 256,
+        int | None,
+        typer.Option(help="Pixels of a map, default 256 or 128; longer ones are pooled, and shown as tiles."),
+    ] = None,
     removal: Annotated[int, typer.Option(min=0, help="Samples to try without each head; 0: leave it out.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the choice of samples.")] = 0,
     data_dir: DataDir = None,
@@ -58,6 +62,8 @@ def analyze(
         positive_integer("--length", length)
     if matrices is not None:
         positive_integer("--matrices", matrices)
+    if map_size is not None:
+        positive_integer("--map-size", map_size)
     number("--memory", memory, 0, above=True)
     from mgk.analysis.curves import read_curves
     from mgk.analysis.figures import draw_all
@@ -65,13 +71,11 @@ def analyze(
     from mgk.analysis.tables import write_tables
 
     directory = out or (runs[0] / "analysis" if runs else Path("analysis") / Path(hf or "").name)
-    settings: dict[str, Any] = {
-        "threshold": threshold,
-        "memory": int(memory * 2**30),
-        "map_size": positive_integer("--map-size", map_size),
-        "removal": removal,
-    }
-    given = _Given(text or [], ids, images or [], length, split, seed, data_directory(data_dir))
+    settings: dict[str, Any] = {"threshold": threshold, "memory": int(memory * 2**30), "removal": removal}
+    if sum(map(bool, (text, ids, images))) > 1:
+        raise ValueError("give one of --text, --ids and --images")
+    texts = [_read(part) for part in text or []]
+    given = _Given(texts, ids, images or [], length, split, seed, data_directory(data_dir), map_size)
     with _bar() as tell:
         if hf is not None:
             subjects = [_transformers(hf, given, matrices, settings, _tiles(directory, Path(hf).name), tell)]
@@ -97,23 +101,18 @@ def analyze(
     print(f"report: {directory / 'report.html'}   figures and numbers: {directory}")
 
 
+@dataclass(frozen=True)
 class _Given:
-    """What the user gives a model to look at."""
+    """What the user gives a model to look at, and how to show it."""
 
-    def __init__(
-        self,
-        texts: list[str],
-        ids: Path | None,
-        images: list[Path],
-        length: int | None,
-        split: str,
-        seed: int,
-        data: Path,
-    ) -> None:
-        self.texts = [_read(text) for text in texts]
-        self.ids, self.images, self.length, self.split, self.seed, self.data = ids, images, length, split, seed, data
-        if sum(map(bool, (texts, ids, images))) > 1:
-            raise ValueError("give one of --text, --ids and --images")
+    texts: list[str]
+    ids: Path | None
+    images: list[Path]
+    length: int | None
+    split: str
+    seed: int
+    data: Path
+    map_size: int | None
 
 
 def _read(text: str) -> str:
@@ -142,6 +141,13 @@ def _named_apart(subjects: list[Subject], runs: list[Path]) -> list[Subject]:
         subject if names.count(subject.name) == 1 else dataclasses.replace(subject, name=f"{subject.name} ({run})")
         for subject, run in zip(subjects, runs, strict=True)
     ]
+
+
+def _map_size(asked: int | None, config: Any) -> int:
+    """Smaller where there are many heads, so that the page stays small."""
+    heads = getattr(config, "num_layers", 0) or getattr(config, "num_hidden_layers", 1)
+    heads *= getattr(config, "num_heads", 0) or getattr(config, "num_attention_heads", 1)
+    return asked or (256 if heads <= MANY else 128)
 
 
 def _default_matrices(asked: int | None, longest: int, device: str) -> int:
@@ -179,7 +185,8 @@ def _run(
         found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
     inputs = samples.to_device(found.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
-    analysis = analyse(model, inputs, matrices=wanted, tiles=tiles, progress=tell, **settings)
+    settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
+    analysis = analyse(model, inputs, matrices=wanted, **settings)
     costs, own = _costs(config)
     return Subject(name, found.about, analysis, found.tokens, costs, own, tiles=tiles)
 
@@ -210,6 +217,7 @@ def _transformers(
     import torch
 
     try:
+        import mgk.hf  # noqa: F401  (makes Transformers know our own models)
         from mgk.analysis import foreign
     except ImportError as error:
         raise ValueError(f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]'") from error
@@ -235,9 +243,10 @@ def _transformers(
         inputs, about = foreign.from_images(given.images, name, model), f"{len(given.images)} images"
     longest = max((sample["input_ids"].shape[1] for sample in inputs if "input_ids" in sample), default=LONG)
     wanted = _default_matrices(matrices, longest, device)
-    settings = {**settings, "tiles": tiles, "progress": tell, "watch": foreign.watching}
-    analysis = analyse(model, samples.to_device(inputs, device), matrices=wanted, **settings)
     config = model.config.get_text_config()
+    settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
+    inputs = samples.to_device(inputs, device)
+    analysis = analyse(model, inputs, matrices=wanted, watch=foreign.watching, **settings)
     share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
     one = per_head(config.hidden_size, analysis.layers[0].head_dim, share, analysis.longest)
     return Subject(Path(name).name, about, analysis, tokens, [], one_head=one, tiles=tiles)

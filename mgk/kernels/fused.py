@@ -72,11 +72,11 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
 
 
 def _decodes(call: MixtureCall) -> bool:
-    """Few queries, forward only."""
-    if call.query.shape[2] * call.group > DECODE_ROWS or call.packed is not None or call.dropout_p > 0:
-        return False
+    """Few queries, forward only. The length is asked for last: a compiled training step then does not depend on it."""
     tensors = (getattr(call, field) for field in DIFFERENTIABLE)
-    return not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        return False
+    return call.packed is None and call.dropout_p == 0 and call.query.shape[2] * call.group <= DECODE_ROWS
 
 
 def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:

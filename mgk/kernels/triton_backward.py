@@ -188,12 +188,10 @@ def gradient_queries(
     if CAUSAL:
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
-    high, low, _, begin, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
-    if DMASK:
-        # The mask's gradient is written for every pair.
-        begin = 0
-    else:
-        full = max(min(full, end), begin)
+    high, low, _, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    # The gradient of a float mask is written for every pair.
+    if not DMASK:
+        full = min(full, end)
         last = min(last, end)
     if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
         return
@@ -202,7 +200,7 @@ def gradient_queries(
     total = tl.zeros_like(norm)
     for MASKED in tl.static_range(2):
         acc, das, total = walk_keys(
-            full if MASKED else begin, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, total,
+            full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, total,
             k_src, v_src, i_b, i_k, start_k,
             c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
             stride_vs,
@@ -361,6 +359,8 @@ def gradient_keys(
     p_stats = stats_ptr + (i_k * n_slots + slot + i_n * BN // TILE) * 4
     high = tl.load(p_stats)
     low = tl.load(p_stats + 1)
+    # Keys that are all masked need no walk.
+    n_q = tl.where(high == -float("inf"), 0, n_q)
 
     spread = 0.0
     if PATH == 1:
@@ -386,13 +386,6 @@ def gradient_keys(
     if CAUSAL:
         begin = max(i_n * BN - causal_offset, 0) // BM * BM
         full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
-    end = n_q
-    if high == -float("inf"):
-        # All of these keys are masked.
-        full = 0
-        whole = 0
-        begin = 0
-        end = 0
     dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), NS)
     dv = tl.zeros([BN, BE], tl.float32)
     dcs = zeros_like_each(tl.zeros([BN], tl.float32), M)
@@ -408,7 +401,7 @@ def gradient_keys(
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             dks, dv, dcs, dlams = walk_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
-                full if part == 0 else (whole if part == 1 else end),
+                full if part == 0 else (whole if part == 1 else n_q),
                 keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_ptr + o_row,
                 mask_head, seed,
                 i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,

@@ -108,6 +108,86 @@ def decode_split(
     tl.store(ml_ptr + (n_parts + i_part) * BM + o_row, l)
 
 
+@triton.jit(do_not_specialize=["HK", "S", "CHUNK", "n_splits"])
+def decode_row(
+    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, acc_ptr, ml_ptr, scale, tau, constant,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_bb, stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """As `decode_split` for a single row. Each key of a block has a running maximum and sums of its own until the end:
+    no thread waits for another, and the memory sets the pace. With k_jr = k_j + b_r the exponent is linear in k_j but
+    for its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) and what does not depend on j."""
+    i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
+    if TAU:
+        tau = tl.load(tau_ptr + i_k)
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BE)
+    p_q = q_ptr + i_b.to(tl.int64) * stride_qb + i_k.to(tl.int64) * stride_qh + o_d
+    b_q = tl.load(p_q, mask=o_d < D, other=0.0).to(tl.float32)
+    rows = ()
+    rest = ()
+    for r in tl.static_range(M):
+        b_row = b_q
+        constant_r = constant
+        if SHIFTED:
+            b_shift = load_shift(shift_ptr, i_k, r, M, D, BD)
+            b_row = b_q - tau * b_shift
+            constant_r += lam[r] * (tl.sum(b_q * b_shift, 0) - 0.5 * tau * tl.sum(b_shift * b_shift, 0))
+        if SCALE > 1:
+            constant_r -= 0.5 * tau * lam[r] * tl.sum(b_q * b_q, 0)
+        rows = rows + (b_row[None, :],)
+        rest = rest + (constant_r * LOG2E,)
+    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
+    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
+    if BIAS:
+        bias_ptr += i_b.to(tl.int64) * stride_bb + i_k * stride_bh
+    acc = tl.zeros([BN, BE], tl.float32)
+    l = tl.zeros([BN], tl.float32)
+    m = tl.full([BN], -float("inf"), tl.float32)
+    last = min(i_s * CHUNK + CHUNK, S)
+    if CAUSAL == 1:
+        last = min(last, 1)
+    for n in range(i_s * CHUNK, last, BN):
+        o_n = n + tl.arange(0, BN)
+        b_k = load_rows(k_ptr, o_n, stride_ks, last, D, BD, True)
+        b_v = load_rows(v_ptr, o_n, stride_vs, last, E, BE, True)
+        xs = ()
+        for r in tl.static_range(M):
+            if r > 0 and not SHIFTED:
+                b_k = load_rows(k_ptr + r * stride_km, o_n, stride_ks, last, D, BD, True)
+            b_x = b_k.to(tl.float32)
+            if r == 0 or not SHIFTED:
+                b_norm = tl.sum(b_x * b_x, 1)
+            b_l = (tl.sum(b_x * rows[r], 1) - 0.5 * tau * b_norm) * (lam[r] * LOG2E) + rest[r]
+            if BIAS:
+                p_bias = bias_ptr + r * stride_bm + o_n * stride_bs
+                b_l += tl.load(p_bias, mask=o_n < last, other=0.0).to(tl.float32) * LOG2E
+            xs = xs + (tl.where(o_n < last, b_l, -float("inf")),)
+        b_top = largest(xs, M)
+        m_new = tl.maximum(m, b_top)
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        if HARD:
+            b_p = tl.exp2(b_top - m_safe)
+        else:
+            b_p = tl.zeros_like(b_top)
+            for r in tl.static_range(M):
+                b_p += tl.exp2(xs[r] - m_safe)
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + b_p
+        acc = acc * alpha[:, None] + b_p[:, None] * b_v.to(tl.float32)
+        m = m_new
+    top = tl.max(m, 0)
+    b_w = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top))
+    i_part = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)
+    tl.store(acc_ptr + i_part * E + o_e, tl.sum(acc * b_w[:, None], 0), mask=o_e < E)
+    tl.store(ml_ptr + i_part, top)
+    tl.store(ml_ptr + tl.num_programs(2).to(tl.int64) * HK * n_splits + i_part, tl.sum(l * b_w, 0))
+
+
 @triton.jit(do_not_specialize=["H", "L", "n_splits"])
 def decode_merge(
     acc_ptr, ml_ptr, out_ptr, lse_ptr, GROUP, H, L, n_splits,

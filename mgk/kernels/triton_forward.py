@@ -161,8 +161,9 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, longest, begin, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
-    full = max(min(full, end), begin)
+    high, low, longest, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    # What is masked to the end of the sequence is not walked over.
+    full = min(full, end)
     last = min(last, end)
     ref = tl.load(stats_ptr + 3)
     spread = tl.max(top - smallest(a, M), 0)
@@ -182,7 +183,7 @@ def mixture_forward(
     rho = ratios(flat, M, HARD)
     for MASKED in tl.static_range(2):
         acc, l, m = walk(
-            full if MASKED else begin, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
+            full if MASKED else 0, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
             start_k,
             c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
             stride_ml,

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .triton_backward import BOTH, KEYS, VALUES, gradient_keys, gradient_queries
-from .triton_decode import decode_merge, decode_split
+from .triton_decode import decode_merge, decode_row, decode_split
 from .triton_forward import mixture_forward
 from .triton_prepare import prepare_keys
 from .triton_tiles import TILE
@@ -45,8 +45,8 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "hard queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 2, None, 1),
-        128: (64, 64, 4, 2, None, 0),
+        64: (64, 128, 4, 2, None, 1),
+        128: (64, 64, 4, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
     },
     "keys": {
@@ -66,7 +66,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "queries": {
         32: (64, 128, 4, 2, None, 1),
         64: (64, 64, 4, 2, None, 0),
-        128: (64, 32, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 0),
+        256: (64, 16, 4, 1, None, 0),
+    },
+    "hard queries": {
+        32: (64, 64, 4, 3, None, 1),
+        64: (64, 64, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 0),
         256: (64, 16, 4, 1, None, 0),
     },
     "keys": {
@@ -76,7 +82,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         256: (16, 32, 8, 1, None, 0),
     },
     "values": {
-        128: (64, 64, 4, 2, None, 0),
+        128: (64, 64, 4, 2, None, 1),
         256: (32, 32, 8, 1, None, 0),
     },
 }
@@ -259,6 +265,9 @@ def launch_forward(
     return out, lse, prepared, stats
 
 
+DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     # Without a GPU, a few splits for the interpreter to merge.
@@ -280,24 +289,37 @@ def launch_decode(
     switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, None, 0.0, causal, hard)
     bias = None if bias is None else bias.expand(B, HK, switches["M"], S)
     mask = None if mask is None else mask.expand(B, H, L, S)
-    group, size, width = H // HK, query.element_size(), max(switches["BD"], switches["BE"])
-    rows = padded_width(group * L)
-    cols = min(128, max(16, (1 << 15) // (width * size * (1 if shifted else switches["M"]))))
-    # Four programs for each processor, of at least two blocks of keys.
-    splits = max(1, min(ceil_div(4 * _processors(query.device), B * HK), ceil_div(S, 2 * cols)))
+    group, width, single = H // HK, max(switches["BD"], switches["BE"]), H == HK and L == 1 and mask is None
+    rows = 1 if single else padded_width(group * L)
+    if single:
+        # What a thread holds of a block is fixed: the wider, the fewer keys.
+        cols, per_processor = min(128, max(16, 4096 // width)), 8
+    else:
+        bytes_of_key = width * query.element_size() * (1 if shifted else switches["M"])
+        cols, per_processor = min(128, max(16, (1 << 15) // bytes_of_key)), 4
+    # At least two blocks of keys for each program.
+    splits = max(1, min(ceil_div(per_processor * _processors(query.device), B * HK), ceil_div(S, 2 * cols)))
     chunk = ceil_div(ceil_div(S, splits), cols) * cols
     splits = ceil_div(S, chunk)
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
-    compiled_for = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL", "MASK", "PRECISION")
-    launch(
-        decode_split, (splits, HK, B), (query, keys, value, shift, bias, mask, scale_t, tau_t, parts, sums),
-        (scale, tau, constant),
-        (*query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(bias, 4),
-        *leading_strides(mask, 4), group),
-        (H, L, S, chunk, splits),
-        {name: switches[name] for name in compiled_for} | {"BM": rows, "BN": cols, "BIAS": bias is not None}, (0,),
-        4, 2,
-    )  # fmt: skip
+    compiled_for = {name: switches[name] for name in DECODE_SWITCHES} | {"BN": cols, "BIAS": bias is not None}
+    key_strides = strides_of_keys(keys, shifted)
+    if single:
+        launch(
+            decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, parts, sums),
+            (scale, tau, constant),
+            (*query.stride()[:2], *key_strides, *value.stride()[:3], *leading_strides(bias, 4)),
+            (HK, S, chunk, splits), compiled_for, (0,), 4, 1,
+        )  # fmt: skip
+    else:
+        launch(
+            decode_split, (splits, HK, B), (query, keys, value, shift, bias, mask, scale_t, tau_t, parts, sums),
+            (scale, tau, constant),
+            (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(bias, 4),
+            *leading_strides(mask, 4), group),
+            (H, L, S, chunk, splits),
+            compiled_for | {"BM": rows, "MASK": switches["MASK"], "PRECISION": switches["PRECISION"]}, (0,), 4, 2,
+        )  # fmt: skip
     launch(
         decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),
         {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}, (0,), 4, 1,
@@ -324,9 +346,8 @@ def launch_backward(
         dmask.zero_()
     mask = None if mask is None else mask.expand(B, H, L, S)
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
-    q_rows, q_cols, *q_options, q_resident = blocks(
-        "hard queries" if hard and shifted else "queries", width, M, shifted, size
-    )
+    kind = "hard queries" if hard else "queries"
+    q_rows, q_cols, *q_options, q_resident = blocks(kind, width, M, shifted, size)
     q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks("keys", width, M, shifted, size)[1])
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)

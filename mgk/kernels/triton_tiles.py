@@ -186,22 +186,22 @@ def smallest(xs, M: tl.constexpr):
 @triton.jit
 def key_range(stats_ptr, n_tiles):
     """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; and
-    from which to which position there is a key that is not masked, as multiples of TILE."""
-    high = -float("inf")
-    low = float("inf")
-    norm = 0.0
-    begin = n_tiles
-    end = 0
-    for i_t in range(0, n_tiles, 128):
-        o_t = i_t + tl.arange(0, 128)
-        m_t = o_t < n_tiles
-        b_high = tl.load(stats_ptr + o_t * 4, mask=m_t, other=-float("inf"))
-        begin = tl.minimum(begin, tl.min(tl.where(b_high > -float("inf"), o_t, n_tiles), 0))
-        end = tl.maximum(end, tl.max(tl.where(b_high > -float("inf"), o_t + 1, 0), 0))
-        high = tl.maximum(high, tl.max(b_high, 0))
-        low = tl.minimum(low, tl.min(tl.load(stats_ptr + o_t * 4 + 1, mask=m_t, other=float("inf")), 0))
-        norm = tl.maximum(norm, tl.max(tl.load(stats_ptr + o_t * 4 + 2, mask=m_t, other=0.0), 0))
-    return high, low, norm, begin * TILE, end * TILE
+    the end of the last tile with a key that is not masked."""
+    # A warp's width: every warp then reduces for itself, without a barrier.
+    o_t = tl.arange(0, 32)
+    high = tl.full([32], -float("inf"), tl.float32)
+    low = tl.full([32], float("inf"), tl.float32)
+    norm = tl.zeros([32], tl.float32)
+    end = tl.zeros([32], tl.int32)
+    for i_t in range(0, n_tiles, 32):
+        m_t = i_t + o_t < n_tiles
+        p_stats = stats_ptr + (i_t + o_t) * 4
+        b_high = tl.load(p_stats, mask=m_t, other=-float("inf"))
+        end = tl.maximum(end, tl.where(b_high > -float("inf"), i_t + o_t + 1, 0))
+        high = tl.maximum(high, b_high)
+        low = tl.minimum(low, tl.load(p_stats + 1, mask=m_t, other=float("inf")))
+        norm = tl.maximum(norm, tl.load(p_stats + 2, mask=m_t, other=0.0))
+    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * TILE
 
 
 @triton.jit

@@ -188,12 +188,14 @@ function drawRemoval() {
   const layers = model().layers, present = layers.every((l) => l.removal);
   at("removal-section").hidden = !present;
   if (!present) return;
-  const one = layer(), flips = one.removal.flipped;
-  const values = flips ?? one.removal.change;
-  const most = Math.max(1e-3, ...layers.flatMap((l) => l.removal.flipped ?? l.removal.change));
-  const items = values.map((value, head) => ({ label: head + 1, parts: [{ value, fill: "var(--c0)", words: `head ${head + 1}: ${percent(value, 1)}` }] }));
-  fill("removal", bars(items, { high: most, format: (v) => percent(v, most < 0.05 ? 1 : 0), chosen: state.head, tap: (head) => pick({ head }), label: "effect of silencing a head" }));
-  at("removal-about").textContent = `Each head of layer ${state.layer + 1} silenced in turn, without retraining: ${flips ? "the share of predictions that come out differently" : "how far the output moves, relative to its size"}. Same scale for all layers.`;
+  const show = (id, name) => {
+    const most = Math.max(1e-3, ...layers.flatMap((l) => l.removal[name]));
+    const items = layer().removal[name].map((value, head) => ({ label: head + 1, parts: [{ value, fill: "var(--c0)", words: `head ${head + 1}: ${percent(value, 1)}` }] }));
+    fill(id, bars(items, { high: most, format: (v) => percent(v, most < 0.05 ? 1 : 0), chosen: state.head, tap: (head) => pick({ head }), label: "effect of silencing a head" }));
+  };
+  at("flipped-figure").hidden = !layer().removal.flipped;
+  if (layer().removal.flipped) show("flipped", "flipped");
+  show("moved", "change");
 }
 
 function drawCosts() {
