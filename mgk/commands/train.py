@@ -73,7 +73,8 @@ def train(
     objective = module.objective
     for each in rows:
         if each["metric"] == objective.judged_by(chosen.training):
-            told = f"{each['split']} {objective.told(each['value'])} of {each['n_examples']:,}"
+            how = "" if each["metric"] == objective.metric else f" ({each['metric']})"
+            told = f"{each['split']} {objective.told(each['value'])}{how} of {each['n_examples']:,}"
             print(f"{row} seed {seed} on {each['dataset']}: {told}")
     print(f"run: {where}")
 
