@@ -273,6 +273,13 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
+def leave() -> None:
+    """Ends the connection between the processes of a run in order: otherwise the first to go may abort another."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def chosen_strategy(name: str, world: int) -> Any:
     one_of("--strategy", name, ("auto", "ddp", "fsdp"))
     if name == "fsdp":

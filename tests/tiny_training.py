@@ -92,9 +92,10 @@ def main() -> None:
     module, record = training.fit(
         described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
     )
+    weights = training.whole_weights(module.model)
+    training.leave()
     if record.stopped_by is not None:
         sys.exit(128 + record.stopped_by)
-    weights = training.whole_weights(module.model)
     if module.global_rank == 0:
         save_model(module.model, Path(given.out) / "final", weights)
 

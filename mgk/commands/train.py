@@ -39,7 +39,7 @@ def train(
 
     from mgk import tasks
     from mgk.evaluation import finish
-    from mgk.training import Run, fit
+    from mgk.training import Run, fit, leave
 
     chosen = recipes.load(recipe).with_settings([*(settings or []), *steps_setting(steps)])
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
@@ -60,6 +60,7 @@ def train(
         module, record = fit(run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy)
     except MisconfigurationException as error:
         raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
+    leave()
     if record.stopped_by is not None:
         print(f"stopped at step {module.trainer.global_step}; go on with: --resume auto --out {where}", file=sys.stderr)
         raise typer.Exit(128 + record.stopped_by)
