@@ -125,7 +125,7 @@ def draw_speed(axis: Axes, rows: list[Row], which: str) -> None:
         axis.bar(places, [found[shape] for shape in SHAPES if shape in found], width, label=f"{NAMES[name]}, H/2 heads")
     axis.axhline(1, color="black", linewidth=1)
     labels = [shape.replace("xcausal", "\ncausal").replace("x", "·") for shape in SHAPES]
-    axis.set_xticks(range(len(SHAPES)), labels, fontsize=7, rotation=20)
+    axis.set_xticks(range(len(SHAPES)), labels, fontsize=7, rotation=35, ha="right", rotation_mode="anchor")
     axis.set_title(which.replace("+", " + "), fontsize=10)
     axis.grid(axis="y", alpha=0.3)
 
@@ -151,7 +151,8 @@ def draw_linear(axis: Axes, rows: list[Row]) -> None:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    linear = bool(select(rows, "linear"))
+    # One length is no curve: the table has its number.
+    linear = len({row["length"] for row in select(rows, "linear")}) > 1
     figure, axes = pyplot.subplots(1, 2 + linear, figsize=(11 + 4 * linear, 4.2), constrained_layout=True)
     for axis, which in zip(axes, PASSES, strict=False):
         draw_speed(axis, rows, which)

@@ -25,10 +25,12 @@ class Place:
     preset: str
     seed: int
     split: str
+    setup: str = ""  # of the run: its settings and data
 
     def path(self, results: Path) -> Path:
         row = str(self.row).replace(":", "-").replace("/", "kv")
-        return results / "answers" / self.recipe / f"{row}-{self.preset}-s{self.seed}-{self.split}.npz"
+        named = "-".join(part for part in (row, self.preset, f"s{self.seed}", self.split, self.setup) if part)
+        return results / "answers" / self.recipe / f"{named}.npz"
 
 
 def keep(results: Path, place: Place, answers: np.ndarray) -> None:

@@ -14,15 +14,13 @@ def main() -> None:
     try:
         from mgk import commands
     except ImportError as error:
-        print(
-            f"mgk: this command needs the extra 'train' ({error.name} is missing): pip install 'mgk[train]'",
-            file=sys.stderr,
-        )
+        needed = f"this command needs the extra 'train' ({error.name} is missing)"
+        print(f"mgk: {needed}: pip install 'mgk[train]', or '.[train]' in a clone", file=sys.stderr)
         sys.exit(2)
     # As Ctrl-C does, so that what a command has started is ended with it.
     signal.signal(signal.SIGTERM, _leave)
     try:
         commands.app(standalone_mode=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"mgk: {error}", file=sys.stderr)
         sys.exit(2)

@@ -68,9 +68,9 @@ def shown(recipe: Recipe) -> Shown:
 
 
 def matching(
-    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int | None
+    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int | None, setup: str | None = None
 ) -> list[dict[str, str]]:
-    """The rows of results that belong to this recipe, model and schedule."""
+    """The rows of results that belong to this recipe, model and schedule; setup: of `Run`, settings and data too."""
     settings = recipe.training
     wanted = {
         "recipe": recipe.name,
@@ -82,19 +82,22 @@ def matching(
         "lr": str(settings.lr),
         "batch": str(settings.batch_size),
     }
-    if seed is not None:
-        wanted["seed"] = str(seed)
+    wanted |= {} if seed is None else {"seed": str(seed)}
+    wanted |= {} if setup is None else {"setup": setup}
     return [each for each in rows if all(each.get(key) == value for key, value in wanted.items())]
 
 
-def finished(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int) -> bool:
+def finished(
+    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int, setup: str | None = None
+) -> bool:
     """Whether the results already have this training."""
-    return any(each["metric"] == shown(recipe).metric for each in matching(rows, recipe, row, preset, seed))
+    own = matching(rows, recipe, row, preset, seed, setup)
+    return any(each["metric"] == shown(recipe).metric for each in own)
 
 
-def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str) -> bool:
+def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, setup: str | None = None) -> bool:
     """Whether the results already have what the row costs by itself."""
-    return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None))
+    return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None, setup))
 
 
 @dataclass

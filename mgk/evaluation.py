@@ -97,6 +97,7 @@ def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
         "params": parameters(config),
         "flops": forward_flops(config, task.max_length),
         "command": shlex.join(["mgk", *sys.argv[1:]]),
+        "setup": run.setup(task),
         **results.environment(),
     }
 

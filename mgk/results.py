@@ -16,7 +16,7 @@ import torch
 
 COLUMNS = (
     "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
-    "n_examples metric value params flops step_ms peak_mem_mb gpu torch date commit command"
+    "n_examples metric value params flops step_ms peak_mem_mb gpu torch date commit command setup"
 ).split()
 
 

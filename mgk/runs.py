@@ -18,7 +18,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     """The description of a run, from its directory."""
     try:
         description = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{directory} is no run: it has no run.json") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{directory / 'run.json'} is damaged: {error}") from None

@@ -58,14 +58,15 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
     return summaries
 
 
-def compare_answers(summaries: list[Summary], recipe: Recipe, preset: str, out: Path) -> str:
+def compare_answers(summaries: list[Summary], recipe: Recipe, preset: str, out: Path, setups: dict[Row, str]) -> str:
     """Fills in the differences to the first row; returns the split they are of, "" if there are none."""
     first, *others = summaries
     how = shown(recipe)
     split = max(first.examples, key=lambda name: first.examples[name])
 
     def kept(summary: Summary) -> list[np.ndarray]:
-        places = (answers.Place(recipe.name, summary.row, preset, seed, split) for seed in summary.seeds)
+        setup = setups.get(summary.row, "")
+        places = (answers.Place(recipe.name, summary.row, preset, seed, split, setup) for seed in summary.seeds)
         return [found for place in places if (found := answers.read(out, place)) is not None]
 
     for summary in others:
@@ -170,13 +171,25 @@ def picture(summaries: list[Summary], recipe: Recipe, path: Path) -> None:
     temporary.replace(path)
 
 
-def report(recipe: Recipe, models: list[Row], preset: str, files: list[Path], out: Path) -> list[list[str]]:
-    """Writes NAME.md and NAME.png beside the results; the table comes back for the terminal."""
+def report(
+    recipe: Recipe,
+    models: list[Row],
+    preset: str,
+    files: list[Path],
+    out: Path,
+    setups: dict[Row, str] | None = None,
+) -> list[list[str]]:
+    """Writes NAME.md and NAME.png beside the results; the table comes back for the terminal.
+
+    setups: of the models' runs; results of the same name with other settings or data are then left out.
+    """
     rows = results.read(files)
+    if setups is not None:
+        rows = [row for row in rows if row.get("setup") in setups.values()]
     summaries = summarise(rows, recipe, models, preset)
     if not summaries:
         raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files))}")
-    paired_on = compare_answers(summaries, recipe, preset, out)
+    paired_on = compare_answers(summaries, recipe, preset, out, setups or {})
     lines = table(summaries, recipe, paired_on)
     alone = all(summary.alone for summary in summaries)
     remark = to_beat(rows, recipe) + (" Step time and memory: each model alone on the machine." if alone else "")

@@ -7,6 +7,7 @@ random numbers of dropout are, because the generator is seeded anew at each step
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import logging
 import math
@@ -72,18 +73,25 @@ class Run:
         """The resolved configuration."""
         return OBJECTIVES[task.objective].config(self.recipe, self.row, self.preset, task, self.data_dir)
 
-    def describe(self, config: Any) -> dict[str, Any]:
+    def describe(self, task: Any) -> dict[str, Any]:
         """What goes into run.json: everything that determines the run."""
+        config = self.model_config(task)
         return {
             "recipe": self.recipe.name,
             "task": self.recipe.task,
             "row": str(self.row),
             "preset": self.preset,
             "seed": self.seed,
+            "data": task.key(self.data_dir),
             "layers": list(config.layer_variants),
             "model": asdict(config),
             "training": asdict(self.recipe.training),
         }
+
+    def setup(self, task: Any) -> str:
+        """A short name for everything that determines the run but its seed."""
+        described = {key: value for key, value in self.describe(task).items() if key != "seed"}
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Fit(pl.LightningModule):
@@ -172,6 +180,7 @@ class Record(pl.Callback):
         self.device = torch.device("cpu")
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
+        self.steps = 0  # taken by this process
         self._mark: tuple[int, float] | None = None
         self._left = False
         self._old_handlers: dict[int, Any] = {}
@@ -204,6 +213,7 @@ class Record(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.steps += 1
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
             self._left = True
@@ -235,6 +245,8 @@ class Record(pl.Callback):
         for name, value in values.items():
             means["dev" if name.startswith("dev_") else "train"][name.removeprefix("dev_")] = value
         found = {split: objective.value(each) if each else math.nan for split, each in means.items()}
+        if not math.isfinite(means["dev"].get("loss", 0.0)):
+            raise ValueError(f"the loss is not finite at step {step}: the training has diverged; lower lr, or set clip")
         if trainer.is_global_zero:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             with (self.directory / "metrics.csv").open("a") as file:
@@ -290,6 +302,29 @@ def chosen_strategy(name: str, world: int) -> Any:
     return "ddp" if world > 1 and name == "auto" else name
 
 
+def _check_same(directory: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """A run goes on with the settings and the data it was begun with, or not at all."""
+    found.pop("data_dir", None)
+    other = [name for name in wanted if found.get(name) != wanted[name]]
+    for section in ("model", "training"):
+        if section in other:
+            inside = [name for name in wanted[section] if found.get(section, {}).get(name) != wanted[section][name]]
+            other = [name for name in other if name != section] + inside
+    if other or found.keys() != wanted.keys():
+        raise ValueError(
+            f"{directory} holds a run with other settings ({', '.join(other)}): "
+            "remove it, or take another directory (train --out, compare --runs)"
+        )
+
+
+def _check_whole(checkpoint: Path) -> None:
+    try:
+        torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{checkpoint} is damaged ({reason}): remove {checkpoint.parent} and train again") from error
+
+
 def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto") -> tuple[Fit, Record]:
     """Trains, or goes on from the last checkpoint, and leaves everything in the run's directory."""
     settings = run.recipe.training
@@ -297,15 +332,17 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
     # Lightning greets on every run, and torch warns of what Lightning does with its trees.
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    description = run.describe(config)
+    description = json.loads(json.dumps(run.describe(task)))
     run.directory.mkdir(parents=True, exist_ok=True)
     written = run.directory / "run.json"
     checkpoint = run.directory / CHECKPOINT
     if checkpoint.exists() and not resume:
         raise ValueError(f"{run.directory} already holds a run: pass --resume auto to go on, or another --out")
-    if checkpoint.exists() and json.loads(written.read_text()) != json.loads(json.dumps(description)):
-        raise ValueError(f"{run.directory} holds a run with other settings: take another --out")
-    write_atomically(written, json.dumps(description, indent=2))
+    if checkpoint.exists():
+        _check_same(run.directory, json.loads(written.read_text()), description)
+        _check_whole(checkpoint)
+    # Where the data lay is kept for later commands, and may change.
+    write_atomically(written, json.dumps({**description, "data_dir": str(run.data_dir.resolve())}, indent=2))
     kind = OBJECTIVES[task.objective]
     kind.keep(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}

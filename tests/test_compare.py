@@ -157,3 +157,16 @@ def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
     expected = [losses[: answers.BLOCK].mean(), losses[answers.BLOCK : 2 * answers.BLOCK].mean()]
     np.testing.assert_allclose(answers.read(tmp_path, place), expected, rtol=1e-6)
     assert answers.paired([right.astype(float)], [losses]) is None
+
+
+def test_other_settings_or_other_data_are_another_experiment(tmp_path):
+    path, recipe, row = tmp_path / "listops.csv", recipes.load("listops"), Row("smgk", 4)
+    results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
+    rows = results.read([path])
+    assert compare.finished(rows, recipe, row, "paper", 0, "these")
+    assert not compare.finished(rows, recipe, row, "paper", 0, "those")
+    assert side_by_side.report(recipe, [row], "paper", [path], tmp_path, {row: "these"})[1][1].startswith("37.00")
+    with pytest.raises(ValueError, match="no results"):
+        side_by_side.report(recipe, [row], "paper", [path], tmp_path, {row: "those"})
+    answers.keep(tmp_path, answers.Place("listops", row, "paper", 0, "test", "these"), np.ones(5, bool))
+    assert answers.read(tmp_path, answers.Place("listops", row, "paper", 0, "test", "those")) is None

@@ -5,14 +5,16 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_training
 import torch
 from safetensors.torch import load_file
 
-from mgk import recipes
+from mgk import recipes, training
 from mgk.batches import Examples, Order, Stream
 from mgk.recipes import Recipe, Row, Training
 from mgk.tasks.store import Split
@@ -235,3 +237,40 @@ def test_gradients_are_clipped_also_for_a_fused_optimizer():
     fit.configure_gradient_clipping(torch.optim.AdamW(model.parameters(), fused=True), 0.25)
     norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
     assert norms.norm() == pytest.approx(0.25, rel=1e-4)
+
+
+def test_the_setup_names_settings_and_data_and_not_the_seed(monkeypatch):
+    task, given = tiny_training.TinyTask(), tiny_training.run("a")
+    setup = given.setup(task)
+    assert replace(given, seed=7).setup(task) == setup
+    assert replace(given, directory=Path("b")).setup(task) == setup
+    assert tiny_training.run("a", weight_decay=0.5).setup(task) != setup
+    assert tiny_training.run("a", dropout=0.3).setup(task) != setup
+    monkeypatch.setattr(tiny_training.TinyTask, "key", lambda self, data_dir: "other data")
+    assert given.setup(task) != setup
+
+
+def fit_here(out: Path, resume: bool = False, **settings):
+    given = tiny_training.run(str(out), **{"steps": 3, "eval_every": 3, "warmup": 1, **settings})
+    return training.fit(given, tiny_training.TinyTask(), resume=resume, accelerator="cpu")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch):
+    fit_here(tmp_path)
+    with pytest.raises(ValueError, match=r"other settings \(lr, dropout\)|other settings \(dropout, lr\)"):
+        fit_here(tmp_path, resume=True, lr=0.5, dropout=0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny_training.TinyTask, "key", lambda self, data_dir: "other data")
+        with pytest.raises(ValueError, match=r"other settings \(data\)"):
+            fit_here(tmp_path, resume=True)
+    assert fit_here(tmp_path, resume=True)[1].steps == 0
+    (tmp_path / training.CHECKPOINT).write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="damaged"):
+        fit_here(tmp_path, resume=True)
+
+
+@pytest.mark.slow
+def test_a_training_that_diverges_says_so(tmp_path):
+    with pytest.raises(ValueError, match="not finite at step 3"):
+        fit_here(tmp_path, lr=1e30)

@@ -25,6 +25,9 @@ class TinyTask:
     documents: int = 1
     objective: str = "classification"
 
+    def key(self, data_dir: Path) -> str:
+        return "tiny"
+
     def split(self, data_dir: Path, name: str) -> Split:
         draw = np.random.default_rng(len(name))
         examples = 29 if name == "train" else 10
@@ -39,6 +42,9 @@ class TinyText:
     objective: str = "language-model"
     unit: str = "byte"
     splits: tuple[str, ...] = ("train", "dev", "test")
+
+    def key(self, data_dir: Path) -> str:
+        return "tiny"
 
     def vocabulary(self, data_dir: Path) -> ByteVocabulary:
         return ByteVocabulary()

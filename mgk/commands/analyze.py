@@ -75,7 +75,7 @@ def analyze(
     if sum(map(bool, (text, ids, images))) > 1:
         raise ValueError("give one of --text, --ids and --images")
     texts = [_read(part) for part in text or []]
-    given = _Given(texts, ids, images or [], length, split, seed, data_directory(data_dir), map_size)
+    given = _Given(texts, ids, images or [], length, split, seed, data_dir, map_size)
     with _bar() as tell:
         if hf is not None:
             subjects = [_transformers(hf, given, matrices, settings, _tiles(directory, Path(hf).name), tell)]
@@ -111,19 +111,23 @@ class _Given:
     length: int | None
     split: str
     seed: int
-    data: Path
+    data: Path | None
     map_size: int | None
 
 
 def _read(text: str) -> str:
     """A file's text, if it names one."""
     try:
-        return Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
+        if Path(text).is_file():
+            return Path(text).read_text(encoding="utf-8")
     except OSError:
         # Too long for the name of a file.
         return text
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: {text} is no UTF-8 text") from error
+    if Path(text).suffix and not any(character.isspace() for character in text):
+        raise ValueError(f"--text: there is no file {text}")
+    return text
 
 
 def _tiles(out: Path, name: str) -> Path:
@@ -179,9 +183,10 @@ def _run(
     elif given.ids is not None:
         found = samples.from_ids(model, samples.read_ids(given.ids, given.length), reader)
     else:
-        task.prepare(given.data, 1, progress)
+        where = data_directory(given.data, description)
+        task.prepare(where, 1, progress)
         count = max(-(-wanted // config.num_heads), settings["removal"])
-        split, words = task.split(given.data, given.split), f"{description['task']}, {given.split}"
+        split, words = task.split(where, given.split), f"{description['task']}, {given.split}"
         found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
     inputs = samples.to_device(found.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mgk import __version__
+from mgk import __version__, recipes
 from mgk.recipes import Row
 
 app = typer.Typer(
@@ -23,8 +23,10 @@ DataDir = Annotated[Path | None, typer.Option(help="Where the data lives; by def
 Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value or model.key=value.")]
 
 
-def data_directory(given: Path | None) -> Path:
-    return given or Path(os.environ.get("MGK_DATA", "data"))
+def data_directory(given: Path | None, run: dict[str, Any] | None = None) -> Path:
+    """run: the description of a run, which knows where its data lay."""
+    elsewhere = os.environ.get("MGK_DATA") or (run or {}).get("data_dir") or "data"
+    return given or Path(elsewhere)
 
 
 def progress(stage: str, done: int, total: int) -> None:
@@ -37,8 +39,15 @@ def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> 
     return runs / recipe / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
 
 
-def steps_setting(steps: int | None) -> list[str]:
-    return [] if steps is None else [f"steps={steps}"]
+def with_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:
+    """The settings given, and --steps as one of them; the warm-up keeps its share of the steps unless it is set too."""
+    given = list(settings or [])
+    if steps is None:
+        return given
+    training = recipes.load(recipe).training
+    if not any(each.partition("=")[0].strip().removeprefix("training.") == "warmup" for each in given):
+        given.append(f"warmup={round(training.warmup * steps / training.steps)}")
+    return [*given, f"steps={steps}"]
 
 
 def _version(asked: bool) -> None:

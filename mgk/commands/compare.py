@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mgk import recipes, results
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, steps_setting
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, with_steps
 from mgk.recipes import Row
 
 
@@ -42,11 +42,16 @@ def compare(
     from mgk import cost, side_by_side, tasks
     from mgk.training import Run
 
-    overrides = [*(settings or []), *steps_setting(steps)]
+    overrides = with_steps(recipe, settings, steps)
     chosen = recipes.load(recipe).with_settings(overrides)
     models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
     where = data_directory(data_dir)
-    tasks.task(chosen.task).prepare(where, os.cpu_count() or 1, progress)
+    task = tasks.task(chosen.task)
+    task.prepare(where, os.cpu_count() or 1, progress)
+    first = {
+        row: Run(chosen, row, preset, 0, where, run_directory(runs, chosen.name, row, preset, 0)) for row in models
+    }
+    setups = {row: run.setup(task) for row, run in first.items()}
     # Its own file, and any other of results/ that already has the row.
     own = out / f"{chosen.name}.csv"
     known = results.read(sorted(out.glob("*.csv")))
@@ -54,8 +59,11 @@ def compare(
         comparison.Job(row, seed, run_directory(runs, chosen.name, row, preset, seed))
         for seed in range(seeds)
         for row in models
-        if not comparison.finished(known, chosen, row, preset, seed)
+        if not comparison.finished(known, chosen, row, preset, seed, setups[row])
     ]
+    total = len(models) * seeds
+    if len(wanted) < total:
+        print(f"{total - len(wanted)} of {total} trainings are already in {out} and not run again", file=sys.stderr)
     command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
     command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
     at_once = jobs or (4 if torch.cuda.is_available() else 1)
@@ -71,11 +79,10 @@ def compare(
     if not left and (alone or (alone is None and at_once > 1)):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for row in models:
-            if not comparison.timed(known, chosen, row, preset):
+            if not comparison.timed(known, chosen, row, preset, setups[row]):
                 print(f"timing {row} alone", file=sys.stderr)
-                run = Run(chosen, row, preset, 0, where, run_directory(runs, chosen.name, row, preset, 0))
-                results.append(own, cost.measure(run, tasks.task(chosen.task), device))
-    lines = side_by_side.report(chosen, models, preset, sorted(out.glob("*.csv")), out)
+                results.append(own, cost.measure(first[row], task, device))
+    lines = side_by_side.report(chosen, models, preset, sorted(out.glob("*.csv")), out, setups)
     shown = Table(*lines[0], title=chosen.title)
     for line in lines[1:]:
         shown.add_row(*line)

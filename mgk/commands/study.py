@@ -10,7 +10,7 @@ import typer
 
 from mgk import recipes
 from mgk.commands.analyze import analyze
-from mgk.commands.common import DataDir, Settings, app, run_directory, steps_setting
+from mgk.commands.common import DataDir, Settings, app, run_directory, with_steps
 from mgk.commands.compare import compare
 from mgk.recipes import Row
 
@@ -34,7 +34,7 @@ def study(
     from mgk.study import sample
     from mgk.tasks.corpus import Corpus
 
-    chosen = recipes.load(recipe).with_settings([*(settings or []), *steps_setting(steps)])
+    chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
     if not isinstance(tasks.task(chosen.task), Corpus):
         raise ValueError(f"recipe {recipe} trains no language model: use mgk compare")
     models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)

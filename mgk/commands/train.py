@@ -12,7 +12,7 @@ import typer
 
 from mgk import answers, recipes, results
 from mgk.checks import one_of, positive_integer
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, steps_setting
+from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, with_steps
 from mgk.recipes import Row
 from mgk.variants import VARIANTS
 
@@ -28,7 +28,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="The run's directory; default runs/RECIPE/ROW-sSEED.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's directory; default runs/RECIPE/ROW-PRESET-sSEED.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto: go on from the last checkpoint, if there is one.")] = None,
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp, fsdp.")] = "auto",
@@ -41,7 +41,7 @@ def train(
     from mgk.evaluation import finish
     from mgk.training import Run, fit, leave
 
-    chosen = recipes.load(recipe).with_settings([*(settings or []), *steps_setting(steps)])
+    chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
     if variant is not None:
         one_of("--variant", variant, VARIANTS)
@@ -66,11 +66,14 @@ def train(
         raise typer.Exit(128 + record.stopped_by)
     if module.global_rank != 0:
         return
-    rows = finish(run, task, module, record)
+    known = where / "result.json"
+    # A run that was already done keeps the times and the memory that were measured while it trained.
+    rows = json.loads(known.read_text()) if known.exists() and not record.steps else finish(run, task, module, record)
     if results_file is not None:
         results.append(results_file, rows)
         for split, said in module.objective.answers(where):
-            answers.keep(results_file.parent, answers.Place(chosen.name, row, preset, seed, split), said)
+            place = answers.Place(chosen.name, row, preset, seed, split, run.setup(task))
+            answers.keep(results_file.parent, place, said)
     objective = module.objective
     for each in rows:
         if each["metric"] == objective.judged_by(chosen.training):
@@ -108,7 +111,7 @@ def evaluate(
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = Training(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    judge = judge_of(run / "best", settings, task, data_directory(data_dir), device, split)
+    judge = judge_of(run / "best", settings, task, data_directory(data_dir, description), device, split)
     for name in judge.splits:
         found = list(judge.judge(name, None))
         values = {each.metric: each.value for each in found}
@@ -125,14 +128,25 @@ def data(
     """Prepare a task's data, verify it by checksum, and say where to get what is missing."""
     from mgk import tasks
 
-    chosen = tasks.task(task)
     where = data_directory(data_dir)
-    chosen.prepare(where, workers or os.cpu_count() or 1, progress)
-    for name in chosen.splits:
-        split = chosen.split(where, name)
-        print(f"{task} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
-    for name, scores in chosen.baselines(where).items():
-        print(f"{task} baseline, {name}: " + ", ".join(f"{100 * score:.1f} % of {s}" for s, score in scores.items()))
+    missing = []
+    for chosen in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
+        try:
+            chosen.prepare(where, workers or os.cpu_count() or 1, progress)
+        except tasks.DataError as error:
+            if task != "all":
+                raise
+            missing.append(chosen.name)
+            print(f"{chosen.name}: {error}", file=sys.stderr)
+            continue
+        for name in chosen.splits:
+            split = chosen.split(where, name)
+            print(f"{chosen.name} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
+        for name, scores in chosen.baselines(where).items():
+            told = "; ".join(f"{split} {100 * score:.1f} %" for split, score in scores.items())
+            print(f"{chosen.name} baseline, {name}: {told}")
+    if missing:
+        raise ValueError(f"no data for {', '.join(missing)}")
 
 
 @app.command("recipes")

@@ -136,6 +136,10 @@ class Task(ABC):
         """What was counted when the examples were made: where they come from, how many, what was left out."""
         return dict(read_manifest(self._folder(Path(data_dir)))["facts"])
 
+    def key(self, data_dir: Path) -> str:
+        """Of the examples themselves, however their source was packed: other data, another key."""
+        return checksum_of(read_manifest(self._folder(Path(data_dir)))["files"])[:12]
+
     def baselines(self, data_dir: Path) -> dict[str, dict[str, float]]:
         """Accuracy of simple methods on dev and test, where the task has some."""
         return dict(self.facts(data_dir).get("baselines", {}))
