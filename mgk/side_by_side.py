@@ -102,7 +102,8 @@ def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list
     header = ["model", *(f"{split} {how.title}" for split in splits), "each seed"]
     header += [f"minus {summaries[0].row}, {paired_on}"] if paired_on else []
     header += [] if recipe.plateau is None else ["left the plateau at step"]
-    lines = [[*header, "paper", "parameters", "GFLOPs", "step, ms", "memory, MB"]]
+    header += ["paper"] if recipe.paper else []
+    lines = [[*header, "parameters", "GFLOPs", "step, ms", "memory, MB"]]
     for summary in summaries:
         cells = [str(summary.row)]
         for split in splits:
@@ -116,8 +117,9 @@ def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list
             cells.append("" if found is None else f"{found.mean:+.2f} ± {found.half_width:.2f}")
         if recipe.plateau is not None:
             cells.append(" ".join(f"{step:,}" if step else "never" for step in summary.plateau))
-        paper = recipe.paper.get(str(summary.row))
-        cells.append("" if paper is None else f"{paper:.2f}")
+        if recipe.paper:
+            paper = recipe.paper.get(str(summary.row))
+            cells.append("" if paper is None else f"{paper:.2f}")
         cells += [f"{summary.params:,}", f"{summary.flops / 1e9:.3f}"]
         step = "" if math.isnan(summary.step_ms) else f"{summary.step_ms:.1f}"
         lines.append([*cells, step, f"{summary.memory_mb:,.0f}"])
