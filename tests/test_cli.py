@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from mgk import commands, tasks
+from mgk import commands, recipes, tasks
+from mgk.commands.common import data_directory, with_steps
 from mgk.recipes import Row
 
 
@@ -99,3 +100,28 @@ def test_without_the_extra_the_command_says_so(tmp_path):
     assert result.returncode == 2
     assert "mgk[train]" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_fewer_steps_keep_the_share_of_the_warm_up_unless_it_is_set():
+    assert with_steps("listops", None, None) == []
+    assert with_steps("listops", ["lr=1"], 50) == ["lr=1", "warmup=10", "steps=50"]
+    assert with_steps("listops", ["training.warmup=3"], 50) == ["training.warmup=3", "steps=50"]
+    assert recipes.load("listops").with_settings(with_steps("listops", None, 50)).training.warmup == 10
+
+
+def test_data_lies_where_it_is_said_to_or_where_the_run_found_it(monkeypatch):
+    monkeypatch.delenv("MGK_DATA", raising=False)
+    run = {"data_dir": "there"}
+    assert data_directory(None) == Path("data")
+    assert data_directory(None, run) == Path("there")
+    monkeypatch.setenv("MGK_DATA", "everywhere")
+    assert data_directory(None, run) == Path("everywhere")
+    assert data_directory(Path("here"), run) == Path("here")
+
+
+def test_all_data_is_prepared_and_what_is_missing_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "TASKS", {name: tasks.TASKS[name] for name in ("listops-short", "text")})
+    result = CliRunner().invoke(commands.app, ["data", "all", "--data-dir", str(tmp_path)])
+    assert "listops-short train: 20,000 examples" in result.output
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception) == "no data for text"
