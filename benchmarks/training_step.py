@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 
 from mgk import results
+from mgk.cost import median_ms
 from mgk.evaluation import forward_flops, parameters
 from mgk.models import Classifier, EncoderConfig
 from mgk.recipes import Row
@@ -34,7 +33,7 @@ def measure(
     network: Any = torch.compile(model) if device.type == "cuda" else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
 
-    def step() -> None:
+    def step(_: int) -> None:
         tokens = torch.randint(1, config.vocab_size, (batch, length), device=device)
         lengths = torch.randint(length // 2, length + 1, (batch,), device=device) if padded else None
         labels = torch.randint(config.num_classes, (batch,), device=device)
@@ -44,24 +43,8 @@ def measure(
         loss.backward()
         optimizer.step()
 
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(5):
-        step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(windows):
-        synchronise()
-        start = time.perf_counter()
-        for _ in range(10):
-            step()
-        synchronise()
-        times.append(100 * (time.perf_counter() - start))
-    memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")
-    return statistics.median(times), memory
+    ms = median_ms(step, device, windows)
+    return ms, torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")
 
 
 def main() -> None:

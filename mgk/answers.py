@@ -28,8 +28,9 @@ class Place:
     setup: str = ""  # of the run: its settings and data
 
     def path(self, results: Path) -> Path:
-        row = str(self.row).replace(":", "-").replace("/", "kv")
-        named = "-".join(part for part in (row, self.preset, f"s{self.seed}", self.split, self.setup) if part)
+        named = "-".join(
+            part for part in (self.row.file_name, self.preset, f"s{self.seed}", self.split, self.setup) if part
+        )
         return results / "answers" / self.recipe / f"{named}.npz"
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mgk.kernels.masks import segments
+
 if TYPE_CHECKING:
     from mgk.tasks.corpus import TokenStream
     from mgk.tasks.store import Split
@@ -122,10 +124,9 @@ class Examples:
         edges = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device, non_blocking=True)
         rows = chosen if self.documents == 1 else (chosen[:, None] * 2 + torch.arange(2, device=device)).flatten()
         places = torch.arange(total + -total % self.round_to, device=device)
-        document = torch.bucketize(places, edges[1:], right=True)
+        document, position = segments(edges, len(places))
         starts = torch.cat([self.offsets[rows], self.offsets[:1]])
-        begins = torch.cat([edges[:-1], edges[-1:]])
-        sources = (starts[document] + places - begins[document]).clamp(max=self.tokens.shape[0] - 1)
+        sources = (starts[document] + position).clamp(max=self.tokens.shape[0] - 1)
         tokens = self.tokens[sources].long()
         return tokens.masked_fill(places >= total, 0), edges, self.labels[chosen]
 

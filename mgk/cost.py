@@ -49,9 +49,9 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
         with torch.no_grad(), module.objective.autocast():
             module.objective.measure(batch(number), "train")
 
-    step_ms, memory = _median(step, device), peak_memory_mb()
+    step_ms, memory = median_ms(step, device), peak_memory_mb()
     module.eval()
-    forward_ms = _median(forward, device)
+    forward_ms = median_ms(forward, device)
     common = description(run, task, config)
     common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}", split="train", n_examples=size)
     return [
@@ -60,7 +60,9 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     ]
 
 
-def _median(work: Callable[[int], None], device: torch.device) -> float:
+def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
+    """Of windows of steps, after a warm-up, from which on the peak of memory counts; work(number) is one step."""
+
     def wait() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -71,7 +73,7 @@ def _median(work: Callable[[int], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for window in range(WINDOWS):
+    for window in range(windows):
         start = wait()
         for number in range(STEPS):
             work(WARM_UP + window * STEPS + number)

@@ -36,7 +36,7 @@ def progress(stage: str, done: int, total: int) -> None:
 
 
 def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
-    return runs / recipe / f"{str(row).replace(':', '-').replace('/', 'kv')}-{preset}-s{seed}"
+    return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
 
 
 def with_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:

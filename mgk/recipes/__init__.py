@@ -36,6 +36,11 @@ class Row:
     def __str__(self) -> str:
         return f"{self.variant}:{self.heads}" + ("" if self.kv_heads is None else f"/{self.kv_heads}")
 
+    @property
+    def file_name(self) -> str:
+        """As part of the name of a file: smgk-4, softmax-8kv4."""
+        return str(self).replace(":", "-").replace("/", "kv")
+
 
 @dataclass(frozen=True)
 class Training:
