@@ -1,0 +1,140 @@
+"""What mgk.Attention is given besides the query: packed sequences, positions, masks."""
+
+import math
+
+import pytest
+import torch
+from exact import F64, close, randn
+from layers import EMBED, HK, MIXTURES, D, H, L, make, reference
+
+import mgk
+
+LENGTHS = (5, 1, 8)
+CU = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": 100.0}, {"max_positions": 14}], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_packed_sequences_are_separate_sequences(variant, causal, options):
+    layer, x = make(variant, is_causal=causal, num_kv_heads=HK, **options), randn(1, 14, EMBED)
+    wanted = torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1)
+    close(layer(x, cu_seqlens=CU), wanted)
+    assert (layer(x) - wanted).abs().max() > 1e-3
+
+
+def test_packed_sequences_go_with_self_attention_alone():
+    layer, x = make("smgk"), randn(1, 14, EMBED)
+    with pytest.raises(ValueError, match="cu_seqlens goes with self-attention without a cache"):
+        layer(x, x.clone(), cu_seqlens=CU)
+    with torch.no_grad(), pytest.raises(ValueError, match="cu_seqlens goes with self-attention without a cache"):
+        layer(x, cu_seqlens=CU, cache=layer.make_cache(1, 20))
+
+
+def turn(base, positions, width=D):
+    """Rotary positions, written out: pair n of the halves turns by position * base^(-n / pairs)."""
+    pairs = width // 2
+
+    def rotate(x):
+        out = x.clone()
+        for n in range(pairs):
+            angle = positions.to(F64) * base ** (-n / pairs)
+            a, b = x[..., n], x[..., pairs + n]
+            out[..., n], out[..., pairs + n] = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
+        return out
+
+    return rotate
+
+
+# Angles are computed in float32.
+ANGLES = 2e-6
+
+
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_rotary_turns_queries_and_keys_before_the_shift(variant):
+    layer, x = make(variant, rotary=50.0, num_kv_heads=HK), randn(2, L, EMBED)
+    close(layer(x), reference(layer, x, rotate=turn(50.0, torch.arange(L)))[0], ANGLES)
+    ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5])
+    close(layer(x, position_ids=ids), reference(layer, x, rotate=turn(50.0, ids))[0], ANGLES)
+
+
+def test_a_callable_as_rotary():
+    calls = []
+
+    def rotary(x, positions):
+        calls.append((x.dim(), positions.tolist()))
+        return x * (1 + positions[:, None])
+
+    layer, x = make("mgk", rotary=rotary), randn(2, 4, EMBED)
+    close(layer(x), reference(layer, x, rotate=lambda x: x * (1 + torch.arange(4)[:, None]))[0])
+    assert calls == [(4, [0, 1, 2, 3]), (5, [0, 1, 2, 3])]
+
+
+@pytest.mark.parametrize("variant", ["softmax", "mgk", "mgk-hard"])
+def test_rotary_attention_sees_distances_alone(variant):
+    layer, x = make(variant, rotary=10000.0), randn(2, L, EMBED)
+    near, far = (layer(x, position_ids=torch.arange(L) + start) for start in (0, 100))
+    close(near, far, 1e-4)
+    stretched = layer(x, position_ids=2 * torch.arange(L))
+    assert (near - stretched).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("options", [{"rotary": 50.0}, {"max_positions": 12}], ids=str)
+def test_position_ids_for_each_row(options):
+    layer, x = make("smgk-em", **options), randn(2, L, EMBED)
+    ids = torch.stack([torch.arange(L), torch.arange(L) + 3])
+    out = layer(x, position_ids=ids)
+    for n in range(2):
+        close(out[n : n + 1], layer(x[n : n + 1], position_ids=ids[n]))
+    close(out[:1], layer(x[:1]))
+    assert (out[1:] - layer(x[1:])).abs().max() > 1e-4
+    close(layer(x, position_ids=ids[1:]), layer(x, position_ids=ids[1]))
+
+
+@pytest.mark.parametrize("variant, preset", [("smgk-em", "paper"), ("mgk", "ref-lm"), ("smlk", "ref-lm")])
+def test_priors_per_position_have_a_last_position(variant, preset):
+    limit = 256 if preset == "ref-lm" else 6
+    layer = make(variant, preset=preset, **({} if preset == "ref-lm" else {"max_positions": limit}))
+    assert layer.prior(limit, None).shape == (H, 2, limit)
+    x = randn(1, limit + 1, EMBED)
+    layer(x[:, :limit])
+    with pytest.raises(ValueError, match=f"has {limit + 1} positions, but the prior has {limit}"):
+        layer(x)
+    with pytest.raises(ValueError, match=f"has {limit + 1} positions, but the prior has {limit}"):
+        layer(x[:, :2], position_ids=torch.tensor([0, limit]))
+
+
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_true_in_key_padding_mask_is_padding(variant):
+    layer, x = make(variant), randn(2, L, EMBED)
+    padding = torch.zeros(2, L, dtype=torch.bool)
+    padding[0, 6:] = padding[1, :2] = True
+    out, weights = layer(x, key_padding_mask=padding, need_weights=True)
+    mask = ~padding if layer.is_linear else ~padding[:, None, None]
+    close((out, weights), reference(layer, x, mask=mask))
+    assert not weights.movedim(3, 1)[padding].any()
+    assert (out[0, :6] - layer(x[:1, :6])[0]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("shape", [(L, L), (2, 1, L, L), (2, H, L, L)], ids=str)
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_true_in_attn_mask_is_attend(variant, shape):
+    layer, x = make(variant, is_causal=True), randn(2, L, EMBED)
+    mask = torch.rand(shape) > 0.4
+    mask |= torch.eye(L, dtype=torch.bool)
+    padding = torch.zeros(2, L, dtype=torch.bool)
+    padding[1, 7:] = True
+    close(layer(x, attn_mask=mask, need_weights=True), reference(layer, x, mask=mask, causal="top-left"))
+    both = mask & ~padding[:, None, None]
+    found = layer(x, attn_mask=mask, key_padding_mask=padding)
+    close(found, reference(layer, x, mask=both, causal="top-left")[0])
+    added = randn(*shape)
+    found = layer(x, attn_mask=added, key_padding_mask=padding)
+    hidden = added.expand(2, -1, L, L) if len(shape) == 4 else added.expand(2, 1, L, L)
+    hidden = hidden.masked_fill(padding[:, None, None], -math.inf)
+    close(found, reference(layer, x, mask=hidden, causal="top-left")[0])
+
+
+def test_linear_attention_says_that_it_takes_no_attn_mask():
+    with pytest.raises(ValueError, match="attn_mask does not go with linear attention"):
+        make("mlk")(randn(2, L, EMBED), attn_mask=torch.ones(L, L, dtype=torch.bool))

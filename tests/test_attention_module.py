@@ -1,0 +1,101 @@
+"""mgk.Attention as a module: files, devices, dropout, precision, what it says of itself."""
+
+import pytest
+import torch
+from exact import F64, close, randn
+from layers import EMBED, HK, D, H, L, make
+from safetensors.torch import load_file, save_file
+
+import mgk
+from mgk import Attention, Variant
+
+STATEFUL = [
+    ("mgk", {}),
+    ("smgk", {"preset": "ref-lm"}),
+    ("smgk-em", {"max_positions": 11}),
+    ("mlk", {}),
+    (Variant("between", "shifted", "em", variance="em"), {}),
+    (Variant("gaussian", "independent", "learned", variance="learned"), {"rotary": 100.0}),
+]
+
+
+@pytest.mark.parametrize("variant, options", STATEFUL, ids=lambda x: str(x)[:30])
+def test_weights_survive_a_file(variant, options, tmp_path):
+    layer, x = make(variant, **options), randn(2, L, EMBED)
+    other = make(variant, **options)
+    assert (other(x) - layer(x)).abs().max() > 1e-3
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    assert torch.equal(other(x), layer(x))
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    third = make(variant, **options)
+    third.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    assert torch.equal(third(x), layer(x))
+
+
+def test_favor_directions_survive_a_file():
+    layer, x = make("mlk", feature_map=mgk.FAVOR(D)), randn(2, L, EMBED)
+    other = make("mlk", feature_map=mgk.FAVOR(D))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("variant, options", STATEFUL, ids=lambda x: str(x)[:30])
+def test_weights_loaded_into_a_layer_made_on_the_meta_device(variant, options):
+    layer, x = make(variant, **options), randn(2, L, EMBED)
+    empty = Attention(EMBED, H, head_dim=D, variant=variant, device="meta", dtype=F64, **options).eval()
+    assert all(tensor.is_meta for tensor in empty.state_dict().values())
+    empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    assert torch.equal(empty(x), layer(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": 100.0, "is_causal": True, "num_kv_heads": HK}], ids=str)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_shapes_flow_on_the_meta_device(variant, options):
+    layer = Attention(EMBED, H, variant=variant, device="meta", **options)
+    x = torch.empty(2, L, EMBED, device="meta")
+    assert layer(x).shape == layer.eval()(x).shape == x.shape
+    assert layer(x, need_weights=True)[1].shape == (2, H, L, L)
+
+
+def test_repr_says_what_it_is():
+    text = repr(Attention(EMBED, H, head_dim=D, variant="mgk-hard", num_components=3))
+    for part in (
+        "12, heads=4, head_dim=5",
+        "components=3",
+        "'gaussian'",
+        "'independent'",
+        "'uniform'",
+        "'hard'",
+        "'fixed'",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mlk", "softmax"])
+def test_dropout_is_for_training(variant):
+    layer, x = make(variant, dropout=0.5), randn(1, L, EMBED)
+    wanted = layer(x)
+    assert torch.equal(layer(x), wanted)
+    layer.train()
+    assert not torch.equal(layer(x), layer(x))
+    draws = layer(x.expand(4000, -1, -1))
+    close(draws.mean(0, keepdim=True), wanted, 0.25)
+
+
+def test_width_and_heads():
+    with pytest.raises(ValueError, match="num_heads = 5 does not divide embed_dim = 12: pass head_dim"):
+        Attention(EMBED, 5)
+    with pytest.raises(ValueError, match="num_kv_heads = 3 must divide num_heads = 4"):
+        Attention(EMBED, H, num_kv_heads=3)
+    assert Attention(EMBED, 5, head_dim=3)(torch.randn(2, L, EMBED)).shape == (2, L, EMBED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_lower_precision_layers(variant, dtype):
+    layer, x = make(variant, is_causal=True, num_kv_heads=HK), randn(2, L, EMBED)
+    wanted = layer(x)
+    out = layer.to(dtype)(x.to(dtype))
+    assert out.dtype == dtype
+    assert (out - wanted).abs().max() < 40 * torch.finfo(dtype).eps * wanted.abs().max()
