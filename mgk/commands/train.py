@@ -1,4 +1,4 @@
-"""mgk train, eval, data, recipes."""
+"""mgk train."""
 
 from __future__ import annotations
 
@@ -81,76 +81,3 @@ def train(
             told = f"{each['split']} {objective.told(each['value'])}{how} of {each['n_examples']:,}"
             print(f"{row} seed {seed} on {each['dataset']}: {told}")
     print(f"run: {where}")
-
-
-@app.command("eval")
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="The run's directory.")],
-    split: Annotated[str | None, typer.Option(help="Default: test, or all that a language model is judged on.")] = None,
-    data_dir: DataDir = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples or windows at a time.")] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(help="Language models: score so many positions a window; 1: the paper's; default: the recipe's."),
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: as trained.")] = None,
-) -> None:
-    """Evaluate a run's best model: accuracy, or the perplexity of a sliding window."""
-    import torch
-
-    from mgk import tasks
-    from mgk.evaluation import judge_of
-    from mgk.recipes import Training
-    from mgk.runs import read_run
-
-    description = read_run(run)
-    task = tasks.task(description["task"])
-    if stride is not None and task.objective != "language-model":
-        raise ValueError(f"--stride is for language models, and {run} is none")
-    given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
-    chosen = {key: value for key, value in given.items() if value is not None}
-    settings = Training(**{**description["training"], "compile": False, **chosen})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    judge = judge_of(run / "best", settings, task, data_directory(data_dir, description), device, split)
-    for name in judge.splits:
-        found = list(judge.judge(name, None))
-        values = {each.metric: each.value for each in found}
-        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples, **values}
-        print(json.dumps(line))
-
-
-@app.command()
-def data(
-    task: Annotated[str, typer.Argument(help="The task to prepare, or `all`.")],
-    data_dir: DataDir = None,
-    workers: Annotated[int, typer.Option(help="Processes; default: all cores.")] = 0,
-) -> None:
-    """Prepare a task's data, verify it by checksum, and say where to get what is missing."""
-    from mgk import tasks
-
-    where = data_directory(data_dir)
-    missing = []
-    for chosen in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
-        try:
-            chosen.prepare(where, workers or os.cpu_count() or 1, progress)
-        except tasks.DataError as error:
-            if task != "all":
-                raise
-            missing.append(chosen.name)
-            print(f"{chosen.name}: {error}", file=sys.stderr)
-            continue
-        for name in chosen.splits:
-            split = chosen.split(where, name)
-            print(f"{chosen.name} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
-        for name, scores in chosen.baselines(where).items():
-            told = "; ".join(f"{split} {100 * score:.1f} %" for split, score in scores.items())
-            print(f"{chosen.name} baseline, {name}: {told}")
-    if missing:
-        raise ValueError(f"no data for {', '.join(missing)}")
-
-
-@app.command("recipes")
-def list_recipes() -> None:
-    """List the recipes that come with the package."""
-    for name in recipes.names():
-        print(f"{name:20s} {recipes.load(name).title}")

@@ -1,0 +1,47 @@
+"""mgk eval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk.commands.common import DataDir, app, data_directory
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run's directory.")],
+    split: Annotated[str | None, typer.Option(help="Default: test, or all that a language model is judged on.")] = None,
+    data_dir: DataDir = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples or windows at a time.")] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Language models: score so many positions a window; 1: the paper's; default: the recipe's."),
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: as trained.")] = None,
+) -> None:
+    """Evaluate a run's best model: accuracy, or the perplexity of a sliding window."""
+    import torch
+
+    from mgk import tasks
+    from mgk.evaluation import judge_of
+    from mgk.recipes import Training
+    from mgk.runs import read_run
+
+    description = read_run(run)
+    task = tasks.task(description["task"])
+    if stride is not None and task.objective != "language-model":
+        raise ValueError(f"--stride is for language models, and {run} is none")
+    given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    settings = Training(**{**description["training"], "compile": False, **chosen})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    judge = judge_of(run / "best", settings, task, data_directory(data_dir, description), device, split)
+    for name in judge.splits:
+        found = list(judge.judge(name, None))
+        values = {each.metric: each.value for each in found}
+        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples, **values}
+        print(json.dumps(line))
