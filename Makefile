@@ -36,7 +36,7 @@ test: $(STAMP) ## Run every test that needs no GPU
 test-quick: $(STAMP) ## Run the tests that need no GPU and are not marked slow
 	$(PYTEST) -m "not gpu and not slow"
 
-# The oldest Transformers that mgk/hf.py is tested with, laid over .venv with what it needs in other versions.
+# The oldest Transformers that mgk/hf is tested with, laid over .venv with what it needs in other versions.
 OLD_HF := .venv/transformers-5.17
 
 $(OLD_HF): $(STAMP)
@@ -45,7 +45,7 @@ $(OLD_HF): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $@.constraints --target $@.tmp "transformers==5.17.*"
 	mv $@.tmp $@
 
-test-hf: $(OLD_HF) ## Run the tests of mgk/hf.py under the Transformers of .venv and under 5.17
+test-hf: $(OLD_HF) ## Run the tests of mgk/hf under the Transformers of .venv and under 5.17
 	$(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
 	$(PYTEST) tests/test_hf.py
 	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,26 +29,13 @@ from mgk.checks import (
 )
 from mgk.conversion import from_softmax
 from mgk.features import L1Features
+from mgk.how import How
 from mgk.kernels.masks import segments
 from mgk.kernels.statistics import em_statistics
-from mgk.keys import KEYS, KeyLayout
+from mgk.keys import KEYS, KeyLayout, mixed_keys
 from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance, recomputing
 from mgk.rotary import Rotary
 from mgk.variants import AXES, PRESETS, VARIANTS, Variant
-
-
-@dataclass(frozen=True)
-class How:
-    """How a layer is to attend this time."""
-
-    is_causal: bool
-    key_padding_mask: Tensor | None = None
-    key_bias: Tensor | None = None  # floating point, added to the logits of each key, [B, S]
-    attn_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    cache: Cache | None = None
-    need_weights: bool = False
-    max_seqlen: int | None = None
 
 
 class Attention(nn.Module):
@@ -276,7 +262,7 @@ class Attention(nn.Module):
             query,
             keys,
             value,
-            _attend_mask(how, query, length),
+            how.mask(query, length),
             shift=shift,
             shifted=shift is not None,
             is_causal=causal,
@@ -329,7 +315,7 @@ class Attention(nn.Module):
             bias = how.key_bias[:, None, None, :]
             log_prior = bias - math.log(self.num_components) if log_prior is None else log_prior + bias
         if form.mix_before_map:
-            keys, shift, log_prior = _mix(keys, shift, log_prior), None, None
+            keys, shift, log_prior = mixed_keys(keys, shift, log_prior), None, None
         call = linear_call(
             query,
             keys,
@@ -394,40 +380,6 @@ class Attention(nn.Module):
         """
         layer: Attention = from_softmax(cls, source, variant, num_components, is_causal, noise, backend)
         return layer
-
-
-def _mix(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor:
-    """Σ_r π_r k_jr as one component, [B, Hk, 1, S, D]."""
-    components = keys.shape[2] if shift is None else shift.shape[1]
-    prior = keys.new_full((1, components, 1), 1 / components) if log_prior is None else log_prior.exp()
-    prior = prior.unsqueeze(-1)  # [(B,) Hk or 1, M, S or 1, 1]
-    if shift is None:
-        return (prior * keys).sum(2, keepdim=True).to(keys.dtype)
-    mixed = keys.unsqueeze(2) * prior.sum(-3, keepdim=True) + (prior * shift.unsqueeze(-2)).sum(-3, keepdim=True)
-    return mixed.to(keys.dtype)
-
-
-def _attend_mask(how: How, query: Tensor, length: int) -> Tensor | None:
-    """key_padding_mask and attn_mask as one mask in SDPA's sense."""
-    mask = how.attn_mask
-    if how.key_bias is not None:
-        bias = how.key_bias[:, None, None, :]
-        mask = bias if mask is None else as_float(mask, bias.dtype) + bias
-    if how.key_padding_mask is None:
-        return mask
-    attend = ~check_padding(how.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
-    if mask is None:
-        return attend
-    if not isinstance(mask, Tensor):
-        fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
-    return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
-
-
-def as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask (True = attend) as one to be added."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
 
 
 def _count(positions: Tensor | None, x: Tensor) -> Tensor:

@@ -102,3 +102,14 @@ class ShiftedKeys(KeyLayout):
 
 
 KEYS = {"independent": IndependentKeys, "shifted": ShiftedKeys}
+
+
+def mixed_keys(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor:
+    """Σ_r π_r k_jr as one component, [B, Hk, 1, S, D]."""
+    components = keys.shape[2] if shift is None else shift.shape[1]
+    prior = keys.new_full((1, components, 1), 1 / components) if log_prior is None else log_prior.exp()
+    prior = prior.unsqueeze(-1)  # [(B,) Hk or 1, M, S or 1, 1]
+    if shift is None:
+        return (prior * keys).sum(2, keepdim=True).to(keys.dtype)
+    mixed = keys.unsqueeze(2) * prior.sum(-3, keepdim=True) + (prior * shift.unsqueeze(-2)).sum(-3, keepdim=True)
+    return mixed.to(keys.dtype)

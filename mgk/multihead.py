@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk.attention import Attention, How
+from mgk.attention import Attention
 from mgk.checks import fail, flag
+from mgk.how import How
 from mgk.variants import Variant
 
 

@@ -85,6 +85,7 @@ HEIGHT = {
     "functional": 3,
     "variants": 4,
     "cache": 4,
+    "how": 5,
     "keys": 5,
     "priors": 5,
     "conversion": 5,
@@ -103,7 +104,7 @@ HEIGHT = {
 MODELS = 9
 TORCH_ALONE = ["equations", "features", "rotary"]
 # transformers: our models in its shells, and its models under analysis.
-ONLY_THERE = {"transformers": ("hf.py", "analysis/foreign.py"), "triton": ("kernels/",)}
+ONLY_THERE = {"transformers": ("hf/", "analysis/foreign.py"), "triton": ("kernels/",)}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

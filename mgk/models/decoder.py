@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk.attention import Attention, How
+from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.checks import fail, number, one_of, positive_integer
+from mgk.how import How
 from mgk.models.adaptive import TokenTable, check_cutoffs
 from mgk.variants import PRESETS, VARIANTS
 

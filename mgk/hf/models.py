@@ -1,148 +1,33 @@
-"""Our models as models of the Transformers library; importing this file makes its Auto classes know them.
+"""The shells: each has one of our models as its attribute `model` and computes nothing itself.
 
-A shell has one of our models as its attribute `model` and computes nothing itself: it turns attention masks into
-padding and positions, keeps caches for `generate`, and makes the loss from labels. B batch, L length, V vocabulary.
+It turns attention masks into padding and positions, keeps caches for `generate`, and makes the loss from labels.
+B batch, L length, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Cache,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
-import mgk
-from mgk.cache import KeyValueCache
-from mgk.checks import fail, one_of, positive_integer
-from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel, load_model
+from mgk.checks import fail, positive_integer
+from mgk.hf.cache import MGKCache
+from mgk.hf.config import MGKConfig
+from mgk.models import Classifier, LanguageModel, load_model
 from mgk.models.adaptive import TokenTable
 from mgk.models.decoder import DecoderLayer
 from mgk.models.encoder import EncoderLayer
 from mgk.models.storage import KINDS
-from mgk.runs import load_language_model
-from mgk.tokenizer import make_tokenizer
 
-# What Transformers calls those of our settings for which it has a name.
-NAMES = {
-    "max_length": "max_position_embeddings",
-    "embed_dim": "hidden_size",
-    "ffn_dim": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "num_classes": "num_labels",
-}
 IGNORED = -100  # the label of positions that are not to be learned
-
-
-class MGKConfig(PreTrainedConfig):
-    """The settings of a model under Transformers' names: those of DecoderConfig, or for a classifier EncoderConfig.
-
-    kind: "language-model" or "classifier". The settings that Transformers has no name for keep ours. `of` makes one
-    from our configuration, `settings` gives that back.
-    """
-
-    model_type = "mgk"
-    has_no_defaults_at_init: ClassVar[bool] = True
-    kind: str = "language-model"
-    tie_word_embeddings: bool = True
-
-    def __post_init__(self, **given: Any) -> None:
-        for field in dataclasses.fields(KINDS[one_of("kind", self.kind, KINDS)][0]):
-            name = NAMES.get(field.name, field.name)
-            if name != field.name and field.name in given:
-                fail(field.name, f"is called {name} here")
-            # The number of labels is Transformers' own: it follows from their names, or is 2.
-            if name != "num_labels":
-                if name not in given and field.default is dataclasses.MISSING:
-                    fail(name, f"is needed for a {self.kind}")
-                setattr(self, name, given.pop(name, field.default))
-        super().__post_init__(**given)
-        self.settings()
-
-    @classmethod
-    def of(cls, config: DecoderConfig | EncoderConfig) -> MGKConfig:
-        """From the configuration of one of our models."""
-        kind = next(name for name, (config_class, _) in KINDS.items() if isinstance(config, config_class))
-        fields = dataclasses.fields(config)
-        return cls(kind=kind, **{NAMES.get(field.name, field.name): getattr(config, field.name) for field in fields})
-
-    def settings(self) -> DecoderConfig | EncoderConfig:
-        """The configuration of our model; a ValueError names what is wrong in it."""
-        config_class = KINDS[self.kind][0]
-        names = [field.name for field in dataclasses.fields(config_class)]
-        config: DecoderConfig | EncoderConfig = config_class(**{n: getattr(self, NAMES.get(n, n)) for n in names})
-        return config
-
-
-class MGKCache(Cache):
-    """The caches of all layers, keys and values or constant states, as `generate` wants them. Grows as needed."""
-
-    def __init__(self, caches: Sequence[mgk.Cache]) -> None:
-        super().__init__(layers=[])
-        self.caches = list(caches)
-
-    def __len__(self) -> int:
-        return len(self.caches)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
-
-    @property
-    def is_croppable(self) -> bool:
-        return all(isinstance(cache, KeyValueCache) for cache in self.caches)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.caches[layer_idx].length
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def make_room(self, tokens: int) -> None:
-        """For so many more; twice what there was, so that growing stays cheap."""
-        for cache in self.caches:
-            if cache.length + tokens > cache.max_length:
-                cache.enlarge(max(cache.length + tokens, 2 * cache.max_length))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        for cache in self.caches:
-            cache.reorder(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        for cache in self.caches:
-            cache.take(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        for cache in self.caches:
-            cache.take(torch.arange(cache.batch_size).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets so many of the last tokens: a number below 0, as Transformers counts them. 0 does nothing."""
-        if tokens_to_remove > 0:
-            fail("tokens_to_remove", f"must be 0 or less, got {tokens_to_remove}")
-        for cache in self.caches:
-            cache.crop(cache.length + tokens_to_remove)
-
-    def reset(self) -> None:
-        for cache in self.caches:
-            cache.reset()
 
 
 class CheckpointedDecoderLayer(GradientCheckpointingLayer, DecoderLayer):
@@ -356,19 +241,6 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         self.model.config = dataclasses.replace(self.model.config, vocab_size=value.num_embeddings)
 
 
-def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
-    """What turns text into the tokens of a run's language model; words also pad, on the left."""
-    model, vocabulary = load_language_model(Path(directory), torch.device("cpu"))
-    tokenizer, special = make_tokenizer(vocabulary)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        padding_side="left",
-        model_max_length=model.config.max_length,
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
-
-
 def _padding_and_positions(
     mask: Tensor | None, positions: Tensor | None, batch: int, held: int, length: int
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -405,8 +277,3 @@ def _mark_as_initialised(tensors: Any) -> None:
     """Transformers would draw them anew."""
     for tensor in tensors:
         tensor._is_hf_initialized = True
-
-
-AutoConfig.register("mgk", MGKConfig, exist_ok=True)
-AutoModelForCausalLM.register(MGKConfig, MGKForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(MGKConfig, MGKForSequenceClassification, exist_ok=True)

@@ -1,12 +1,29 @@
-"""Our vocabularies as tokenizers of the tokenizers library, for a Transformers folder."""
+"""Our vocabularies as tokenizers of Transformers."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from mgk.runs import load_language_model
 from mgk.tasks.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, WordVocabulary
+
+
+def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
+    """What turns text into the tokens of a run's language model; words also pad, on the left."""
+    model, vocabulary = load_language_model(Path(directory), torch.device("cpu"))
+    tokenizer, special = make_tokenizer(vocabulary)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="left",
+        model_max_length=model.config.max_length,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:

@@ -1,0 +1,23 @@
+"""Our models as models of the Transformers library; importing this package makes its Auto classes know them."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from mgk.hf.cache import MGKCache
+from mgk.hf.config import MGKConfig
+from mgk.hf.models import MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
+from mgk.hf.tokenizer import tokenizer_of_run
+
+__all__ = [
+    "MGKCache",
+    "MGKConfig",
+    "MGKForCausalLM",
+    "MGKForSequenceClassification",
+    "MGKPreTrainedModel",
+    "tokenizer_of_run",
+]
+
+AutoConfig.register("mgk", MGKConfig, exist_ok=True)
+AutoModelForCausalLM.register(MGKConfig, MGKForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(MGKConfig, MGKForSequenceClassification, exist_ok=True)

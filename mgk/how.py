@@ -1,0 +1,48 @@
+"""How a layer is to attend this time: causality, masks, packing, a cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mgk.cache import Cache
+from mgk.checks import check_padding, fail
+
+
+@dataclass(frozen=True)
+class How:
+    """How a layer is to attend this time."""
+
+    is_causal: bool
+    key_padding_mask: Tensor | None = None
+    key_bias: Tensor | None = None  # floating point, added to the logits of each key, [B, S]
+    attn_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cache: Cache | None = None
+    need_weights: bool = False
+    max_seqlen: int | None = None
+
+    def mask(self, query: Tensor, length: int) -> Tensor | None:
+        """key_padding_mask and attn_mask as one mask in SDPA's sense."""
+        mask = self.attn_mask
+        if self.key_bias is not None:
+            bias = self.key_bias[:, None, None, :]
+            mask = bias if mask is None else as_float(mask, bias.dtype) + bias
+        if self.key_padding_mask is None:
+            return mask
+        attend = ~check_padding(self.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
+        if mask is None:
+            return attend
+        if not isinstance(mask, Tensor):
+            fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
+        return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
+
+
+def as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True = attend) as one to be added."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
