@@ -100,6 +100,15 @@ def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, set
     return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None, setup))
 
 
+def as_alone(own: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What a training that had the machine to itself has measured, under the names that say so; own: its results."""
+    known = next((each for each in own if each["step_ms"] not in ("", "nan")), None)
+    if known is None:
+        return []
+    values = zip(ALONE, (known["step_ms"], known["peak_mem_mb"]), strict=True)
+    return [{**known, "split": "train", "metric": metric, "value": value} for metric, value in values]
+
+
 @dataclass
 class Queue:
     """Jobs on their way: each waits, runs, and is then done, failed, or left for another time."""

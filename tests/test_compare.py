@@ -1,5 +1,6 @@
 """Results and comparisons: what is measured is kept, found again, and told as it is."""
 
+import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgk import answers, compare, recipes, results, side_by_side
+from mgk import answers, compare, drawing, recipes, results, side_by_side, summary
 from mgk.evaluation import plateau_left
 from mgk.recipes import Row
 
@@ -35,6 +36,10 @@ def measured(row: str, seed: int, value: float, split: str = "test", metric: str
         "step_ms": 5,
         "peak_mem_mb": 100,
     }
+
+
+def left_plateau(row: str, seed: int, step: int) -> dict:
+    return measured(row, seed, step, "dev", "plateau_left_at_step")
 
 
 def test_results_come_back_and_unknown_columns_do_not_go_in(tmp_path):
@@ -70,11 +75,15 @@ def test_what_is_known_is_recognised_by_everything_that_makes_a_run(tmp_path):
 def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     path = tmp_path / "listops.csv"
     results.append(path, [measured("softmax:8", 0, 0.36), measured("softmax:8", 1, 0.38), measured("smgk:4", 0, 0.37)])
-    results.append(path, [measured("softmax:8", seed, 750 * seed, "dev", "plateau_left_at_step") for seed in (0, 1)])
+    results.append(path, [left_plateau("softmax:8", seed, 750 + seed) for seed in (0, 1)])
+    # The same training in two files is one training.
+    again = tmp_path / "again.csv"
+    results.append(again, [measured("softmax:8", 1, 0.38)])
     results.append(path, [measured("softmax:8", 0, 0.687, metric="baseline: bag of words")])
-    lines = side_by_side.report(recipes.load("listops"), [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    models, files = [Row("softmax", 8), Row("smgk", 4)], [path, again]
+    lines = side_by_side.report(recipes.load("listops"), models, "paper", files, tmp_path)
     table = (tmp_path / "listops.md").read_text()
-    assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "never 750", "37.03"]
+    assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "750 751", "37.03"]
     assert "bag of words 68.7 %" in table
     # One seed: the interval of the test set, 1.96 · sqrt(0.37 · 0.63 / 2000).
     assert lines[2][1] == "37.00 ± 2.12"
@@ -125,6 +134,63 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     lines = side_by_side.report(recipe, [row], "paper", [path], tmp_path)
     assert lines[1][-2:] == ["12.5", "77"]
     assert "alone on the machine" in (tmp_path / "listops.md").read_text()
+
+
+def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
+    path, recipe, row = tmp_path / "listops.csv", recipes.load("listops"), Row("smgk", 4)
+    results.append(path, [measured("smgk:4", 0, 0.37)])
+    assert side_by_side.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["—", "100"]
+    assert "not timed alone" in (tmp_path / "listops.md").read_text()
+    # A training that nothing ran beside.
+    results.append(path, compare.as_alone(results.read([path])))
+    assert compare.timed(results.read([path]), recipe, row, "paper")
+    assert side_by_side.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["5.0", "100"]
+    # A run that was done before it was asked for has measured nothing.
+    assert compare.as_alone([{**results.read([path])[0], "step_ms": "nan"}]) == []
+
+
+def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
+    """softmax:8 learned with one seed of two, smgk:4 with both, linear:8 with none."""
+    recipe, path = recipes.load("listops"), tmp_path / "listops.csv"
+    shares = {"softmax:8": (0.20, 0.36), "smgk:4": (0.37, 0.37), "linear:8": (0.20, 0.21)}
+    for row, accuracies in shares.items():
+        for seed, accuracy in enumerate(accuracies):
+            results.append(path, [measured(row, seed, accuracy), left_plateau(row, seed, 500 if accuracy > 0.3 else 0)])
+            right = np.arange(2000) < 2000 * accuracy
+            answers.keep(tmp_path, answers.Place("listops", Row.parse(row), "paper", seed, "test"), right)
+    first, second, third = side_by_side.report(recipe, [Row.parse(row) for row in shares], "paper", [path], tmp_path)[
+        1:
+    ]
+    assert first[1:3] == ["36.00 ± 2.10 (1 of 2 seeds)", "20.0 36.0"]
+    assert second[3].startswith("+1.00 ± ")
+    assert third[1:4] == ["20.50 ± 0.71", "20.0 21.0", "n/a: linear:8 stayed on the plateau"]
+    # The other way round: against a model that learned nothing there is no difference either.
+    turned = side_by_side.report(recipe, [Row("linear", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    assert turned[2][3] == "n/a: linear:8 stayed on the plateau"
+
+
+@pytest.mark.parametrize(
+    "rows", [["softmax:8"], ["softmax:8", "smgk:4"], [str(row) for row in recipes.load("listops").rows]]
+)
+def test_nothing_in_the_picture_crosses_a_frame_or_another_label(tmp_path, rows):
+    path, recipe = tmp_path / "listops.csv", recipes.load("listops")
+    for n, row in enumerate(rows):
+        results.append(path, [measured(row, seed, 0.2 + 0.006 * n + seed / 100) for seed in (0, 1)])
+        results.append(path, [measured(row, 0, 12345.678, "train", "step_ms_alone")])
+    found = summary.summarise(results.read([path]), recipe, [Row.parse(row) for row in rows], "paper")
+    figure = drawing.figure_of(found, recipe, chance=17.6)
+    figure.draw_without_rendering()
+    first, *others = figure.axes
+    titles = [text.get_window_extent() for text in (*figure.texts, *(axes.title for axes in others), first.xaxis.label)]
+    names = [text.get_window_extent() for text in first.get_yticklabels()]
+    assert len(names) == len(rows)
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in (*titles, *names))
+    assert not any(a.overlaps(b) for a, b in itertools.combinations([*titles, *names], 2))
+    for axes in others:
+        numbers = [text.get_window_extent() for text in axes.texts]
+        assert len(numbers) == len(rows)
+        assert all(box.x1 <= axes.bbox.x1 for box in numbers)
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(numbers, 2))
 
 
 def test_models_are_compared_on_the_same_examples(tmp_path):

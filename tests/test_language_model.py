@@ -14,6 +14,7 @@ from mgk.generation import Sampling, generate
 from mgk.models import Classifier, EncoderConfig, save_model
 from mgk.recipes import Row
 from mgk.sliding import sliding_losses
+from mgk.summary import summarise
 
 TEXT = "the cat sat on the mat and the dog sat on the log ; " * 30
 
@@ -221,7 +222,7 @@ def test_comparisons_of_language_models_show_perplexity(tmp_path):
         }
         for split, value in (("dev", 80.25), ("wikitext-103-valid", 90.5))
     ]
-    lines = side_by_side.table(side_by_side.summarise(rows, recipe, [Row("softmax", 8)], "paper"), recipe)
+    lines = side_by_side.table(summarise(rows, recipe, [Row("softmax", 8)], "paper"), recipe)
     assert lines[0][:4] == ["model", "dev perplexity", "wikitext-103-valid perplexity", "each seed"]
     assert lines[1][:4] == ["softmax:8", "80.25", "90.50", "80.2"]
 

@@ -76,6 +76,11 @@ def compare(
         print(f"{told}; the same command goes on with them", file=sys.stderr)
         if not results.read([own]):
             return
+    trained = [job for job in wanted if job not in (*failed, *left)]
+    if at_once == 1 and not alone:
+        for job in trained:
+            mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
+            results.append(own, comparison.as_alone(mine))
     if not left and (alone or (alone is None and at_once > 1)):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for row in models:
