@@ -10,6 +10,18 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+def _told(error: Exception) -> str | None:
+    """What is wrong with what was asked for, in one line; None for an error of ours."""
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    # Typer's mistakes in a command line: their class is click's or its own, by version.
+    if hasattr(error, "format_message"):
+        context = getattr(error, "ctx", None)
+        where = "mgk" if context is None else context.command_path
+        return f"{error.format_message().rstrip('.')} (see {where} --help)"
+    return None
+
+
 def main() -> None:
     try:
         from mgk import commands
@@ -20,7 +32,11 @@ def main() -> None:
     # As Ctrl-C does, so that what a command has started is ended with it.
     signal.signal(signal.SIGTERM, _leave)
     try:
-        commands.app(standalone_mode=True)
-    except (ValueError, OSError) as error:
-        print(f"mgk: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = commands.app(sys.argv[1:] or ["--help"], prog_name="mgk", standalone_mode=False)
+    except Exception as error:
+        told = _told(error)
+        if told is None:
+            raise
+        print(f"mgk: {told}", file=sys.stderr)
+        status = 2
+    sys.exit(status)

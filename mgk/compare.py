@@ -100,6 +100,18 @@ def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, set
     return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None, setup))
 
 
+def known_setups(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> dict[Row, str]:
+    """The setup that each model's results have, where they have one: without the data it cannot be worked out."""
+    setups: dict[Row, str] = {}
+    for row in models:
+        found = {each.get("setup", "") for each in matching(rows, recipe, row, preset, None)}
+        if len(found) > 1:
+            raise ValueError(f"{row} has results of {len(found)} settings or versions of the data: leave out --redraw")
+        if found:
+            setups[row] = found.pop()
+    return setups
+
+
 def as_alone(own: list[dict[str, str]]) -> list[dict[str, str]]:
     """What a training that had the machine to itself has measured, under the names that say so; own: its results."""
     known = next((each for each in own if each["step_ms"] not in ("", "nan")), None)

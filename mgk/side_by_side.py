@@ -102,7 +102,7 @@ def report(
         rows = [row for row in rows if row.get("setup") in setups.values()]
     summaries = summarise(rows, recipe, models, preset)
     if not summaries:
-        raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files))}")
+        raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files)) or out}")
     paired_on = compare_answers(summaries, recipe, preset, out, setups or {})
     lines = table(summaries, recipe, paired_on)
     simple = without_a_network(rows, recipe)

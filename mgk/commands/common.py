@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from mgk import __version__, recipes
-from mgk.recipes import Row
+from mgk.checks import fail, positive_integer
+from mgk.recipes import Recipe, Row
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train and compare transformers whose attention keys are mixtures of Gaussians.",
 )
@@ -35,6 +35,14 @@ def progress(stage: str, done: int, total: int) -> None:
         print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
+def chosen_rows(given: str | None, recipe: Recipe) -> list[Row]:
+    """--rows, or all of the recipe's; each once."""
+    rows = list(recipe.rows) if given is None else [Row.parse(text, "--rows") for text in given.split(",")]
+    if not rows:
+        fail("--rows", f"is needed: recipe {recipe.name} has none of its own")
+    return list(dict.fromkeys(rows))
+
+
 def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
     return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
 
@@ -44,6 +52,7 @@ def with_steps(recipe: str, settings: list[str] | None, steps: int | None) -> li
     given = list(settings or [])
     if steps is None:
         return given
+    positive_integer("--steps", steps)
     training = recipes.load(recipe).training
     if not any(each.partition("=")[0].strip().removeprefix("training.") == "warmup" for each in given):
         given.append(f"warmup={round(training.warmup * steps / training.steps)}")

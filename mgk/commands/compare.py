@@ -10,41 +10,61 @@ from typing import Annotated
 import typer
 
 from mgk import recipes, results
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, with_steps
-from mgk.recipes import Row
+from mgk.checks import number, one_of
+from mgk.commands.common import (
+    DataDir,
+    Settings,
+    app,
+    chosen_rows,
+    data_directory,
+    progress,
+    run_directory,
+    with_steps,
+)
+from mgk.variants import PRESETS
 
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
-    rows: Annotated[str | None, typer.Option(help="softmax:8,smgk:4,…; default: all rows of the recipe.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file; `mgk recipes` lists them.")],
+    rows: Annotated[
+        str | None, typer.Option(help="variant:heads,… as in softmax:8,smgk:4; default: all rows of the recipe.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
     preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Trainings at once; default 1, or 4 on a GPU.")] = None,
     alone: Annotated[
         bool | None, typer.Option(help="Time each model by itself; default: if several train at once.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so long; trainings save, and the same command goes on.")
     ] = None,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Only table and picture, of what out/ has; needs no data.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where results, table and picture go.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
     """Train rows × seeds, several at once, and show side by side what was gained. Skips what out/ already has."""
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
     from mgk import compare as comparison
-    from mgk import cost, side_by_side, tasks
+    from mgk import cost, tasks
     from mgk.training import Run
 
     overrides = with_steps(recipe, settings, steps)
     chosen = recipes.load(recipe).with_settings(overrides)
-    models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
+    models = chosen_rows(rows, chosen)
+    one_of("--preset", preset, PRESETS)
+    if minutes is not None:
+        number("--minutes", minutes, 0, above=True)
+    if redraw:
+        found = results.read(sorted(out.glob("*.csv")))
+        _show(chosen, models, preset, out, comparison.known_setups(found, chosen, models, preset))
+        return
     where = data_directory(data_dir)
     task = tasks.task(chosen.task)
     task.prepare(where, os.cpu_count() or 1, progress)
@@ -76,22 +96,34 @@ def compare(
         print(f"{told}; the same command goes on with them", file=sys.stderr)
         if not results.read([own]):
             return
-    trained = [job for job in wanted if job not in (*failed, *left)]
     if at_once == 1 and not alone:
-        for job in trained:
-            mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
-            results.append(own, comparison.as_alone(mine))
+        for job in wanted:
+            if job not in failed and job not in left:
+                mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
+                results.append(own, comparison.as_alone(mine))
     if not left and (alone or (alone is None and at_once > 1)):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for row in models:
             if not comparison.timed(known, chosen, row, preset, setups[row]):
                 print(f"timing {row} alone", file=sys.stderr)
                 results.append(own, cost.measure(first[row], task, device))
-    lines = side_by_side.report(chosen, models, preset, sorted(out.glob("*.csv")), out, setups)
-    shown = Table(*lines[0], title=chosen.title)
+    _show(chosen, models, preset, out, setups)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(wanted)} trainings failed; their logs are in their directories")
+
+
+def _show(
+    recipe: recipes.Recipe, models: list[recipes.Row], preset: str, out: Path, setups: dict[recipes.Row, str]
+) -> None:
+    """The table on the terminal; it and the picture in out/."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mgk import side_by_side
+
+    lines = side_by_side.report(recipe, models, preset, sorted(out.glob("*.csv")), out, setups)
+    shown = Table(*lines[0], title=recipe.title)
     for line in lines[1:]:
         shown.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
-    print(f"table: {out / chosen.name}.md   picture: {out / chosen.name}.png   results: {own}")
-    if failed:
-        raise ValueError(f"{len(failed)} of {len(wanted)} trainings failed; their logs are in their directories")
+    print(f"table: {out / recipe.name}.md   picture: {out / recipe.name}.png   results: {out / recipe.name}.csv")

@@ -15,7 +15,7 @@ from mgk.commands.common import DataDir, app, data_directory, progress
 def data(
     task: Annotated[str, typer.Argument(help="The task to prepare, or `all`.")],
     data_dir: DataDir = None,
-    workers: Annotated[int, typer.Option(help="Processes; default: all cores.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
 ) -> None:
     """Prepare a task's data, verify it by checksum, and say where to get what is missing."""
     from mgk import tasks

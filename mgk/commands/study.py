@@ -10,22 +10,21 @@ import typer
 
 from mgk import recipes
 from mgk.commands.analyze import analyze
-from mgk.commands.common import DataDir, Settings, app, run_directory, with_steps
+from mgk.commands.common import DataDir, Settings, app, chosen_rows, run_directory, with_steps
 from mgk.commands.compare import compare
-from mgk.recipes import Row
 
 
 @app.command()
 def study(
     recipe: Annotated[str, typer.Argument(help="The recipe of a language model, by name or as a YAML file.")],
-    rows: Annotated[str | None, typer.Option(help="softmax:8,smgk:4,…; default: all rows of the recipe.")] = None,
+    rows: Annotated[str | None, typer.Option(help="variant:heads,…; default: all rows of the recipe.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
     preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    matrices: Annotated[int | None, typer.Option(help="Attention matrices to rank in each layer.")] = None,
-    jobs: Annotated[int, typer.Option(help="Trainings at once; default 1, or 4 on a GPU.")] = 0,
+    matrices: Annotated[int | None, typer.Option(min=1, help="Attention matrices to rank in each layer.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Trainings at once; default 1, or 4 on a GPU.")] = None,
     out: Annotated[Path, typer.Option(help="Where everything worth keeping goes: no weights.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
@@ -37,7 +36,7 @@ def study(
     chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
     if not isinstance(tasks.task(chosen.task), Corpus):
         raise ValueError(f"recipe {recipe} trains no language model: use mgk compare")
-    models = [Row.parse(text) for text in rows.split(",")] if rows else list(chosen.rows)
+    models = chosen_rows(rows, chosen)
     compare(recipe, rows, seeds, preset, steps, settings, data_dir, jobs, out=out, runs=runs)
     directories = [run_directory(runs, chosen.name, row, preset, seed) for row in models for seed in range(seeds)]
     # A run whose result was already known has not been trained again, and may not be here.

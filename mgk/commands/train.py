@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from mgk import answers, recipes, results
-from mgk.checks import one_of, positive_integer
+from mgk.checks import fail, one_of, positive_integer
 from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, with_steps
 from mgk.recipes import Row
-from mgk.variants import VARIANTS
+from mgk.variants import PRESETS, VARIANTS
 
 
 @app.command()
@@ -49,6 +49,10 @@ def train(
         if count is not None:
             positive_integer(name, count)
     row = Row(variant or first.variant, heads or first.heads, kv_heads)
+    if row.heads % (row.kv_heads or 1):
+        fail("--kv-heads", f"= {row.kv_heads} must divide the number of heads, {row.heads}")
+    one_of("--preset", preset, PRESETS)
+    one_of("--accelerator", accelerator, ("auto", "cpu", "gpu"))
     if resume not in (None, "auto"):
         raise ValueError(f"--resume must be auto, got {resume!r}")
     task = tasks.task(chosen.task)

@@ -25,12 +25,15 @@ class Row:
     kv_heads: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Row:
+    def parse(cls, text: str, name: str = "row") -> Row:
+        """name: what the text is called where it is given."""
         variant, _, heads = text.strip().partition(":")
-        one_of("row", variant, VARIANTS)
+        one_of(name, variant, VARIANTS)
         counts = heads.split("/")
         if len(counts) > 2 or not all(count.isdigit() and int(count) > 0 for count in counts):
-            fail("row", f"must read variant:heads or variant:heads/key-heads, as in smgk:4, got {text!r}")
+            fail(name, f"must read variant:heads or variant:heads/key-heads, as in smgk:4, got {text!r}")
+        if int(counts[0]) % int(counts[-1]):
+            fail(name, f"{text}: {counts[1]} key heads do not divide {counts[0]} heads")
         return cls(variant, int(counts[0]), int(counts[1]) if len(counts) == 2 else None)
 
     def __str__(self) -> str:
@@ -115,7 +118,11 @@ class Recipe:
                 training[key] = value
             else:
                 fail("--set", f"knows {', '.join(sorted(known))} and model.*, got {key!r}")
-        return dataclasses.replace(self, model=model, training=dataclasses.replace(self.training, **training))
+        try:
+            changed = dataclasses.replace(self.training, **training)
+        except ValueError as error:
+            raise ValueError(f"--set: {error}") from None
+        return dataclasses.replace(self, model=model, training=changed)
 
 
 def _as_number(value: Any) -> Any:
