@@ -125,3 +125,19 @@ def test_all_data_is_prepared_and_what_is_missing_is_said(tmp_path, monkeypatch,
     assert "listops-short train: 20,000 examples" in result.output
     assert isinstance(result.exception, ValueError)
     assert str(result.exception) == "no data for text"
+
+
+def test_the_columns_of_bench_have_names_that_stand_above_them(monkeypatch):
+    monkeypatch.setattr("mgk.benchmark.timing.MOST", 2)
+    monkeypatch.setattr("mgk.benchmark.timing.FEWEST", 1)
+    result = CliRunner().invoke(
+        commands.app, ["bench", "--only", "speed", "--shapes", "1x2x40x8", "--variants", "smgk"]
+    )
+    assert result.exception is None, result.output
+    lines = result.output.splitlines()
+    place = next(n for n, line in enumerate(lines) if line.startswith("part "))
+    header, row = lines[place], lines[place + 1]
+    assert len(header) == len(row)
+    for name, cell in (("part", "speed"), ("B x H x N x D", "1x2x40x8"), ("pass", "forward"), ("variant", "softmax")):
+        assert header.index(name) == row.index(cell)
+    assert header.index("device") + len("device") == row.index(" ms") + len(" ms")

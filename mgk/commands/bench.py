@@ -12,6 +12,17 @@ import typer
 from mgk.checks import fail, one_of
 from mgk.commands.common import app
 
+# What stands above the lines of the parts, and what it means.
+HEADER = (
+    f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28} {'device':>12} {'ratio':>6}   "
+    f"{'plain calls':>18} {'ratio':>6}"
+)
+MEANING = """\
+device: the time of the kernels alone; plain calls (eager): with what Python and PyTorch take to launch them.
+ratio: over the fastest SDPA with all H heads, below 1 is faster; ours have H / 2. em: over the layer without EM.
+memory: MB beyond inputs, outputs and gradients, over SDPA-flash with as many heads.
+"""
+
 
 @app.command()
 def bench(
@@ -55,7 +66,9 @@ def bench(
     common = parts.environment(setting, command)
     torch.seed()
     names = chosen or [name for name in parts.PARTS if gpu or name in parts.CPU_PARTS]
+    print("checking outputs and gradients" + (", which compiles every kernel" if gpu else ""), file=sys.stderr)
     right, wrong = parts.without_the_wrong(setting, {name: parts.PARTS[name].ours(setting) for name in names})
+    print(f"{MEANING}\n{HEADER}")
     measured = []
     for name in names:
         for row in parts.PARTS[name].rows(setting, right[name]):
