@@ -15,6 +15,10 @@ GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear r
 # It is worth a remark when few maps are different, but by this share of all heads more outputs.
 APART = 0.15
 FEW = 0.6
+# Layers whose shares of different heads are this close are the same.
+SAME = 0.02
+# Below this share of the predictions a head is hardly missed.
+UNMISSED = 0.01
 
 
 def grade(analysis: Analysis) -> str:
@@ -23,6 +27,8 @@ def grade(analysis: Analysis) -> str:
 
 
 def headline(analysis: Analysis) -> str:
+    if all(layer.heads == 1 for layer in analysis.layers):
+        return "One head a layer: there are no two to be alike."
     different = analysis.different["maps"]
     return f"About {different:.1f} of {analysis.heads} heads are effectively different: {grade(analysis)}."
 
@@ -30,7 +36,9 @@ def headline(analysis: Analysis) -> str:
 def sentences(analysis: Analysis, costs: Sequence[Cost], own: Cost | None, one_head: PerHead | None) -> list[str]:
     """What follows the headline; `own` is the model itself among `costs`, `one_head` an estimate without them."""
     layers = analysis.layers
-    said = [_layers(analysis), _outputs(analysis), _groups(layers), _ranks(layers), _removal(layers), _mixtures(layers)]
+    several = any(layer.heads > 1 for layer in layers)
+    said = [_layers(analysis), _outputs(analysis), _groups(layers)] if several else []
+    said += [_ranks(layers), _removal(layers), _mixtures(layers)]
     if own is not None:
         said.append(_savings(costs, own))
     elif one_head is not None:
@@ -38,18 +46,25 @@ def sentences(analysis: Analysis, costs: Sequence[Cost], own: Cost | None, one_h
             f"Each head of each layer costs about {one_head.params:,} parameters and {one_head.flops / 1e6:,.0f} "
             f"million FLOPs at {analysis.longest} tokens (from the widths)."
         )
-    said.append(
-        "Alike is measured here, accuracy is not: heads that look alike can often go, but only training the smaller "
-        "model shows what it loses."
-    )
+    if several:
+        said.append(
+            "Alike is measured here, accuracy is not: heads that look alike can often go, but only training the "
+            "smaller model shows what it loses."
+        )
     return [sentence for sentence in said if sentence]
 
 
 def _layers(analysis: Analysis) -> str:
-    each = [(layer.similarity.different["maps"] / layer.heads, n, layer) for n, layer in enumerate(analysis.layers)]
+    each = [
+        (layer.similarity.different["maps"] / layer.heads, number, layer)
+        for number, layer in enumerate(analysis.layers)
+        if layer.heads > 1
+    ]
     if len(each) < 2:
         return ""
-    (_, a, least), (_, b, most) = min(each)[:3], max(each)[:3]
+    (least_share, a, least), (most_share, b, most) = min(each)[:3], max(each)[:3]
+    if most_share - least_share < SAME:
+        return f"It is the same in every layer: {100 * least_share:.0f} % of its heads are different."
     return (
         f"The heads of layer {a + 1} are most alike ({least.similarity.different['maps']:.1f} of {least.heads} "
         f"different), those of layer {b + 1} least ({most.similarity.different['maps']:.1f} of {most.heads})."
@@ -72,17 +87,22 @@ def _groups(layers: Sequence[Layer]) -> str:
         groups: dict[int, list[int]] = {}
         for head, group in enumerate(layer.similarity.groups):
             groups.setdefault(group, []).append(head + 1)
-        found += [(len(heads), number + 1, heads) for heads in groups.values() if len(heads) > 1]
+        found += [(-len(heads), number + 1, heads) for heads in groups.values() if len(heads) > 1]
     if not found:
         return "No two heads of a layer have nearly the same map."
-    named = [f"{_listed(heads)} of layer {layer}" for _, layer, heads in sorted(found, reverse=True)[:3]]
-    more = f", and {len(found) - 3} more groups" if len(found) > 3 else ""
-    return f"Nearly the same maps: heads {'; heads '.join(named)}{more}."
+    whole = [f"all {layer.heads} heads" for layer in layers]
+    named = [
+        f"{whole[number - 1] if len(heads) == layers[number - 1].heads else _listed(heads)} of layer {number}"
+        for _, number, heads in sorted(found)[:3]
+    ]
+    left = len(found) - len(named)
+    more = f"; and {left} more group{'s' if left > 1 else ''}" if left else ""
+    return f"Nearly the same maps: {'; '.join(named)}{more}."
 
 
 def _listed(numbers: list[int]) -> str:
     words = [str(number) for number in numbers]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"heads {', '.join(words[:-1])} and {words[-1]}"
 
 
 def _ranks(layers: Sequence[Layer]) -> str:
@@ -105,13 +125,19 @@ def _removal(layers: Sequence[Layer]) -> str:
     if not each:
         return ""
     first = layers[0].removal
-    effect = "changes {:.1f} % of the predictions"
-    if first is not None and first.flipped is None:
-        effect = "changes the output by {:.1f} %"
+    predicts = first is not None and first.flipped is not None
+    changes, what = ("changes", " of the predictions") if predicts else ("changes the output by", "")
     (least, a, b), (most, c, d) = min(each), max(each)
+    any_one = f"silencing any one of them, without retraining, {changes}"
+    if most == 0:
+        return f"No head is missed: {any_one} 0 %{what} on these samples."
+    if most < UNMISSED:
+        return f"Hardly a head is missed: {any_one} {100 * most:.1f} %{what} at most (layer {c}, head {d})."
+    if len(each) == 1:
+        return f"Silencing its only head, without retraining, {changes} {100 * most:.1f} %{what}."
     return (
-        f"Silencing one head, without retraining, {effect.format(100 * least)} at least (layer {a}, head {b}) and "
-        f"{100 * most:.1f} % at most (layer {c}, head {d})."
+        f"Silencing one head, without retraining, {changes} {100 * least:.1f} %{what} at least (layer {a}, head {b}) "
+        f"and {100 * most:.1f} % at most (layer {c}, head {d})."
     )
 
 
@@ -131,10 +157,10 @@ def _mixtures(layers: Sequence[Layer]) -> str:
 def _savings(costs: Sequence[Cost], own: Cost) -> str:
     half = own.heads // 2
     named = [
-        f"{cost.variant} with {cost.heads} has {_change(own.params, cost.params)} parameters and "
+        f"{cost.variant} with {half} has {_change(own.params, cost.params)} parameters and "
         f"{_change(own.flops, cost.flops)} FLOPs"
         for cost in costs
-        if (cost.length, cost.heads) == (own.length, half) and cost.variant in (own.variant, "smgk")
+        if (cost.length, cost.heads) == (own.length, half) and cost.variant in (own.variant, "smgk", "smlk")
     ]
     if not named:
         return ""
@@ -143,5 +169,5 @@ def _savings(costs: Sequence[Cost], own: Cost) -> str:
 
 
 def _change(before: int, after: int) -> str:
-    percent = 100 * (after - before) / before
-    return f"{abs(percent):.0f} % {'fewer' if percent <= 0 else 'more'}"
+    percent = round(100 * (after - before) / before)
+    return f"{abs(percent)} % {'fewer' if percent < 0 else 'more'}" if percent else "as many"
