@@ -12,6 +12,8 @@ def _leave(number: int, frame: object) -> None:
 
 def _told(error: Exception) -> str | None:
     """What is wrong with what was asked for, in one line; None for an error of ours."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, ValueError | OSError):
         return str(error)
     # Typer's mistakes in a command line: their class is click's or its own, by version.

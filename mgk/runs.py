@@ -13,15 +13,22 @@ from mgk.models import LanguageModel, load_model
 from mgk.tasks.corpus import Corpus
 from mgk.tasks.vocabulary import Vocabulary
 
+# What the commands read of it.
+DESCRIBED = ("recipe", "task", "row", "seed", "training")
+
 
 def read_run(directory: Path) -> dict[str, Any]:
     """The description of a run, from its directory."""
+    path = directory / "run.json"
     try:
-        description = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+        description = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{directory} is no run: it has no run.json") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{directory / 'run.json'} is damaged: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    missing = [name for name in DESCRIBED if not isinstance(description, dict) or name not in description]
+    if missing:
+        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}")
     return dict(description)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shlex
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mgk.checks import fail, number, positive_integer
-from mgk.commands.common import DataDir, app, data_directory, progress
+from mgk.checks import fail, number, one_of, positive_integer
+from mgk.commands.common import DataDir, app, check_folder, data_directory, progress
 
 if TYPE_CHECKING:
     from mgk.analysis.report import Subject
@@ -65,12 +66,15 @@ def analyze(
     if map_size is not None:
         positive_integer("--map-size", map_size)
     number("--memory", memory, 0, above=True)
+    number("--threshold", threshold, 0, above=True)
+    number("--seed", seed, 0)
     from mgk.analysis.curves import read_curves
     from mgk.analysis.figures import draw_all
     from mgk.analysis.report import write_report
     from mgk.analysis.tables import write_tables
 
     directory = out or (runs[0] / "analysis" if runs else Path("analysis") / Path(hf or "").name)
+    check_folder("--out", directory)
     settings: dict[str, Any] = {"threshold": threshold, "memory": int(memory * 2**30), "removal": removal}
     if sum(map(bool, (text, ids, images))) > 1:
         raise ValueError("give one of --text, --ids and --images")
@@ -183,6 +187,7 @@ def _run(
     elif given.ids is not None:
         found = samples.from_ids(model, samples.read_ids(given.ids, given.length), reader)
     else:
+        one_of("--split", given.split, task.splits)
         where = data_directory(given.data, description)
         task.prepare(where, 1, progress)
         count = max(-(-wanted // config.num_heads), settings["removal"])
@@ -230,6 +235,8 @@ def _transformers(
     from mgk.analysis.cost import per_head
     from mgk.analysis.report import Subject
 
+    # It would tell of each time that it tries a hub it cannot reach.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not (given.texts or given.ids or given.images):
         fail("--hf", "needs something to look at: --text, --ids or --images")
     device = "cuda" if torch.cuda.is_available() else "cpu"

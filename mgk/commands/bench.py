@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mgk.checks import fail, one_of
-from mgk.commands.common import app
+from mgk.commands.common import app, check_file
 
 # What stands above the lines of the parts, and what it means.
 HEADER = (
@@ -62,6 +62,8 @@ def bench(
     )
     if gpu:
         out = out or Path("results/attention.csv")
+    if out is not None:
+        check_file("--out", out)
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
     common = parts.environment(setting, command)
     torch.seed()

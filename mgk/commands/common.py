@@ -43,6 +43,22 @@ def chosen_rows(given: str | None, recipe: Recipe) -> list[Row]:
     return list(dict.fromkeys(rows))
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Found out before the work rather than after it: whether the folder can be made, or written to if it is there."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        fail(option, f"{path}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        fail(option, f"{path}: {there} is not writable")
+
+
+def check_file(option: str, path: Path) -> None:
+    """As `check_folder`, for a file that will be written."""
+    check_folder(option, path.parent)
+    if path.is_dir():
+        fail(option, f"{path} is a folder, not a file")
+
+
 def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
     return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
 

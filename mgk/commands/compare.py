@@ -15,6 +15,7 @@ from mgk.commands.common import (
     DataDir,
     Settings,
     app,
+    check_folder,
     chosen_rows,
     data_directory,
     progress,
@@ -65,6 +66,8 @@ def compare(
         found = results.read(sorted(out.glob("*.csv")))
         _show(chosen, models, preset, out, comparison.known_setups(found, chosen, models, preset))
         return
+    check_folder("--out", out)
+    check_folder("--runs", runs)
     where = data_directory(data_dir)
     task = tasks.task(chosen.task)
     task.prepare(where, os.cpu_count() or 1, progress)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mgk.checks import one_of, positive_integer
 from mgk.commands.common import DataDir, app, data_directory
 
 
@@ -28,11 +29,18 @@ def evaluate(
 
     from mgk import tasks
     from mgk.evaluation import judge_of
-    from mgk.recipes import Training
+    from mgk.recipes import PRECISIONS, Training
     from mgk.runs import read_run
 
+    for name, count in (("--batch-size", batch_size), ("--stride", stride)):
+        if count is not None:
+            positive_integer(name, count)
+    if precision is not None:
+        one_of("--precision", precision, PRECISIONS)
     description = read_run(run)
     task = tasks.task(description["task"])
+    if split is not None:
+        one_of("--split", split, task.splits)
     if stride is not None and task.objective != "language-model":
         raise ValueError(f"--stride is for language models, and {run} is none")
     given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}

@@ -10,7 +10,7 @@ import typer
 
 from mgk import recipes
 from mgk.checks import fail, one_of
-from mgk.commands.common import DataDir, Settings, app, data_directory
+from mgk.commands.common import DataDir, Settings, app, check_folder, data_directory
 from mgk.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -74,8 +74,11 @@ def flops(
 
     if figure is not None:
         one_of("--figure", str(figure), map(str, FIGURES))
+    if out is not None:
+        check_folder("--out", out)
     counts = _numbers("--heads", heads)
-    names = [one_of("--variants", name.strip(), VARIANTS) for name in (variants or ",".join(VARIANTS)).split(",")]
+    given = list(VARIANTS) if variants is None else variants.split(",")
+    names = [one_of("--variants", name.strip(), VARIANTS) for name in given]
     config = _config(recipe, settings or [], data_directory(data_dir))
     tokens = _numbers("--lengths", lengths) if lengths else [config.max_length]
     if figure is not None:

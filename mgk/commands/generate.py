@@ -19,7 +19,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="The likeliest tokens of this probability in all.")] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
     """Write on from a prompt, token by token."""
     import torch

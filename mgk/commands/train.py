@@ -11,20 +11,33 @@ from typing import Annotated
 import typer
 
 from mgk import answers, recipes, results
-from mgk.checks import fail, one_of, positive_integer
-from mgk.commands.common import DataDir, Settings, app, data_directory, progress, run_directory, with_steps
+from mgk.checks import fail, number, one_of, positive_integer
+from mgk.commands.common import (
+    DataDir,
+    Settings,
+    app,
+    check_folder,
+    data_directory,
+    progress,
+    run_directory,
+    with_steps,
+)
 from mgk.recipes import Row
 from mgk.variants import PRESETS, VARIANTS
+
+STRATEGIES = ("auto", "ddp", "fsdp")
 
 
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file; `mgk recipes` lists them.")],
-    variant: Annotated[str | None, typer.Option(help="The kind of attention; default: the recipe's first row.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help=f"{', '.join(VARIANTS)}; default: the recipe's first row.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: the recipe's first row.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key heads, for grouped queries.")] = None,
     preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of the weights, the order of examples, and dropout.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
@@ -35,6 +48,7 @@ def train(
     results_file: Annotated[Path | None, typer.Option("--results", help="A CSV file to add the result to.")] = None,
 ) -> None:
     """Train one model and evaluate the best checkpoint on the test set."""
+    from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from mgk import tasks
@@ -52,12 +66,19 @@ def train(
     if row.heads % (row.kv_heads or 1):
         fail("--kv-heads", f"= {row.kv_heads} must divide the number of heads, {row.heads}")
     one_of("--preset", preset, PRESETS)
+    number("--seed", seed, 0)
     one_of("--accelerator", accelerator, ("auto", "cpu", "gpu"))
+    one_of("--strategy", strategy, STRATEGIES)
+    if accelerator == "gpu" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+        fail("--accelerator", "is gpu, but PyTorch finds none here: take cpu")
     if resume not in (None, "auto"):
-        raise ValueError(f"--resume must be auto, got {resume!r}")
+        fail("--resume", f"must be auto, got {resume!r}")
     task = tasks.task(chosen.task)
     where = out or run_directory(Path("runs"), chosen.name, row, preset, seed)
     data = data_directory(data_dir)
+    check_folder("--out", where)
+    if results_file is not None:
+        check_file("--results", results_file)
     task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
     try:

@@ -109,7 +109,10 @@ class Recipe:
             key = key.strip().removeprefix("training.")
             if not separator:
                 fail("--set", f"must read key=value, got {setting!r}")
-            value = yaml.safe_load(text)
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                fail("--set", f"{key}: {text!r} is no value of YAML")
             # YAML reads 1e-4 as a string: it wants 1.0e-4.
             value = _as_number(value)
             if key.startswith("model."):
@@ -141,43 +144,70 @@ def names() -> list[str]:
     )
 
 
-def load(name: str) -> Recipe:
-    """A recipe that comes with the package, or the one in a file."""
+# What may stand in the file of a recipe.
+KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "title": (str, "text"),
+    "task": (str, "the name of a task"),
+    "extends": (str, "the name of a recipe"),
+    "model": (dict, "a mapping"),
+    "training": (dict, "a mapping"),
+    "paper": (dict, "a mapping of rows to numbers"),
+    "rows": (list, "a list"),
+    "plateau": ((int, float), "a number"),
+}
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """What stands in a recipe's file, each field of the right kind."""
     import yaml
 
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             fail("recipe", f"file {name} does not exist")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            fail("recipe", f"{name} is no UTF-8 text")
     else:
         one_of("recipe", name, names())
         text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
     try:
         fields = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        fail("recipe", f"{name} is no YAML: {str(error).splitlines()[0]}")
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}: {getattr(error, 'problem', '')}"
+        fail("recipe", f"{name} is no YAML{where}")
     if not isinstance(fields, dict):
         fail("recipe", f"{name} must be a mapping")
-    base = load(fields.pop("extends")) if "extends" in fields else None
-    known = {f.name for f in dataclasses.fields(Recipe)} - {"name"}
-    for key in fields:
-        one_of(f"recipe {name}: key", key, sorted(known))
-    training = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
-    for key in training:
-        one_of(f"recipe {name}: training key", key, [f.name for f in dataclasses.fields(Training)])
-    rows = tuple(Row.parse(row) for row in fields.pop("rows", []))
+    for key, value in fields.items():
+        kind, words = KINDS[one_of(f"recipe {name}: key", key, KINDS)]
+        if not isinstance(value, kind):
+            fail(f"recipe {name}: {key}", f"must be {words}, got {value!r}")
+    for row, value in fields.get("paper", {}).items():
+        number(f"recipe {name}: paper {row}", value)
+    for key in fields.get("training", {}):
+        one_of(f"recipe {name}: training key", key, [field.name for field in dataclasses.fields(Training)])
+    return fields
+
+
+def load(name: str, extending: tuple[str, ...] = ()) -> Recipe:
+    """A recipe that comes with the package, or the one in a file. extending: those that ask for it."""
+    if name in extending:
+        fail("recipe", f"{name} extends itself")
+    fields = _fields(name)
+    base = load(fields.pop("extends"), (*extending, name)) if "extends" in fields else None
     for key in ("title", "task"):
         if base is None and key not in fields:
             fail(f"recipe {name}", f"has no {key}")
+    given = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
+    try:
+        training = Training(**given) if base is None else dataclasses.replace(base.training, **given)
+    except ValueError as error:
+        raise ValueError(f"recipe {name}: {error}") from None
+    rows = tuple(Row.parse(str(row), f"recipe {name}: row") for row in fields.pop("rows", []))
+    stem = Path(name).stem
     if base is None:
-        return Recipe(name=path.stem, training=Training(**training), rows=rows, **fields)
+        return Recipe(name=stem, training=training, rows=rows, **fields)
     model = {**base.model, **fields.pop("model", {})}
-    return dataclasses.replace(
-        base,
-        name=path.stem,
-        model=model,
-        training=dataclasses.replace(base.training, **training),
-        rows=rows or base.rows,
-        **fields,
-    )
+    return dataclasses.replace(base, name=stem, model=model, training=training, rows=rows or base.rows, **fields)
