@@ -31,8 +31,12 @@ def main() -> None:
         needed = f"this command needs the extra 'train' ({error.name} is missing)"
         print(f"mgk: {needed}: pip install 'mgk[train]', or '.[train]' in a clone", file=sys.stderr)
         sys.exit(2)
-    # As Ctrl-C does, so that what a command has started is ended with it.
-    signal.signal(signal.SIGTERM, _leave)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    # As Ctrl-C does, so that what a command has started is ended with it. Under nohup SIGHUP stays ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _leave)
     try:
         status = commands.app(sys.argv[1:] or ["--help"], prog_name="mgk", standalone_mode=False)
     except Exception as error:

@@ -137,7 +137,8 @@ class Queue:
         arguments += ["--kv-heads", str(job.row.kv_heads)] if job.row.kv_heads else []
         arguments += ["--out", str(job.directory), "--resume", "auto"]
         with (job.directory / "log.txt").open("ab") as log:
-            job.process = subprocess.Popen([*self.command, *arguments], stdout=log, stderr=log)
+            # Ctrl-C on a terminal would reach it too, and `stop` would then be a second signal, which ends it unsaved.
+            job.process = subprocess.Popen([*self.command, *arguments], stdout=log, stderr=log, start_new_session=True)
         self.running.append(job)
 
     def ended(self) -> list[Job]:

@@ -1,15 +1,17 @@
 """The command: every option reaches what uses it, and wrong input is one line and exit code 2."""
 
 import inspect
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from mgk import commands, recipes, tasks
+from mgk import cli, commands, recipes, tasks
 from mgk.commands.common import data_directory, with_steps
 from mgk.recipes import Row
 
@@ -69,29 +71,146 @@ def test_each_layer_is_the_variant_that_was_asked_for(asked):
         assert (layer.attention.num_heads, layer.attention.head_dim) == (2, 32)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["train", "nothing"], "recipe must be one of"),
-        (["train", "listops", "--variant", "soft"], "--variant must be one of"),
-        (["train", "listops", "--heads", "0"], "--heads must be a positive integer"),
-        (["train", "listops", "--steps", "0"], "steps must be a positive integer"),
-        (["train", "listops", "--set", "speed=1"], "--set knows"),
-        (["train", "listops", "--resume", "yes"], "--resume must be auto"),
-        (["data", "nothing"], "task must be one of"),
-        (["eval", "nowhere"], "is no run"),
-        (["compare", "demo", "--rows", "smgk"], "row must read"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, arguments, says):
-    result = subprocess.run(
-        [sys.executable, "-m", "mgk", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture
+def mgk(monkeypatch, tmp_path, capsys):
+    """The command, in this process and an empty folder: exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mgk", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return (left.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+# A run that is none, recipes that are none, and files where folders should be.
+FILES = {
+    "broken.yaml": b"title: [",
+    "binary.yaml": b"\xff\xfe",
+    "list.yaml": b"- a",
+    "training.yaml": b"title: a\ntask: listops\ntraining: 3",
+    "lr.yaml": b"title: a\ntask: listops\ntraining: {lr: fast}",
+    "paper.yaml": b"title: a\ntask: listops\npaper: {smgk:4: much}",
+    "plateau.yaml": b"title: a\ntask: listops\nplateau: high",
+    "row.yaml": b"title: a\ntask: listops\nrows: [smgk]",
+    "circle.yaml": b"extends: circle.yaml",
+    "broken/run.json": b"{",
+    "binary/run.json": b"\xff",
+    "empty/run.json": b"{}",
+    "file": b"",
+}
+WRONG = [
+    (["train", "nothing"], "recipe must be one of"),
+    (["train", "nothing.yaml"], "recipe file nothing.yaml does not exist"),
+    (["train", "broken.yaml"], "broken.yaml is no YAML, line 1: "),
+    (["train", "binary.yaml"], "binary.yaml is no UTF-8 text"),
+    (["train", "list.yaml"], "list.yaml must be a mapping"),
+    (["train", "training.yaml"], "training.yaml: training must be a mapping"),
+    (["train", "lr.yaml"], "recipe lr.yaml: lr must be a number"),
+    (["train", "paper.yaml"], "paper.yaml: paper smgk:4 must be a number"),
+    (["train", "plateau.yaml"], "plateau.yaml: plateau must be a number"),
+    (["train", "row.yaml"], "row.yaml: row must read variant:heads"),
+    (["train", "circle.yaml"], "circle.yaml extends itself"),
+    (["train", "listops", "--variant", "soft"], "--variant must be one of"),
+    (["train", "listops", "--heads", "0"], "--heads must be a positive integer"),
+    (["train", "listops", "--heads", "many"], "'--heads'"),
+    (["train", "listops", "--heads", "3", "--kv-heads", "2"], "--kv-heads = 2 must divide"),
+    (["train", "listops", "--preset", "best"], "--preset must be one of"),
+    (["train", "listops", "--seed", "-1"], "--seed must be at least 0"),
+    (["train", "listops", "--steps", "0"], "--steps must be a positive integer"),
+    (["train", "listops", "--set", "steps=0"], "--set: steps must be a positive integer"),
+    (["train", "listops", "--set", "speed=1"], "--set knows"),
+    (["train", "listops", "--set", "lr=["], "--set lr: '[' is no value"),
+    (["train", "listops", "--resume", "yes"], "--resume must be auto"),
+    (["train", "listops", "--accelerator", "tpu"], "--accelerator must be one of"),
+    (["train", "listops", "--strategy", "none"], "--strategy must be one of"),
+    (["train", "listops", "--out", "file"], "--out file: file is no folder"),
+    (["train", "listops", "--out", "file/run"], "is no folder"),
+    (["train", "listops", "--results", "empty"], "--results empty is a folder"),
+    (["data", "nothing"], "task must be one of"),
+    (["data", "listops", "--workers", "0"], "'--workers'"),
+    (["eval", "nowhere"], "nowhere is no run"),
+    (["eval", "broken"], "run.json is damaged"),
+    (["eval", "binary"], "run.json is damaged"),
+    (["eval", "empty"], "run.json is damaged: it has no recipe"),
+    (["eval", "empty", "--batch-size", "0"], "--batch-size must be a positive integer"),
+    (["eval", "empty", "--precision", "fp8"], "--precision must be one of"),
+    (["generate", "nowhere", "--prompt", "a"], "nowhere is no run"),
+    (["generate", "nowhere"], "'--prompt'"),
+    (["compare", "demo", "--rows", "smgk"], "--rows must read"),
+    (["compare", "demo", "--rows", ""], "--rows must be one of"),
+    (["compare", "demo", "--rows", "smgk:4/3"], "3 key heads do not divide 4 heads"),
+    (["compare", "demo", "--jobs", "-1"], "'--jobs'"),
+    (["compare", "demo", "--minutes", "0"], "--minutes must be more than 0"),
+    (["compare", "demo", "--preset", "best"], "--preset must be one of"),
+    (["compare", "demo", "--out", "file"], "--out file: file is no folder"),
+    (["compare", "demo", "--runs", "file"], "--runs file: file is no folder"),
+    (["compare", "demo", "--redraw"], "no results of recipe demo in results"),
+    (["study", "demo"], "trains no language model"),
+    (["study", "bytes", "--rows", "smgk"], "--rows must read"),
+    (["analyze"], "give the directory"),
+    (["analyze", "nowhere"], "nowhere is no run"),
+    (["analyze", "empty", "--threshold", "0"], "--threshold must be more than 0"),
+    (["analyze", "empty", "--seed", "-1"], "--seed must be at least 0"),
+    (["analyze", "empty", "--out", "file"], "--out file: file is no folder"),
+    (["flops", "demo", "--variants", ""], "--variants must be one of"),
+    (["flops", "demo", "--out", "file"], "--out file: file is no folder"),
+    (["bench", "--out", "empty"], "--out empty is a folder"),
+    (["nothing"], "No such command 'nothing' (see mgk --help)"),
+    (["train"], "Missing argument 'recipe' (see mgk train --help)"),
+    (["train", "demo", "--sed", "1"], "--sed"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_wrong_input_is_one_line_and_exit_code_2(mgk, tmp_path, arguments, says):
+    for name, content in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, errors = mgk(*arguments)
+    assert code == 2
+    assert errors.startswith("mgk: ")
+    assert says in errors
+    assert errors.count("\n") == 1
+    # Nothing is left half done.
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(mgk, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    code, _, errors = mgk("train", "demo", "--out", "a/b")
+    assert (code, errors) == (2, f"mgk: --out a/b: {tmp_path} is not writable\n")
+
+
+def test_help_and_version(mgk):
+    assert mgk("--version")[:2] == (0, f"mgk {metadata.version('mgk')}\n")
+    code, said, _ = mgk()
+    assert code == 0
+    for name in ("train", "eval", "data", "recipes", "compare", "analyze", "generate", "flops", "bench", "study"):
+        assert f" {name} " in said
+        assert mgk(name, "--help")[0] == 0
+
+
+def test_an_error_of_ours_is_not_hidden(mgk, monkeypatch):
+    def broken():
+        raise KeyError("ours")
+
+    monkeypatch.setattr(recipes, "names", broken)
+    with pytest.raises(KeyError, match="ours"):
+        mgk("recipes")
+
+
+def test_the_module_is_the_command(tmp_path):
+    arguments = [sys.executable, "-m", "mgk", "train", "nothing"]
+    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    assert says in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert result.stderr.startswith("mgk: recipe must be one of")
+    assert result.stderr.count("\n") == 1
 
 
 def test_without_the_extra_the_command_says_so(tmp_path):

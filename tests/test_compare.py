@@ -105,6 +105,13 @@ def test_a_crash_of_one_is_survived_and_said(tmp_path, capsys):
     assert (said.count("done"), said.count("FAILED")) == (2, 1)
 
 
+def test_a_signal_to_the_terminal_s_processes_does_not_reach_the_trainings(tmp_path):
+    """They are asked to leave by `compare` itself: a second signal would end them before they have saved."""
+    script = "import os, sys; sys.exit(os.getsid(0) != os.getpid())"
+    jobs = [compare.Job(Row("smgk", 4), 0, tmp_path)]
+    assert not compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=1).failed
+
+
 def test_when_the_time_is_up_what_runs_is_asked_to_leave_and_the_rest_waits(tmp_path):
     script = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(60)"
     jobs = [compare.Job(Row("smgk", 4), seed, Path(tmp_path / str(seed))) for seed in range(3)]
@@ -210,6 +217,15 @@ def test_models_are_compared_on_the_same_examples(tmp_path):
     assert lines[2][column] == f"+{gained / 20:.2f} ± {196 * (gained / 2000) ** 0.5 / 2000**0.5:.2f}"
     assert float(lines[3][column].split("± ")[1]) > 2.5
     assert "on the same examples" in (tmp_path / "listops.md").read_text()
+
+
+def test_redrawing_needs_one_setup_of_each_model(tmp_path):
+    path, recipe, rows = tmp_path / "listops.csv", recipes.load("listops"), [Row("smgk", 4), Row("mgk", 4)]
+    results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
+    assert compare.known_setups(results.read([path]), recipe, rows, "paper") == {rows[0]: "these"}
+    results.append(path, [{**measured("smgk:4", 1, 0.37), "setup": "those"}])
+    with pytest.raises(ValueError, match="smgk:4 has results of 2 settings"):
+        compare.known_setups(results.read([path]), recipe, rows, "paper")
 
 
 def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):

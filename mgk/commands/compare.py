@@ -90,7 +90,11 @@ def compare(
     command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
     command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
     at_once = jobs or (4 if torch.cuda.is_available() else 1)
-    queue = comparison.run_jobs(wanted, command, at_once, minutes)
+    try:
+        queue = comparison.run_jobs(wanted, command, at_once, minutes)
+    except (KeyboardInterrupt, SystemExit):
+        print("stopped, and what was training has saved; the same command goes on with it", file=sys.stderr)
+        raise
     failed, left = queue.failed, [*queue.running, *queue.waiting]
     if failed and not results.read([own]):
         raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")

@@ -16,6 +16,7 @@ from mgk.commands.common import (
     DataDir,
     Settings,
     app,
+    check_file,
     check_folder,
     data_directory,
     progress,
