@@ -34,8 +34,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     # As Ctrl-C does, so that what a command has started is ended with it. Under nohup SIGHUP stays ignored.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _leave)
     try:
         status = commands.app(sys.argv[1:] or ["--help"], prog_name="mgk", standalone_mode=False)

@@ -4,14 +4,13 @@ import inspect
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from mgk import cli, commands, recipes, tasks
+from mgk import __version__, cli, commands, recipes, tasks
 from mgk.commands.common import data_directory, with_steps
 from mgk.recipes import Row
 
@@ -188,7 +187,8 @@ def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(mgk, tmp_p
 
 
 def test_help_and_version(mgk):
-    assert mgk("--version")[:2] == (0, f"mgk {metadata.version('mgk')}\n")
+    assert mgk("--version")[:2] == (0, f"mgk {__version__}\n")
+    assert f'\nversion = "{__version__}"\n' in (Path(__file__).parent.parent / "pyproject.toml").read_text()
     code, said, _ = mgk()
     assert code == 0
     for name in ("train", "eval", "data", "recipes", "compare", "analyze", "generate", "flops", "bench", "study"):
