@@ -140,7 +140,11 @@ class Fit(pl.LightningModule):
         return InOrder(examples, batch, self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        torch.manual_seed(seed_of(self.seed, 2, batch_idx, self.global_rank))
+        # torch.manual_seed would also keep a call, with its traceback, for every kind of device that is not there.
+        seed = seed_of(self.seed, 2, batch_idx, self.global_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
         """Indices stay where what is known of the examples is."""
