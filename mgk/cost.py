@@ -20,6 +20,8 @@ from mgk.training import Fit, Run
 
 METRICS = ("step_ms_alone", "forward_ms_alone", "peak_mem_mb_alone")
 WARM_UP, WINDOWS, STEPS = 5, 5, 10
+# Steps that are recorded as graphs: by then nearly every size of a batch has been.
+WARM_UP_RECORDED = 100
 
 
 def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
@@ -38,6 +40,11 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
         return torch.from_numpy(order.take(number * size, size))
 
     def step(number: int) -> None:
+        if module.recorded is not None:
+            with module.objective.autocast():
+                module.recorded(batch(number))
+            optimizer.step()
+            return
         for part in range(settings.accumulate):
             with module.objective.autocast():
                 loss = module.objective.measure(batch(number * settings.accumulate + part), "train")["loss"]
@@ -49,7 +56,8 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
         with torch.no_grad(), module.objective.autocast():
             module.objective.measure(batch(number), "train")
 
-    step_ms, memory = median_ms(step, device), peak_memory_mb()
+    warm_up = WARM_UP if module.recorded is None else WARM_UP_RECORDED
+    step_ms, memory = median_ms(step, device, warm_up=warm_up), peak_memory_mb()
     module.eval()
     forward_ms = median_ms(forward, device)
     common = description(run, task, config)
@@ -60,7 +68,9 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     ]
 
 
-def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
+def median_ms(
+    work: Callable[[int], None], device: torch.device, windows: int = WINDOWS, warm_up: int = WARM_UP
+) -> float:
     """Of windows of steps, after a warm-up, from which on the peak of memory counts; work(number) is one step."""
 
     def wait() -> float:
@@ -68,7 +78,7 @@ def median_ms(work: Callable[[int], None], device: torch.device, windows: int = 
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for number in range(WARM_UP):
+    for number in range(warm_up):
         work(number)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -76,6 +86,6 @@ def median_ms(work: Callable[[int], None], device: torch.device, windows: int = 
     for window in range(windows):
         start = wait()
         for number in range(STEPS):
-            work(WARM_UP + window * STEPS + number)
+            work(warm_up + window * STEPS + number)
         times.append(1000 * (wait() - start) / STEPS)
     return statistics.median(times)

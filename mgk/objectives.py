@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from mgk.batches import Examples, InOrder, Segments
 from mgk.checks import one_of
+from mgk.graphs import GraphedGradients
 from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel
 from mgk.recipes import Recipe, Row, Training
 from mgk.sliding import sliding_losses
+from mgk.variants import VARIANTS
 
 
 class Measured(NamedTuple):
@@ -87,6 +89,11 @@ class Objective(ABC):
     @abstractmethod
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
         """Means over these examples: "loss", and what else tells how it goes."""
+
+    def recorder(self) -> Callable[[Tensor], dict[str, Tensor]] | None:
+        """What measures training examples and leaves the gradients of their loss in the parameters, by recorded steps;
+        None where steps cannot be recorded."""
+        return None
 
     @abstractmethod
     def value(self, means: dict[str, float]) -> float:
@@ -160,23 +167,48 @@ class Classification(Objective):
     def compiled(self) -> Any:
         return torch.compile(self.model)
 
+    @property
+    def packs(self) -> bool:
+        return self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda"
+
+    def batch(self, chosen: np.ndarray, split: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, where their documents end, labels: packed [T], offsets; else [n, L] or [n, 2, L], lengths."""
+        examples = self.examples[split]
+        if self.packs:
+            return examples.packed(chosen)
+        width = examples.width(chosen) if self.settings.padding == "longest" else examples.max_length
+        return examples.batch(torch.from_numpy(chosen).to(self.device), width)
+
+    def predict(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        if not self.packs:
+            return self.network(tokens, ends)
+        torch._dynamo.maybe_mark_dynamic(tokens, 0)
+        return self.network(tokens, cu_seqlens=ends)
+
     def logits(self, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        examples, chosen, count = self.examples[split], indices.numpy(), len(indices)
+        chosen, count = indices.numpy(), len(indices)
         if self.compiles and split != "train":
             # One more shape would be compiled for the last batch.
             chosen = np.resize(chosen, self.settings.eval_batch_size)
-        if self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda":
-            tokens, edges, labels = examples.packed(chosen)
-            torch._dynamo.maybe_mark_dynamic(tokens, 0)
-            return self.network(tokens, cu_seqlens=edges)[:count], labels[:count]
-        width = examples.width(chosen) if self.settings.padding == "longest" else examples.max_length
-        tokens, lengths, labels = examples.batch(torch.from_numpy(chosen).to(self.device), width)
-        return self.network(tokens, lengths)[:count], labels[:count]
+        tokens, ends, labels = self.batch(chosen, split)
+        return self.predict(tokens, ends)[:count], labels[:count]
 
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
-        logits, labels = self.logits(indices, split)
+        return self.means_of(*self.logits(indices, split))
+
+    @staticmethod
+    def means_of(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         loss = nn.functional.cross_entropy(logits.float(), labels)
         return {"loss": loss, "accuracy": (logits.argmax(-1) == labels).float().mean()}
+
+    def recorder(self) -> Callable[[Tensor], dict[str, Tensor]] | None:
+        """Not for EM, which would count a step twice when it is recorded."""
+        layers = [VARIANTS[name] for name in self.model.config.layer_variants]
+        if not self.compiles or any("em" in (v.prior, v.variance) for v in layers):
+            return None
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        graphs = GraphedGradients(parameters, lambda *batch: self.means_of(self.predict(*batch[:2]), batch[2]))
+        return lambda indices: graphs(self.batch(indices.numpy(), "train"))
 
     def value(self, means: dict[str, float]) -> float:
         return means["accuracy"]

@@ -35,6 +35,8 @@ from mgk.objectives import OBJECTIVES, Objective
 from mgk.recipes import Recipe, Row, Training
 
 CHECKPOINT = "last.ckpt"
+# Steps between two points of the curves that TensorBoard shows.
+LOG_EVERY = 50
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, s: Training) -> LRScheduler:
@@ -102,10 +104,14 @@ class Fit(pl.LightningModule):
         self.objective, self.settings, self.seed = objective, objective.settings, seed
         self.model, self.splits = objective.model, objective.splits
         self._sharded = False
+        self.recorded: Callable[[Tensor], dict[str, Tensor]] | None = None
+        self.latest: dict[str, Tensor] = {}  # of the last training step, on the device
         self.best: dict[str, float] = {objective.metric: -objective.better * math.inf, "step": -1}
 
     def setup(self, stage: str) -> None:
         self.objective.place(self.device)
+        if not in_company() and self.settings.accumulate == 1:
+            self.recorded = self.objective.recorder()
 
     def configure_model(self) -> None:
         """FSDP: every layer's weights are shared out among the processes, and gathered where they are used."""
@@ -134,16 +140,30 @@ class Fit(pl.LightningModule):
         return InOrder(examples, batch, self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        torch.manual_seed(seed_of(self.seed, 2, batch_idx, self.global_rank))
+        # torch.manual_seed would also keep a call, with its traceback, for every kind of device that is not there.
+        seed = seed_of(self.seed, 2, batch_idx, self.global_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
         """Indices stay where what is known of the examples is."""
         return batch
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        means = self.objective.measure(batch, "train")
-        self.log_dict({name: value.detach() for name, value in means.items()}, prog_bar=True)
+        # Nothing is logged here: Lightning would spend a millisecond a step on it.
+        means = self.recorded(batch) if self.recorded else self.objective.measure(batch, "train")
+        self.latest = {name: value.detach() for name, value in means.items()}
         return means["loss"]
+
+    def backward(self, loss: Tensor) -> None:
+        """A recorded step has left its gradients already."""
+        if not self.recorded:
+            loss.backward()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if not self.recorded:
+            optimizer.zero_grad()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         means = self.objective.measure(batch, "dev")
@@ -214,6 +234,9 @@ class Record(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.steps += 1
+        if trainer.logger is not None and trainer.global_step % LOG_EVERY == 0:
+            assert isinstance(module, Fit)
+            trainer.logger.log_metrics({name: float(x) for name, x in module.latest.items()}, trainer.global_step)
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
             self._left = True
@@ -227,23 +250,21 @@ class Record(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # Lightning validates once more on leaving early: the run that goes on will not have done so.
         if not self._left:
-            self._record(trainer, module, {name: float(value) for name, value in trainer.callback_metrics.items()})
+            assert isinstance(module, Fit)
+            dev = {name.removeprefix("dev_"): float(value) for name, value in trainer.callback_metrics.items()}
+            self._record(trainer, module, dev)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # The last step is evaluated also where it is no multiple of eval_every.
         if not self._left and (self._mark is None or self._mark[0] != trainer.global_step):
             assert isinstance(module, Fit)
             module.eval()
-            values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            dev = {f"dev_{name}": value for name, value in module.objective.means("dev").items()}
-            self._record(trainer, module, {**values, **dev})
+            self._record(trainer, module, module.objective.means("dev"))
 
-    def _record(self, trainer: pl.Trainer, module: pl.LightningModule, values: dict[str, float]) -> None:
-        assert isinstance(module, Fit)
+    def _record(self, trainer: pl.Trainer, module: Fit, dev: dict[str, float]) -> None:
+        """The last training step, and the development set."""
         objective, step = module.objective, trainer.global_step
-        means = {"train": {}, "dev": {}}  # type: dict[str, dict[str, float]]
-        for name, value in values.items():
-            means["dev" if name.startswith("dev_") else "train"][name.removeprefix("dev_")] = value
+        means = {"train": {name: float(value) for name, value in module.latest.items()}, "dev": dev}
         found = {split: objective.value(each) if each else math.nan for split, each in means.items()}
         if not math.isfinite(means["dev"].get("loss", 0.0)):
             raise ValueError(f"the loss is not finite at step {step}: the training has diverged; lower lr, or set clip")
@@ -285,9 +306,14 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
+def in_company() -> bool:
+    """Whether this process is one of several of a run."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def leave() -> None:
     """Ends the connection between the processes of a run in order: otherwise the first to go may abort another."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if in_company():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
@@ -365,7 +391,7 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip or None,
         logger=pl.loggers.TensorBoardLogger(run.directory, name="", version="tensorboard"),
-        log_every_n_steps=50,
+        log_every_n_steps=LOG_EVERY,
         callbacks=[record],
         enable_checkpointing=False,
         enable_model_summary=False,

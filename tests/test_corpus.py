@@ -1,6 +1,7 @@
 """Corpora and vocabularies: what a text becomes, and what is said where it is missing or damaged."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from mgk import tasks
 from mgk.batches import Segments
-from mgk.tasks.corpus import Bytes, TokenStream
+from mgk.tasks.corpus import OWN_WORDS, Bytes, TokenStream
 from mgk.tasks.store import DataError
 from mgk.tasks.vocabulary import ByteVocabulary, WordVocabulary
 
@@ -117,6 +118,25 @@ def test_missing_and_damaged_corpora(own_words, tmp_path_factory):
     (own_words / "a.txt").write_text("short")
     with pytest.raises(DataError, match="a segment takes"):
         tasks.task("bytes").prepare(own_words)
+
+
+def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path_factory):
+    key, tmp_path = OWN_WORDS.key(own_words), tmp_path_factory.mktemp("other")
+    shutil.copytree(own_words / ".mgk", tmp_path / ".mgk")
+    OWN_WORDS.prepare(tmp_path)
+    assert OWN_WORDS.key(tmp_path) == key
+    (ids,) = tmp_path.glob(".mgk/words/*/train.ids.npy")
+    # Damaged, of other settings, or one of two: then the source is asked for.
+    ids.write_bytes(ids.read_bytes()[:-1] + b"!")
+    with pytest.raises(DataError, match="missing"):
+        OWN_WORDS.prepare(tmp_path)
+    shutil.copyfile(next(own_words.glob(".mgk/words/*/train.ids.npy")), ids)
+    OWN_WORDS.prepare(tmp_path)
+    with pytest.raises(DataError, match="missing"):
+        dataclasses.replace(OWN_WORDS, max_length=5).prepare(tmp_path)
+    shutil.copytree(ids.parent, ids.parent.with_name("abc"))
+    with pytest.raises(DataError, match="missing"):
+        OWN_WORDS.prepare(tmp_path)
 
 
 def test_a_known_corpus_that_is_cut_short_is_noticed(own_words):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,11 +74,18 @@ def _eigenvalues(gram: Tensor) -> Tensor:
     return torch.cat(_at_once(torch.linalg.eigvalsh, gram.tensor_split(min(STREAMS, len(gram)))))
 
 
+@cache
+def _load_solvers(device: torch.device) -> None:
+    """PyTorch loads what it decomposes matrices with on a GPU at the first call, which two threads must not make."""
+    torch.linalg.eigh(torch.eye(2, dtype=torch.float64, device=device))
+
+
 def _at_once(function: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     """function(part) for each part; on a GPU up to STREAMS of them at the same time."""
     if parts[0].device.type != "cuda" or len(parts) == 1 or STREAMS == 1:
         return [function(part) for part in parts]
     device = parts[0].device
+    _load_solvers(device)
     ready = torch.cuda.current_stream(device)
 
     def run(part: Tensor) -> Tensor:

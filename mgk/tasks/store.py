@@ -148,12 +148,20 @@ class Task(ABC):
         self, data_dir: Path, workers: int | None = None, progress: Progress = silent, verify: bool = False
     ) -> Path:
         assert is_dataclass(self)
+        settings = asdict(self)
+        try:
+            files = self.files(data_dir)
+        except DataError:
+            prepared = without_source(data_dir, self.name, settings, verify)
+            if prepared is None:
+                raise
+            return prepared
         try:
             return cached(
                 data_dir,
                 self.name,
-                settings=asdict(self),
-                files=self.files(data_dir),
+                settings=settings,
+                files=files,
                 build=lambda folder: self.build(data_dir, folder, workers or os.cpu_count() or 1, progress),
                 progress=progress,
                 verify=verify,
@@ -263,6 +271,19 @@ def cached(
         if not intact(folder, verify=True):
             _make(root, folder, manifest, build)
     return folder
+
+
+def without_source(data_dir: Path, name: str, settings: dict[str, Any], verify: bool) -> Path | None:
+    """What was prepared with these settings, where its source is not, as on a machine that only .mgk was copied to.
+    None unless there is exactly one."""
+    wanted = json.loads(json.dumps(settings))
+    found = []
+    for folder in sorted((data_dir / ".mgk" / name).glob("[0-9a-f]*")):
+        if intact(folder, verify):
+            manifest = read_manifest(folder)
+            if manifest.get("format") == FORMAT and manifest.get("settings") == wanted:
+                found.append(folder)
+    return found[0] if len(found) == 1 else None
 
 
 def _make(root: Path, folder: Path, manifest: dict[str, Any], build: Callable[[Path], dict[str, Any]]) -> None:
