@@ -81,7 +81,8 @@ class Told(pl.Callback):
         self._evaluating += self.clock() - self._evaluation if self._since is not None else 0.0
         # The evaluation has its own line.
         self._told = self.clock()
-        self._dev = self._metric(trainer, module, "dev_")
+        dev = {name.removeprefix("dev_"): value for name, value in trainer.callback_metrics.items()}
+        self._dev = _metric(module, dev) if dev else ""
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.close()
@@ -94,11 +95,11 @@ class Told(pl.Callback):
             self._bar.stop()
             self._bar = None
 
-    def line(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
-        step = trainer.global_step
+    def line(self, trainer: pl.Trainer, module: Any) -> str:
+        step, latest = trainer.global_step, module.latest
         parts = [f"step {step}/{self.steps}"]
-        if "loss" in trainer.callback_metrics:
-            parts += [f"loss {float(trainer.callback_metrics['loss']):.3f}", self._metric(trainer, module, "")]
+        if latest:
+            parts += [f"loss {float(latest['loss']):.3f}", _metric(module, latest)]
         parts += [f"dev {self._dev}"] if self._dev else []
         return "  ".join([*parts, *self._pace(step)])
 
@@ -113,12 +114,6 @@ class Told(pl.Callback):
         told = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
         return [told, f"{clock_time(left)} left"]
 
-    def _metric(self, trainer: pl.Trainer, module: Any, prefix: str) -> str:
-        known = trainer.callback_metrics.items()
-        split = [(name, value) for name, value in known if name.startswith("dev_") == bool(prefix)]
-        means = {name.removeprefix(prefix): float(value) for name, value in split}
-        return str(module.objective.told(module.objective.value(means))) if "loss" in means else ""
-
     def _due(self, trainer: pl.Trainer) -> bool:
         return trainer.is_global_zero and self.clock() - self._told >= self._every
 
@@ -128,3 +123,8 @@ class Told(pl.Callback):
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         else:
             self._bar.update(self._bar.task_ids[0], completed=step, description=line, refresh=True)
+
+
+def _metric(module: Any, means: dict[str, Any]) -> str:
+    """In words, from the means of an objective."""
+    return str(module.objective.told(module.objective.value({name: float(value) for name, value in means.items()})))

@@ -18,12 +18,12 @@ class Fake:
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None)
         self.told = Told(100, console, lambda: self.now)
         self.trainer = SimpleNamespace(global_step=0, is_global_zero=True, callback_metrics={}, num_val_batches=[7])
-        self.module = SimpleNamespace(objective=objective(None, None, None, {}), device="cpu")
+        self.module = SimpleNamespace(objective=objective(None, None, None, {}), device="cpu", latest={})
 
     def step(self, number, seconds=1.0, **metrics):
         self.now += seconds
         self.trainer.global_step = number
-        self.trainer.callback_metrics |= metrics
+        self.module.latest = metrics
         self.told.on_train_batch_end(self.trainer, self.module, None, None, 0)
 
     def evaluate(self, seconds, **metrics):
@@ -52,8 +52,8 @@ def test_the_line_tells_step_loss_metric_speed_and_time_left():
 def test_evaluations_count_for_the_time_left_and_not_for_the_speed():
     fake = Fake(objective=LanguageModelling).start()
     fake.step(1)
-    fake.evaluate(10.0, loss=2.0, dev_loss=0.0)
-    fake.step(11, seconds=20)
+    fake.evaluate(10.0, dev_loss=0.0)
+    fake.step(11, seconds=20, loss=2.0)
     assert fake.lines[-1] == "step 11/100  loss 2.000  perplexity 7.39  dev perplexity 1.00  2.0 s/step  4:27 left"
 
 
