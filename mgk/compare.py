@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from mgk.recipes import Recipe, Row
 
 # Of these results the table takes step time and memory where they exist; `mgk.cost` measures them.
 ALONE = ("step_ms_alone", "peak_mem_mb_alone")
-# Seconds between two lines on how the running trainings stand.
-TOLD_EVERY = 60
+# Off a terminal, seconds between two lines on how the running trainings stand.
+TOLD_EVERY = 30
 
 
 @dataclass
@@ -160,27 +160,34 @@ class Queue:
 
 def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float | None = None) -> Queue:
     """Runs each job as `command` with its row and seed, several at once, for as many minutes; what then still waits
-    or runs, and what failed, is in the queue that comes back."""
+    or runs, and what failed, is in the queue that comes back. On a terminal one sees how each stands."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     queue = Queue(list(jobs), command)
     started = told = time.time()
     end = math.inf if minutes is None else started + 60 * minutes
-    try:
-        while (queue.waiting or queue.running) and time.time() < end:
-            while queue.waiting and len(queue.running) < at_once:
-                queue.start()
-            time.sleep(0.5)
-            if time.time() - told > TOLD_EVERY:
-                told = time.time()
-                for job in queue.running:
-                    print(f"  {job.row} seed {job.seed}: {_last_line(job)}", file=sys.stderr)
-            for job in queue.ended():
-                outcome = f"FAILED: {_last_line(job)} (see {job.directory / 'log.txt'})"
-                outcome = outcome if job in queue.failed else "done"
-                done = len(jobs) - len(queue.waiting) - len(queue.running)
-                seconds = time.time() - started
-                print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s)", file=sys.stderr)
-    finally:
-        queue.stop()
+    with console.status("") if console.is_terminal else nullcontext() as status:
+        try:
+            while (queue.waiting or queue.running) and time.time() < end:
+                while queue.waiting and len(queue.running) < at_once:
+                    queue.start()
+                time.sleep(0.5)
+                stand = "\n".join(f"  {job.row} seed {job.seed}: {_last_line(job)}" for job in queue.running)
+                if status is not None:
+                    status.update(Text(f"{len(queue.waiting)} waiting, {len(queue.running)} training\n{stand}"))
+                elif time.time() - told > TOLD_EVERY:
+                    told = time.time()
+                    console.print(stand)
+                for job in queue.ended():
+                    outcome = f"FAILED: {_last_line(job)} (see {job.directory / 'log.txt'})"
+                    outcome = outcome if job in queue.failed else "done"
+                    done = len(jobs) - len(queue.waiting) - len(queue.running)
+                    seconds = time.time() - started
+                    console.print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s)")
+        finally:
+            queue.stop()
     return queue
 
 
