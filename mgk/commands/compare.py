@@ -38,7 +38,7 @@ def compare(
     data_dir: DataDir = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Trainings at once; default 1, or 4 on a GPU.")] = None,
     alone: Annotated[
-        bool | None, typer.Option(help="Time each model by itself; default: if several train at once.")
+        bool | None, typer.Option(help="Time each model by itself; default: if its training did not.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so long; trainings save, and the same command goes on.")
@@ -103,14 +103,17 @@ def compare(
         print(f"{told}; the same command goes on with them", file=sys.stderr)
         if not results.read([own]):
             return
+    done = [job for job in wanted if job not in failed and job not in left]
     if at_once == 1 and not alone:
-        for job in wanted:
-            if job not in failed and job not in left:
-                mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
-                results.append(own, comparison.as_alone(mine))
-    if not left and (alone or (alone is None and at_once > 1)):
+        for job in done:
+            mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
+            results.append(own, comparison.as_alone(mine))
+    # A training by itself has timed its model, unless it was too short.
+    untimed = models if alone or at_once > 1 else dict.fromkeys(job.row for job in done)
+    if not left and alone is not False:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        for row in models:
+        known = results.read(sorted(out.glob("*.csv")))
+        for row in untimed:
             if not comparison.timed(known, chosen, row, preset, setups[row]):
                 print(f"timing {row} alone", file=sys.stderr)
                 results.append(own, cost.measure(first[row], task, device))
