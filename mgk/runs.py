@@ -13,12 +13,9 @@ from mgk.models import LanguageModel, load_model
 from mgk.tasks.corpus import Corpus
 from mgk.tasks.vocabulary import Vocabulary
 
-# What the commands read of it.
-DESCRIBED = ("recipe", "task", "row", "seed", "training")
 
-
-def read_run(directory: Path) -> dict[str, Any]:
-    """The description of a run, from its directory."""
+def read_run(directory: Path, *needed: str) -> dict[str, Any]:
+    """The description of a run, from its directory. needed: what it must tell beside its task."""
     path = directory / "run.json"
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
@@ -26,7 +23,7 @@ def read_run(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory} is no run: it has no run.json") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    missing = [name for name in DESCRIBED if not isinstance(description, dict) or name not in description]
+    missing = [name for name in ("task", *needed) if not isinstance(description, dict) or name not in description]
     if missing:
         raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}")
     return dict(description)

@@ -134,7 +134,7 @@ WRONG = [
     (["eval", "nowhere"], "nowhere is no run"),
     (["eval", "broken"], "run.json is damaged"),
     (["eval", "binary"], "run.json is damaged"),
-    (["eval", "empty"], "run.json is damaged: it has no recipe"),
+    (["eval", "empty"], "run.json is damaged: it has no task, training"),
     (["eval", "empty", "--batch-size", "0"], "--batch-size must be a positive integer"),
     (["eval", "empty", "--precision", "fp8"], "--precision must be one of"),
     (["generate", "nowhere", "--prompt", "a"], "nowhere is no run"),

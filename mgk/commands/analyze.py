@@ -173,7 +173,7 @@ def _run(
     from mgk.models import load_model
     from mgk.runs import read_run
 
-    description = read_run(run)
+    description = read_run(run, "recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(run / "best", device)
     config: Any = model.config

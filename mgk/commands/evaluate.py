@@ -37,7 +37,7 @@ def evaluate(
             positive_integer(name, count)
     if precision is not None:
         one_of("--precision", precision, PRECISIONS)
-    description = read_run(run)
+    description = read_run(run, "training")
     task = tasks.task(description["task"])
     if split is not None:
         one_of("--split", split, task.splits)
