@@ -91,3 +91,8 @@ def test_heads_with_the_same_map_are_listed_the_largest_groups_first():
     assert "Nearly the same maps: all 3 heads of layer 2; heads 2 and 3 of layer 1." in sentences
     _, sentences = told(*(layer(2, 1.0) for _ in range(4)))
     assert any(each.endswith("all 2 heads of layer 3; and 1 more group.") for each in sentences)
+
+
+def test_redundancy_without_two_heads_that_are_the_same_is_no_contradiction():
+    assert "Yet no two heads of a layer have nearly the same map: they overlap in part." in told(layer(8, 0.6))[1]
+    assert "No two heads of a layer have nearly the same map." in told(layer(8, 0.1))[1]

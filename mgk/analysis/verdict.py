@@ -37,7 +37,7 @@ def sentences(analysis: Analysis, costs: Sequence[Cost], own: Cost | None, one_h
     """What follows the headline; `own` is the model itself among `costs`, `one_head` an estimate without them."""
     layers = analysis.layers
     several = any(layer.heads > 1 for layer in layers)
-    said = [_layers(analysis), _outputs(analysis), _groups(layers)] if several else []
+    said = [_layers(analysis), _outputs(analysis), _groups(analysis)] if several else []
     said += [_ranks(layers), _removal(layers), _mixtures(layers)]
     if own is not None:
         said.append(_savings(costs, own))
@@ -81,14 +81,16 @@ def _outputs(analysis: Analysis) -> str:
     return f"{said}."
 
 
-def _groups(layers: Sequence[Layer]) -> str:
-    found = []
+def _groups(analysis: Analysis) -> str:
+    found, layers = [], analysis.layers
     for number, layer in enumerate(layers):
         groups: dict[int, list[int]] = {}
         for head, group in enumerate(layer.similarity.groups):
             groups.setdefault(group, []).append(head + 1)
         found += [(-len(heads), number + 1, heads) for heads in groups.values() if len(heads) > 1]
     if not found:
+        if analysis.different["maps"] < FEW * analysis.heads:
+            return "Yet no two heads of a layer have nearly the same map: they overlap in part."
         return "No two heads of a layer have nearly the same map."
     whole = [f"all {layer.heads} heads" for layer in layers]
     named = [
