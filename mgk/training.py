@@ -32,6 +32,7 @@ from mgk.checks import one_of
 from mgk.models import save_model
 from mgk.models.storage import write_atomically
 from mgk.objectives import OBJECTIVES, Objective
+from mgk.progress import Told
 from mgk.recipes import Recipe, Row, Training
 
 CHECKPOINT = "last.ckpt"
@@ -274,10 +275,9 @@ class Record(pl.Callback):
                 for split, each in means.items():
                     loss = each.get("loss", math.nan)
                     file.write(f"{step},{split},{loss:.6g},{found[split]:.6g},{lr:.6g},{time.time():.1f}\n")
-            if not sys.stderr.isatty():
-                loss = means["train"].get("loss", math.nan)
-                told = f"step {step}/{self.settings.steps}  loss {loss:.3f}  dev {objective.told(found['dev'])}"
-                print(told, file=sys.stderr, flush=True)
+            loss = means["train"].get("loss", math.nan)
+            told = f"step {step}/{self.settings.steps}  loss {loss:.3f}  dev {objective.told(found['dev'])}"
+            print(told, file=sys.stderr, flush=True)
         if objective.better * (found["dev"] - module.best[objective.metric]) > 0:
             module.best = {objective.metric: found["dev"], "step": step}
             weights = whole_weights(module.model)
@@ -392,10 +392,10 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
         gradient_clip_val=settings.clip or None,
         logger=pl.loggers.TensorBoardLogger(run.directory, name="", version="tensorboard"),
         log_every_n_steps=LOG_EVERY,
-        callbacks=[record],
+        callbacks=[record, Told(settings.steps)],
         enable_checkpointing=False,
         enable_model_summary=False,
-        enable_progress_bar=sys.stderr.isatty(),
+        enable_progress_bar=False,
         use_distributed_sampler=False,
         # Under inference_mode what is compiled for the development set would be compiled again for the test set.
         inference_mode=False,
