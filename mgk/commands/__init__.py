@@ -1,6 +1,6 @@
 """The subcommands of `mgk`, a file each; importing one adds it to the application."""
 
-from mgk.commands import analyze, bench, compare, flops, generate, study, train
+from mgk.commands import analyze, bench, compare, evidence, flops, generate, study, train
 from mgk.commands.common import app
 
-__all__ = ["analyze", "app", "bench", "compare", "flops", "generate", "study", "train"]
+__all__ = ["analyze", "app", "bench", "compare", "evidence", "flops", "generate", "study", "train"]
