@@ -103,7 +103,8 @@ class Bag(nn.Module):
         whole = Classifier(config)
         self.counts, self.head, self.norm = counts, whole.head, whole.norm
         self.grams = nn.Parameter(torch.randn(counts.shape[1], config.embed_dim) * 0.02)
-        self.mlp, self.mlp_norm = whole.layers[0].mlp, whole.layers[0].mlp_norm
+        layer: Any = whole.layers[0]
+        self.mlp, self.mlp_norm = layer.mlp, layer.mlp_norm
 
     def forward(self, places: Tensor) -> Tensor:
         encoded = self.norm(self.grams + self.mlp(self.mlp_norm(self.grams)))

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
+from mgk.compare import shown
 from mgk.evidence import verdicts
 from mgk.evidence.comparing import Compared, compare
 from mgk.evidence.plan import Experiment
-from mgk.evidence.runs import Found
+from mgk.evidence.runs import STANDS_FOR, Found, Trained
 from mgk.evidence.tables import markdown, number, signed
 from mgk.recipes import Row
 
-# What each mixture takes the place of.
+# What each mixture takes the place of, and what the two kinds of attention are called.
 BASELINES = {"mgk": "softmax", "smgk": "softmax", "mlk": "linear", "smlk": "linear"}
+FAMILIES = {"softmax": "softmax to MGK", "linear": "linear to MLK"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Judged:
     verdict: str
     remark: str = ""
     control: bool = False
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.theirs.variant]
 
     def __str__(self) -> str:
         return f"{self.ours} − {self.theirs}"
@@ -105,8 +111,6 @@ def paper_difference(part: Part, ours: Row, theirs: Row) -> float | None:
 def line(part: Part, judged: Judged) -> list[str]:
     result = judged.compared
     assert result is not None
-    learnt = (f"{sum(run.learnt for run in part.found.of(row))} of {len(part.found.of(row))}"
-              for row in (judged.ours, judged.theirs))  # fmt: skip
     interval = "–" if result.low is None else f"{signed(result.low)} to {signed(result.high)}"
     verdict = f"**{judged.verdict}**" + (f" ({judged.remark})" if judged.remark else "")
     return [
@@ -116,7 +120,7 @@ def line(part: Part, judged: Judged) -> list[str]:
         f"± {number(result.over_seeds)}" if result.over_seeds is not None else "not known",
         f"± {number(result.over_examples)}" if result.over_examples is not None else "not known",
         interval,
-        " − ".join(learnt),
+        " − ".join(learnt(part.found.of(row)) for row in (judged.ours, judged.theirs)),
         verdict,
     ]
 
@@ -161,17 +165,42 @@ def gap_table(part: Part, found: list[Gap]) -> str:
 
 
 def runs_table(part: Part) -> str:
-    """Each run by itself."""
+    """Each seed by itself."""
     found = part.found
     if not found.runs:
         return f"**{part.title}**: not run yet."
     splits = sorted({split for run in found.runs for split in run.values}, key=lambda name: (name != "test", name))
+    named = [f"{split} {shown(found.recipe).title}" for split in splits]
     plateau = found.recipe.plateau is not None
-    header = ["model", "seed", *splits, *(["left the plateau at step"] if plateau else []), "learnt", "paper"]
-    lines = [header]
-    for run in found.runs:
-        left = [("never" if run.left_at == 0 else f"{run.left_at:,}") if run.left_at is not None else "–"]
-        values = [number(run.values.get(split), found.scale.shown_digits) for split in splits]
-        cells = [str(run.row), str(run.seed), *values, *(left if plateau else [])]
-        lines.append([*cells, "yes" if run.learnt else "no", number(found.paper(run.row))])
+    paper = f"paper, {STANDS_FOR[found.recipe.name]}" if found.recipe.name in STANDS_FOR else "paper"
+    lines = [["model", "seeds", *named, *(["left the plateau at step"] if plateau else []), "learnt", paper]]
+    for row in found.rows:
+        runs = found.of(row)
+        cells = [str(row), " ".join(str(run.seed) for run in runs)]
+        cells += [" ".join(number(run.values.get(split)) for run in runs) for split in splits]
+        cells += [" ".join(f"{run.left_at:,}" if run.left_at else "never" for run in runs)] if plateau else []
+        lines.append([*cells, learnt(runs), number(found.paper(row))])
     return f"**{part.title}**\n\n{markdown(lines)}"
+
+
+def learnt(runs: list[Trained]) -> str:
+    return f"{sum(run.learnt for run in runs)} of {len(runs)}"
+
+
+def cell(found: list[str]) -> str:
+    """A verdict, and of how many pairs of all it is."""
+    measured = sum(each != verdicts.MISSING for each in found)
+    return f"**{verdicts.overall(found)}** ({measured} of {len(found)})" if found else "–"
+
+
+def by_verdict(found: dict[str, list[str]]) -> str:
+    """In words: where which verdict stands."""
+    places: dict[str, list[str]] = {}
+    for place, each in found.items():
+        places.setdefault(verdicts.overall(each), []).append(place)
+    return "; ".join(f"**{verdict}** on {', '.join(places[verdict])}" for verdict in verdicts.ALL if verdict in places)
+
+
+def sentence(claim: str, found: dict[str, list[str]]) -> str:
+    """One claim in one sentence: what may be said of it, and where."""
+    return f"Verdict, {claim}: {by_verdict(found)}."

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgk.analysis.curves import read_metrics
-from mgk.evidence.claims import Part
-from mgk.evidence.runs import PRESET
+from mgk.evidence import verdicts
+from mgk.evidence.claims import Part, half, paper_difference, same
+from mgk.evidence.runs import PRESET, SCALES, STANDS_FOR
 from mgk.recipes import Row
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # Of a picture's file: a digest of the numbers drawn, so that one sees whether it is still the picture of the results.
 DRAWN_FROM = "Drawn from"
 COLOURS = {"softmax": "black", "mgk": "tab:blue", "smgk": "tab:orange", "linear": "grey", "mlk": "tab:green"}
+VERDICT_COLOURS = {verdicts.HOLDS: "tab:green", verdicts.FAILS: "tab:red"}
 STYLES = {8: "-", 4: "--", 2: "-.", 1: ":"}
 
 
@@ -78,6 +80,27 @@ def ends(parts: list[Part]) -> Picture:
     return Picture("evidence-accuracy", panels, draw_ends)
 
 
+def differences(parts: list[Part]) -> Picture:
+    """Every pair that was measured: the difference with its interval, the margin, and the paper's difference."""
+    panels = []
+    for title, judge in (("half the heads", half), ("as many heads", same)):
+        lines = []
+        for part in parts:
+            for each in judge(part):
+                found = each.compared
+                if found is not None:
+                    label = f"{'control: ' if each.control else ''}{each}   {part.title}"
+                    paper = (
+                        None if part.found.recipe.name in STANDS_FOR else paper_difference(part, each.ours, each.theirs)
+                    )
+                    values = [None if v is None else round(v, 6) for v in (found.difference, found.half_width, paper)]
+                    lines.append([label, each.verdict, each.control, *values])
+        panels.append({"title": title, "lines": lines})
+    return Picture(
+        "evidence-differences", {"panels": panels, "margin": SCALES["classification"].margin}, draw_differences
+    )
+
+
 def _pyplot() -> Any:
     import matplotlib
 
@@ -125,4 +148,31 @@ def draw_ends(panels: list[dict[str, Any]]) -> Figure:
         axis.set_xlabel(f"{panel['split']}", fontsize=8)
         axis.set_title(panel["title"], fontsize=9)
         axis.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def draw_differences(data: dict[str, Any]) -> Figure:
+    panels = data["panels"]
+    counts = [max(1, len(panel["lines"])) for panel in panels]
+    figure, axes = _pyplot().subplots(
+        len(panels), 1, figsize=(8, 1.4 + 0.27 * sum(counts)), sharex=True, squeeze=False,
+        gridspec_kw={"height_ratios": counts}, constrained_layout=True,
+    )  # fmt: skip
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        for place, (_, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
+            colour = VERDICT_COLOURS.get(verdict, "grey")
+            axis.errorbar(difference, place, xerr=width or None, fmt="s" if control else "o", color=colour, capsize=3)
+            if paper is not None:
+                axis.plot(paper, place, "x", color="black")
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(panel["lines"])), [label for label, *_ in panel["lines"]], fontsize=8)
+        axis.set_ylim(counts[panels.index(panel)] - 0.5, -0.5)
+        axis.set_title(f"{panel['title']}, minus the baseline", fontsize=9)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
+    axes[-1, 0].margins(x=0.08)
+    words = "points (language model: per cent of perplexity) with the 95 % interval, none where it is not known\n"
+    figure.supxlabel(
+        f"{words}green: holds, red: does not hold; ×: the paper's difference; dotted: the margin", fontsize=8
+    )
     return figure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import statistics
 from collections import defaultdict
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mgk import results
 from mgk.evidence import verdicts
 from mgk.evidence.claims import BASELINES
 from mgk.evidence.comparing import Compared, pooled
@@ -42,10 +42,8 @@ def read(folder: Path) -> list[Seen]:
     """Means over layers of the means over matrices, or pairs of heads, of a layer."""
     found: dict[str, Seen] = {}
     for name, (table, value) in MEASURES.items():
-        path = folder / table
-        lines = list(csv.DictReader(path.open(newline="", encoding="utf-8"))) if path.exists() else []
         layers: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for each in lines:
+        for each in results.read([folder / table]):
             layers[each["model"]][each["layer"]].append(value(each))
         for model, by_layer in layers.items():
             named = MODEL.fullmatch(model)
@@ -87,9 +85,9 @@ def judged(seen: list[Seen]) -> list[tuple[Row, Row, str, Compared, str]]:
 
 def table(seen: list[Seen]) -> str:
     lines = [["pair", *MEASURES, "verdict"]]
-    results = judged(seen)
-    for ours, theirs in dict.fromkeys((ours, theirs) for ours, theirs, *_ in results):
-        own = {measure: (result, verdict) for a, b, measure, result, verdict in results if (a, b) == (ours, theirs)}
+    pairs = judged(seen)
+    for ours, theirs in dict.fromkeys((ours, theirs) for ours, theirs, *_ in pairs):
+        own = {measure: (result, verdict) for a, b, measure, result, verdict in pairs if (a, b) == (ours, theirs)}
         cells = []
         for measure in MEASURES:
             result = own.get(measure, (None, ""))[0]

@@ -38,15 +38,20 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
         "rules": verdicts.RULES,
         "summary": summary(parts, seen, rows),
         "runs": _joined(claims.runs_table(part) for part in parts),
-        "half": _joined(claims.table(part, found) for part in parts if (found := claims.half(part))),
-        "same": _joined(claims.table(part, found) for part in parts if (found := claims.same(part))),
-        "linear": _joined(claims.gap_table(part, found) for part in parts if (found := claims.gaps(part))),
-        "heads": _joined(f"**{name}**\n\n{heads.table(found)}" for name, found in seen.items()),
+        "half": half(parts),
+        "same": same(parts),
+        "linear": linear(parts),
+        "heads": _joined(
+            [
+                claims.sentence("ranks and heads", head_verdicts(seen)),
+                *(f"**{name}**\n\n{heads.table(found)}" for name, found in seen.items()),
+            ]
+        ),
         "cost": cost(parts, rows),
         "retrieval": probe.text(rows),
         "queue": plan.table(rows, results),
     }
-    return Evidence(text, [figures.ends(parts), figures.curves(parts, results)])
+    return Evidence(text, [figures.differences(parts), figures.ends(parts), figures.curves(parts, results)])
 
 
 def found_analyses(results: Path, figures: Path) -> list[Path]:
@@ -58,47 +63,102 @@ def _joined(texts: Iterable[str]) -> str:
     return "\n\n".join(texts) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
 
 
+def half(parts: list[Part]) -> str:
+    judged = {part.title: claims.half(part) for part in parts}
+    text = []
+    for baseline, family in claims.FAMILIES.items():
+        text.append(claims.sentence(f"{family} with half the heads", _named(judged, family)))
+        control = _named(judged, family, control=True)
+        alike = [title for title, found in control.items() if verdicts.overall(found) == verdicts.HOLDS]
+        if alike:
+            text[-1] += (
+                f" But {baseline} with half the heads passes the same rule on {', '.join(alike)}: "
+                "there it is not shown that the mixture was needed."
+            )
+    return _joined([*text, *(claims.table(part, judged[part.title]) for part in parts if judged[part.title])])
+
+
+def same(parts: list[Part]) -> str:
+    judged = {part.title: claims.same(part) for part in parts}
+    text = [claims.sentence(f"{each} with as many heads", _named(judged, each)) for each in claims.FAMILIES.values()]
+    return _joined([*text, *(claims.table(part, judged[part.title]) for part in parts if judged[part.title])])
+
+
+def linear(parts: list[Part]) -> str:
+    found = {part.title: claims.gaps(part) for part in parts}
+    judged = {title: [gap.judged.verdict for gap in own] for title, own in found.items() if own}
+    tables = (claims.gap_table(part, found[part.title]) for part in parts if found[part.title])
+    return _joined([claims.sentence("MLK narrows the gap", judged), *tables])
+
+
+def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool = False) -> dict[str, list[str]]:
+    """The verdicts of a family, by the tasks that have any."""
+    wanted = {
+        title: [each.verdict for each in found if each.family == family and each.control == control]
+        for title, found in judged.items()
+    }
+    return {title: found for title, found in wanted.items() if found}
+
+
 def cost(parts: list[Part], rows: list[Row]) -> str:
     """Recipes that differ in the schedule alone have the same models: the first that was run stands for them."""
     text, tasks = [], set()
     for part in parts:
         found = costs.of_part(part, rows)
-        if costs.ratios(found) and part.found.recipe.task not in tasks:
+        if costs.pairs(found) and part.found.recipe.task not in tasks:
             tasks.add(part.found.recipe.task)
             text.append(f"**{part.title}**\n\n{costs.table(found)}")
     steps = costs.of_steps(rows)
-    if costs.ratios(steps):
-        text.append(f"**A training step of the LRA encoder, length 4,096, batch 32**\n\n{costs.table(steps)}")
-    return _joined([*text, costs.operator_table(rows)])
+    if costs.pairs(steps):
+        where = costs.machine(costs.step_rows(rows))
+        text.append(f"**A training step of the LRA encoder, length 4,096, batch 32** ({where})\n\n{costs.table(steps)}")
+    said = [f"{variant}: {claims.by_verdict(cost_verdicts(parts, rows, variant))}" for variant in claims.BASELINES]
+    return _joined(["Verdict, half the heads cost less. " + ". ".join(said) + ".", *text, costs.operator_table(rows)])
 
 
 def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row]) -> str:
-    lines = [["claim", "on", "verdict", "pairs"]]
+    """In brackets how many of the planned pairs have been measured."""
+    half = {part.title: claims.half(part) for part in parts}
+    same = {part.title: claims.same(part) for part in parts}
+    lines = [["claim", *(part.title for part in parts)]]
 
-    def add(claim: str, where: str, found: list[str]) -> None:
-        if found:
-            lines.append([claim, where, f"**{verdicts.overall(found)}**", verdicts.counted(found)])
+    def add(claim: str, found: dict[str, list[str]]) -> None:
+        lines.append([claim, *(claims.cell(found.get(part.title, [])) for part in parts)])
 
-    for part in parts:
-        judged = claims.half(part)
-        add("1. half the heads suffice", part.title, [each.verdict for each in judged if not each.control])
-        add("1, control: … without a mixture", part.title, [each.verdict for each in judged if each.control])
-    for part in parts:
-        add("2. with the same heads the mixture is better", part.title, [each.verdict for each in claims.same(part)])
-    for part in parts:
-        found = [each.judged.verdict for each in claims.gaps(part)]
-        add("3. MLK narrows the gap to softmax", part.title, found)
-    for name, each in seen.items():
-        add("4. ranks are higher, heads less alike", name, [verdict for *_, verdict in heads.judged(each)])
-    for figure, what, _ in [entry for entry in plan.FIGURES if entry[0] in ("2", "6")]:
-        if not any(name.endswith("-analysis") for name in seen):
-            add("4. ranks are higher, heads less alike", f"{what} (Fig. {figure})", [verdicts.MISSING])
-    sources = {part.title: costs.ratios(costs.of_part(part, rows)) for part in parts}
-    sources["training step, length 4,096"] = costs.ratios(costs.of_steps(rows))
-    for name in (*costs.COUNTS, *costs.MEASURED.values()):
-        found = [costs.judge(name, r.get(name)) for ratios in sources.values() for *_, r in ratios]
-        add(f"5. {name} fall{'' if name in costs.COUNTS else 's'}", "all of these", found)
-    return markdown(lines)
+    for baseline, family in claims.FAMILIES.items():
+        add(f"1. half the heads suffice, {family}", _named(half, family))
+        add(f"1. control: {baseline} with half the heads", _named(half, family, control=True))
+    for family in claims.FAMILIES.values():
+        add(f"2. better with as many heads, {family}", _named(same, family))
+    add("3. MLK narrows the gap", {part.title: [gap.judged.verdict for gap in claims.gaps(part)] for part in parts})
+    analysed = [["claim", "analysis", "verdict"]]
+    analysed += [["4. ranks are higher, heads less alike", *each] for each in _cells(head_verdicts(seen))]
+    names = [*costs.COUNTS, *costs.MEASURED.values()]
+    lower = [["claim", *names]]
+    for variant in claims.BASELINES:
+        found = cost_verdicts(parts, rows, variant)
+        lower.append([f"5. {variant} with half the heads costs less", *(claims.cell(found[name]) for name in names)])
+    return _joined([markdown(lines), markdown(analysed), markdown(lower)])
+
+
+def _cells(found: dict[str, list[str]]) -> Iterable[tuple[str, str]]:
+    return ((name, claims.cell(each)) for name, each in found.items())
+
+
+def head_verdicts(seen: dict[str, list[heads.Seen]]) -> dict[str, list[str]]:
+    """Of each analysis; those of the paper's own figures are missing until they are there."""
+    found = {name: [verdict for *_, verdict in heads.judged(each)] for name, each in seen.items()}
+    return found | {name: [verdicts.MISSING] for name in plan.ANALYSES if name not in found}
+
+
+def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str, list[str]]:
+    """Of each quantity, over all tasks; what was never measured is missing once."""
+    sources = [*(costs.of_part(part, rows) for part in parts), costs.of_steps(rows)]
+    pairs = [pair for source in sources for pair in costs.pairs(source) if pair[0].row.variant == variant]
+    ratios = [costs.ratios(*pair) for pair in pairs]
+    names = (*costs.COUNTS, *costs.MEASURED.values())
+    found = {name: [costs.judge(name, each[name]) for each in ratios if name in each] for name in names}
+    return {name: each or [verdicts.MISSING] for name, each in found.items()}
 
 
 def fill(page: str, parts: dict[str, str]) -> str:

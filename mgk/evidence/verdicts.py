@@ -1,4 +1,4 @@
-"""What may be said of a claim, by rules that were fixed before the results were looked at."""
+"""What may be said of a claim, by rules that were written down before an interval was computed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mgk.evidence.runs import SCALES
 
 HOLDS, FAILS = "holds", "does not hold"
 OPEN, MISSING = "cannot be told apart at this size", "not measured yet"
+ALL = (HOLDS, FAILS, OPEN, MISSING)
 # Medians of timings repeat within this share of themselves.
 TIMING = 0.03
 
@@ -65,7 +66,7 @@ def overall(verdicts: Sequence[str]) -> str:
 def counted(verdicts: Sequence[str]) -> str:
     """In words: how many pairs have which verdict."""
     count = Counter(verdicts)
-    return ", ".join(f"{count[each]} {each}" for each in (HOLDS, FAILS, OPEN, MISSING) if count[each])
+    return ", ".join(f"{each}: {count[each]}" for each in ALL if count[each])
 
 
 RULES = f"""\
@@ -79,6 +80,9 @@ same rule, as the control: where they pass it too, the task does not show that t
 hold* if below.
 - **MLK narrows the gap**: *holds* if softmax is better than linear attention with the same heads (interval above 0) \
 and MLK is better than linear.
+- **Ranks are higher and heads less alike**: four numbers a model (means over layers), each *holds* if the interval of \
+the mixture minus the baseline lies above 0; seeds alone make the interval, since the matrices of one model are no \
+sample of models.
 - **Parameters, FLOPs, time**: counts exactly; times alone on the machine, where ratios within {100 * TIMING:g} % of \
 1 cannot be told apart.
 - **The interval** has two parts that are added as independent errors are. *Seeds*: Student's t, with the deviation \
