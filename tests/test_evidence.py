@@ -12,7 +12,7 @@ from mgk.answers import Place
 from mgk.evidence import claims, costs, heads, plan, verdicts
 from mgk.evidence.comparing import Compared, compare, pooled
 from mgk.evidence.figures import DRAWN_FROM
-from mgk.evidence.page import fill, found_analyses, gather
+from mgk.evidence.page import MADE, fill, found_analyses, gather
 from mgk.evidence.runs import find
 from mgk.evidence.verdicts import FAILS, HOLDS, MISSING, OPEN
 from mgk.recipes import Row
@@ -123,6 +123,7 @@ def test_runs_that_never_left_the_plateau_do_not_blur_those_that_did(tmp_path):
     found = compare(own.found, Row("smgk", 4), Row("softmax", 8))
     assert found.difference == pytest.approx(-0.5)
     assert found.counts == (2, 1)
+    assert found.over_seeds == pytest.approx(12.706 * 0.5**0.5 * 1.5**0.5)  # of smgk:4's two runs alone
     line = next(each for each in claims.table(own, claims.half(own)).splitlines() if "smgk:4 − softmax:8" in each)
     assert "2 of 2 − 1 of 2" in line
 
@@ -237,10 +238,13 @@ def made():
     return gather(ROOT / "results", found_analyses(ROOT / "results", ROOT / "docs" / "figures"))
 
 
-def test_the_committed_page_is_what_the_command_makes(made):
-    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    assert fill(page, made.parts) == page, "results/ has changed: run mgk evidence"
-    assert all(f"<!-- made: {name} -->" in page for name in made.parts)
+def test_the_committed_pages_are_what_the_command_makes(made):
+    """Every page with marked parts: the README may have one too."""
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    for path, page in pages.items():
+        if MADE.search(page):
+            assert fill(page, made.parts) == page, f"results/ has changed: run mgk evidence --page {path.name}"
+    assert all(f"<!-- made: {name} -->" in pages[ROOT / "docs" / "evidence.md"] for name in made.parts)
 
 
 def test_the_committed_pictures_show_these_results(made):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from mgk.evidence import claims, costs, figures, heads, plan, probe, verdicts
 from mgk.evidence.claims import Part
 from mgk.evidence.figures import Picture
 from mgk.evidence.runs import find
-from mgk.evidence.tables import markdown
+from mgk.evidence.tables import markdown, number, signed
 
 MADE = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -36,6 +37,7 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
     seen = {name: found for name, found in seen.items() if heads.judged(found)}
     text = {
         "rules": verdicts.RULES,
+        "headline": headline(parts[0], rows),
         "summary": summary(parts, seen, rows),
         "runs": _joined(claims.runs_table(part) for part in parts),
         "half": half(parts),
@@ -61,6 +63,25 @@ def found_analyses(results: Path, figures: Path) -> list[Path]:
 
 def _joined(texts: Iterable[str]) -> str:
     return "\n\n".join(texts) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+
+
+def headline(part: Part, rows: list[Row]) -> str:
+    """The one table that tells most: the largest baseline of a task, and what stands for it with half its heads."""
+    found, full = part.found, part.rows[0]
+    judged = {each.ours: each for each in claims.half(part) if each.theirs == full and each.compared}
+    steps = {cost.row: cost.of["training step"] for cost in costs.of_steps(rows)}
+    lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "step, length 4,096"]]
+    for row in (each for each in found.rows if each == full or each in judged):
+        runs = [run for run in found.of(row) if run.learnt] or found.of(row)
+        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
+        cells = [str(row), number(statistics.mean(run.values[split] for run in runs), found.scale.shown_digits), "", ""]
+        if row in judged:
+            result = judged[row].compared
+            assert result is not None
+            cells[2:] = [f"{signed(result.difference)} ± {number(result.half_width)}", judged[row].verdict]
+        step = f"{steps[row]:.1f} ms" if row in steps else "–"
+        lines.append([*cells, f"{runs[0].params:,}", f"{runs[0].flops / 1e9:.2f}", step])
+    return markdown(lines)
 
 
 def half(parts: list[Part]) -> str:

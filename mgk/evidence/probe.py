@@ -18,7 +18,10 @@ def text(rows: list[dict[str, str]]) -> str:
             found.setdefault(row["metric"], {})[row["split"]] = float(row["value"])
     if not found:
         return f"Probes of the task: {verdicts.MISSING}."
-    splits = list(dict.fromkeys(split for each in found.values() for split in sorted(each)))
-    lines = [["without a transformer", *(f"{split}, %" for split in splits)]]
-    lines += [[name, *(number(each.get(split)) for split in splits)] for name, each in found.items()]
-    return markdown(lines)
+    judged = {name: each for name, each in found.items() if "test" in each}
+    lines = [["without a transformer", "dev, %", "test, %"]]
+    lines += [[name, number(each.get("dev")), number(each["test"])] for name, each in judged.items()]
+    others = [
+        (name, split, value) for name, each in found.items() if name not in judged for split, value in each.items()
+    ]
+    return "\n\n".join([markdown(lines), *(f"{name}: {number(value)} % of {split}." for name, split, value in others)])

@@ -9,7 +9,10 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def signed(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:+.{digits}f}".replace("-", "−")
+    if value is None:
+        return "–"
+    shown = f"{value:+.{digits}f}"
+    return shown.replace("-", "−") if float(shown) else shown[1:]
 
 
 def number(value: float | None, digits: int = 2) -> str:
