@@ -96,6 +96,7 @@ HEIGHT = {
     "training": 11,
     "evaluation": 11,
     "cost": 11,
+    "evidence": 11,
     "hf": 11,
     "commands": 12,
     "cli": 12,

@@ -24,8 +24,11 @@ class Curve:
 def read_curves(run: Path, name: str) -> list[Curve]:
     """Every metric of every split over the steps; none where a run has no metrics.csv."""
     path = run / "metrics.csv"
-    if not path.exists():
-        return []
+    return read_metrics(path, name) if path.exists() else []
+
+
+def read_metrics(path: Path, name: str) -> list[Curve]:
+    """The same from a metrics.csv wherever it lies."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found: dict[tuple[str, str], Curve] = {}

@@ -1,0 +1,116 @@
+"""The claim about cost: parameters and FLOPs counted, times and memory measured alone on the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgk.benchmark import goals
+from mgk.benchmark.timing import PASSES
+from mgk.compare import matching
+from mgk.evidence import verdicts
+from mgk.evidence.claims import BASELINES, Part
+from mgk.evidence.runs import PRESET
+from mgk.evidence.tables import markdown, number
+from mgk.recipes import Row
+
+# What each column holds, and the share by which two measurements of the same may differ.
+COUNTS = {"parameters": 0.0, "FLOPs": 0.0}
+UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
+# What `mgk.cost` measures; not imported, since that would load the whole of training.
+MEASURED = {
+    "step_ms_alone": "training step",
+    "forward_ms_alone": "forward",
+    "peak_mem_mb_alone": "memory of the step",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model costs, by name; what was not measured is not in it."""
+
+    row: Row
+    of: dict[str, float]
+
+
+def of_part(part: Part, rows: list[dict[str, str]]) -> list[Cost]:
+    """Counts from the trainings, times from those that were timed alone."""
+    found = []
+    for row in part.found.rows:
+        run = part.found.of(row)[0]
+        values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
+        for each in matching(rows, part.found.recipe, row, PRESET, None):
+            if each["metric"] in MEASURED:
+                values[MEASURED[each["metric"]]] = float(each["value"])
+        found.append(Cost(row, values))
+    return found
+
+
+def step_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """At the length and batch that the claim is judged at."""
+    size = {"recipe": "training-step", "length": "4096", "batch": "32"}
+    return [row for row in rows if size.items() <= row.items() and not row["gpu"].startswith("cpu")]
+
+
+def of_steps(rows: list[dict[str, str]]) -> list[Cost]:
+    """The last measurement of each model by benchmarks/training_step.py on a GPU."""
+    last: dict[Row, Cost] = {}
+    for each in step_rows(rows):
+        if each["metric"] == "step_ms":
+            row = Row(each["variant"], int(each["heads"]))
+            last[row] = Cost(
+                row, {"training step": float(each["value"]), "memory of the step": float(each["peak_mem_mb"])}
+            )
+    return list(last.values())
+
+
+def pairs(costs: list[Cost]) -> list[tuple[Cost, Cost]]:
+    """Each mixture, and its baseline with twice the heads."""
+    by_row = {cost.row: cost for cost in costs}
+    wanted = ((cost, Row(BASELINES.get(cost.row.variant, ""), 2 * cost.row.heads)) for cost in costs)
+    return [(ours, by_row[theirs]) for ours, theirs in wanted if theirs in by_row]
+
+
+def ratios(ours: Cost, theirs: Cost) -> dict[str, float]:
+    return {name: ours.of[name] / theirs.of[name] for name in ours.of if name in theirs.of}
+
+
+def judge(name: str, ratio: float | None) -> str:
+    return verdicts.cheaper(ratio, COUNTS.get(name, verdicts.TIMING))
+
+
+def table(costs: list[Cost]) -> str:
+    used = [name for name in (*COUNTS, *MEASURED.values()) if any(name in cost.of for cost in costs)]
+    lines = [["models", *used]]
+    for ours, theirs in pairs(costs):
+        found = ratios(ours, theirs)
+        cells = [_cell(name, ours.of[name], theirs.of[name]) if name in found else verdicts.MISSING for name in used]
+        lines.append([f"{ours.row} / {theirs.row}", *cells])
+    return markdown(lines)
+
+
+def _cell(name: str, ours: float, theirs: float) -> str:
+    size, unit = UNITS.get(name, (1.0, "MB" if "memory" in name else "ms"))
+    digits = 0 if max(ours, theirs) / size >= 100 else 1
+    shown = " / ".join(f"{value / size:,.{digits}f}" for value in (ours, theirs))
+    return f"{number(ours / theirs)} ({shown} {unit}), {judge(name, ours / theirs)}"
+
+
+def machine(rows: list[dict[str, str]]) -> str:
+    """Where and when these rows were measured."""
+    return "; ".join(dict.fromkeys(f"{row['gpu']}, torch {row['torch']}, {row['date']}" for row in rows))
+
+
+def operator_table(rows: list[dict[str, str]]) -> str:
+    """Of results/attention.csv: the operator with H/2 heads over the best SDPA with H, geometric means."""
+    measured = goals.latest(row for row in rows if "pass" in row and not row["gpu"].startswith("cpu"))
+    lines = [["operator, H/2 heads, over SDPA with H", *PASSES]]
+    for variant, name in goals.NAMES.items():
+        cells = []
+        for which in PASSES:
+            by_shape = goals.ratios(measured, variant, which)
+            values = [by_shape[shape] for shape in goals.GOAL_SHAPES if shape in by_shape]
+            whole = len(values) == len(goals.GOAL_SHAPES)
+            ratio = goals.geometric_mean(values) if whole else None
+            cells.append(f"{number(ratio)}, {judge('training step', ratio)}")
+        lines.append([name, *cells])
+    return f"**The operator alone** ({machine(measured)})\n\n{markdown(lines)}"

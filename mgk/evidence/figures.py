@@ -1,0 +1,178 @@
+"""Pictures of the trainings: how they went, and where each seed ended."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgk.analysis.curves import read_metrics
+from mgk.evidence import verdicts
+from mgk.evidence.claims import Part, half, paper_difference, same
+from mgk.evidence.runs import PRESET, SCALES, STANDS_FOR
+from mgk.recipes import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Of a picture's file: a digest of the numbers drawn, so that one sees whether it is still the picture of the results.
+DRAWN_FROM = "Drawn from"
+COLOURS = {"softmax": "black", "mgk": "tab:blue", "smgk": "tab:orange", "linear": "grey", "mlk": "tab:green"}
+VERDICT_COLOURS = {verdicts.HOLDS: "tab:green", verdicts.FAILS: "tab:red"}
+STYLES = {8: "-", 4: "--", 2: "-.", 1: ":"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn, as plain numbers, and the function that draws it."""
+
+    name: str
+    data: Any
+    draw: Callable[[Any], Figure]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def write(self, folder: Path) -> Path:
+        from matplotlib import pyplot
+
+        figure, path = self.draw(self.data), folder / f"{self.name}.png"
+        held = io.BytesIO()
+        figure.savefig(held, dpi=110, format="png", metadata={DRAWN_FROM: self.digest, "Software": None})
+        pyplot.close(figure)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(held.getvalue())
+        temporary.replace(path)
+        return path
+
+
+def curves(parts: list[Part], results: Path) -> Picture:
+    """Loss and metric of the development set against the step, as in Fig. 1 and 4, of tasks with several models."""
+    panels = []
+    for part in parts:
+        lines = []
+        for row in part.rows:
+            for path in sorted((results / "curves").glob(f"{part.found.recipe.name}-{row.file_name}-{PRESET}-s*.csv")):
+                own = {c.metric: c for c in read_metrics(path, str(row)) if c.split == "dev"}
+                kept = {metric: [curve.steps, curve.values] for metric, curve in own.items()}
+                lines.append({"row": str(row), "seed": path.stem.rpartition("-s")[2], "metrics": kept})
+        if len({line["row"] for line in lines}) > 1:
+            panels.append({"title": part.title, "lines": lines})
+    return Picture("evidence-curves", panels, draw_curves)
+
+
+def ends(parts: list[Part]) -> Picture:
+    """Where each seed ended, on the set that decides, beside the paper's number."""
+    panels = []
+    for part in parts:
+        if part.found.runs:
+            split = max(part.found.runs[0].examples, key=lambda name: part.found.runs[0].examples[name])
+            dots = [[str(run.row), run.values[split], run.learnt] for run in part.found.runs if split in run.values]
+            # A stand-in's values are of another task than the paper's.
+            paper = {str(row): v for row in part.found.rows if (v := part.found.recipe.paper.get(str(row))) is not None}
+            panels.append({"title": part.title, "split": split, "dots": dots, "paper": paper})
+    return Picture("evidence-accuracy", panels, draw_ends)
+
+
+def differences(parts: list[Part]) -> Picture:
+    """Every pair that was measured: the difference with its interval, the margin, and the paper's difference."""
+    panels = []
+    for title, judge in (("half the heads", half), ("as many heads", same)):
+        lines = []
+        for part in parts:
+            for each in judge(part):
+                found = each.compared
+                if found is not None:
+                    label = f"{'control: ' if each.control else ''}{each}   {part.title}"
+                    paper = (
+                        None if part.found.recipe.name in STANDS_FOR else paper_difference(part, each.ours, each.theirs)
+                    )
+                    values = [None if v is None else round(v, 6) for v in (found.difference, found.half_width, paper)]
+                    lines.append([label, each.verdict, each.control, *values])
+        panels.append({"title": title, "lines": lines})
+    return Picture(
+        "evidence-differences", {"panels": panels, "margin": SCALES["classification"].margin}, draw_differences
+    )
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_curves(panels: list[dict[str, Any]]) -> Figure:
+    count = max(1, len(panels))
+    figure, axes = _pyplot().subplots(2, count, figsize=(3.6 * count, 5.6), squeeze=False, constrained_layout=True)
+    for column, panel in zip(axes.T, panels, strict=False):
+        for line in panel["lines"]:
+            row, metrics = Row.parse(line["row"]), line["metrics"]
+            colour, style = COLOURS.get(row.variant.split("-")[0], "tab:purple"), STYLES.get(row.heads, "-")
+            others = [metric for metric in metrics if metric != "loss"]
+            for axis, metric in zip(column, ["loss", *others], strict=False):
+                if metric in metrics:
+                    label = line["row"] if line["seed"] == "0" else None
+                    axis.plot(*metrics[metric], style, color=colour, linewidth=1, label=label)
+                    axis.set_ylabel(f"dev {metric}")
+        column[0].set_title(panel["title"], fontsize=9)
+        column[1].set_xlabel("step")
+        column[1].legend(fontsize=7)
+    return figure
+
+
+def draw_ends(panels: list[dict[str, Any]]) -> Figure:
+    rows = [len({name for name, *_ in panel["dots"]}) for panel in panels] or [1]
+    height = 1.0 + 0.32 * max(rows)
+    figure, axes = _pyplot().subplots(
+        1, len(rows), figsize=(3.4 * len(rows), height), squeeze=False, constrained_layout=True
+    )
+    for axis, panel in zip(axes[0], panels, strict=False):
+        names = list(dict.fromkeys(name for name, *_ in panel["dots"]))
+        for name, value, learnt in panel["dots"]:
+            face = "tab:blue" if learnt else "none"
+            axis.plot(value, names.index(name), "o", color="tab:blue", markerfacecolor=face)
+        for name, value in panel["paper"].items():
+            axis.plot(value, names.index(name), "x", color="black")
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.margins(x=0.1)
+        axis.set_xlabel(f"{panel['split']}", fontsize=8)
+        axis.set_title(panel["title"], fontsize=9)
+        axis.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def draw_differences(data: dict[str, Any]) -> Figure:
+    panels = data["panels"]
+    counts = [max(1, len(panel["lines"])) for panel in panels]
+    figure, axes = _pyplot().subplots(
+        len(panels), 1, figsize=(8, 1.4 + 0.27 * sum(counts)), sharex=True, squeeze=False,
+        gridspec_kw={"height_ratios": counts}, constrained_layout=True,
+    )  # fmt: skip
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        for place, (_, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
+            colour = VERDICT_COLOURS.get(verdict, "grey")
+            axis.errorbar(difference, place, xerr=width or None, fmt="s" if control else "o", color=colour, capsize=3)
+            if paper is not None:
+                axis.plot(paper, place, "x", color="black")
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(panel["lines"])), [label for label, *_ in panel["lines"]], fontsize=8)
+        axis.set_ylim(counts[panels.index(panel)] - 0.5, -0.5)
+        axis.set_title(f"{panel['title']}, minus the baseline", fontsize=9)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
+    axes[-1, 0].margins(x=0.08)
+    words = "points (language model: per cent of perplexity) with the 95 % interval, none where it is not known\n"
+    figure.supxlabel(
+        f"{words}green: holds, red: does not hold; ×: the paper's difference; dotted: the margin", fontsize=8
+    )
+    return figure

@@ -1,0 +1,201 @@
+"""The page of evidence: the parts between markers are made from results/, what lies outside them is written by hand."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgk import results as files
+from mgk.checks import fail
+from mgk.evidence import claims, costs, figures, heads, plan, probe, verdicts
+from mgk.evidence.claims import Part
+from mgk.evidence.figures import Picture
+from mgk.evidence.runs import find
+from mgk.evidence.tables import markdown, number, signed
+
+MADE = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The text of each part that is made, and the pictures."""
+
+    parts: dict[str, str]
+    pictures: list[Picture]
+
+
+def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
+    """analyses: folders that `mgk analyze` wrote."""
+    rows = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
+    parts = [Part(each, find(rows, each.recipe, results)) for each in plan.EXPERIMENTS]
+    seen = {folder.name: heads.read(folder) for folder in sorted(analyses)}
+    seen = {name: found for name, found in seen.items() if heads.judged(found)}
+    text = {
+        "rules": verdicts.RULES,
+        "headline": headline(parts[0], rows),
+        "summary": summary(parts, seen, rows),
+        "runs": _joined(claims.runs_table(part) for part in parts),
+        "half": half(parts),
+        "same": same(parts),
+        "linear": linear(parts),
+        "heads": _joined(
+            [
+                claims.sentence("ranks and heads", head_verdicts(seen)),
+                *(f"**{name}**\n\n{heads.table(found)}" for name, found in seen.items()),
+            ]
+        ),
+        "cost": cost(parts, rows),
+        "retrieval": probe.text(rows),
+        "queue": plan.table(rows, results),
+    }
+    return Evidence(text, [figures.differences(parts), figures.ends(parts), figures.curves(parts, results)])
+
+
+def found_analyses(results: Path, figures: Path) -> list[Path]:
+    """Those of trained models among the results, and those of small models beside the figures."""
+    return [path.parent for folder in (results, figures) for path in sorted(folder.glob("*/pairs.csv"))]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(texts) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+
+
+def headline(part: Part, rows: list[Row]) -> str:
+    """The one table that tells most: the largest baseline of a task, and what stands for it with half its heads."""
+    found, full = part.found, part.rows[0]
+    judged = {each.ours: each for each in claims.half(part) if each.theirs == full and each.compared}
+    steps = {cost.row: cost.of["training step"] for cost in costs.of_steps(rows)}
+    lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "step, length 4,096"]]
+    for row in (each for each in found.rows if each == full or each in judged):
+        runs = [run for run in found.of(row) if run.learnt] or found.of(row)
+        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
+        cells = [str(row), number(statistics.mean(run.values[split] for run in runs), found.scale.shown_digits), "", ""]
+        if row in judged:
+            result = judged[row].compared
+            assert result is not None
+            cells[2:] = [f"{signed(result.difference)} ± {number(result.half_width)}", judged[row].verdict]
+        step = f"{steps[row]:.1f} ms" if row in steps else "–"
+        lines.append([*cells, f"{runs[0].params:,}", f"{runs[0].flops / 1e9:.2f}", step])
+    return markdown(lines)
+
+
+def half(parts: list[Part]) -> str:
+    judged = {part.title: claims.half(part) for part in parts}
+    text = []
+    for baseline, family in claims.FAMILIES.items():
+        text.append(claims.sentence(f"{family} with half the heads", _named(judged, family)))
+        control = _named(judged, family, control=True)
+        alike = [title for title, found in control.items() if verdicts.overall(found) == verdicts.HOLDS]
+        if alike:
+            text[-1] += (
+                f" But {baseline} with half the heads passes the same rule on {', '.join(alike)}: "
+                "there it is not shown that the mixture was needed."
+            )
+    return _joined([*text, *(claims.table(part, judged[part.title]) for part in parts if judged[part.title])])
+
+
+def same(parts: list[Part]) -> str:
+    judged = {part.title: claims.same(part) for part in parts}
+    text = [claims.sentence(f"{each} with as many heads", _named(judged, each)) for each in claims.FAMILIES.values()]
+    return _joined([*text, *(claims.table(part, judged[part.title]) for part in parts if judged[part.title])])
+
+
+def linear(parts: list[Part]) -> str:
+    found = {part.title: claims.gaps(part) for part in parts}
+    judged = {title: [gap.judged.verdict for gap in own] for title, own in found.items() if own}
+    tables = (claims.gap_table(part, found[part.title]) for part in parts if found[part.title])
+    return _joined([claims.sentence("MLK narrows the gap", judged), *tables])
+
+
+def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool = False) -> dict[str, list[str]]:
+    """The verdicts of a family, by the tasks that have any."""
+    wanted = {
+        title: [each.verdict for each in found if each.family == family and each.control == control]
+        for title, found in judged.items()
+    }
+    return {title: found for title, found in wanted.items() if found}
+
+
+def cost(parts: list[Part], rows: list[Row]) -> str:
+    """Recipes that differ in the schedule alone have the same models: the first that was run stands for them."""
+    text, tasks = [], set()
+    for part in parts:
+        found = costs.of_part(part, rows)
+        if costs.pairs(found) and part.found.recipe.task not in tasks:
+            tasks.add(part.found.recipe.task)
+            text.append(f"**{part.title}**\n\n{costs.table(found)}")
+    steps = costs.of_steps(rows)
+    if costs.pairs(steps):
+        where = costs.machine(costs.step_rows(rows))
+        text.append(f"**A training step of the LRA encoder, length 4,096, batch 32** ({where})\n\n{costs.table(steps)}")
+    said = [f"{variant}: {claims.by_verdict(cost_verdicts(parts, rows, variant))}" for variant in claims.BASELINES]
+    return _joined(["Verdict, half the heads cost less. " + ". ".join(said) + ".", *text, costs.operator_table(rows)])
+
+
+def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row]) -> str:
+    """In brackets how many of the planned pairs have been measured."""
+    half = {part.title: claims.half(part) for part in parts}
+    same = {part.title: claims.same(part) for part in parts}
+    lines = [["claim", *(part.title for part in parts)]]
+
+    def add(claim: str, found: dict[str, list[str]]) -> None:
+        lines.append([claim, *(claims.cell(found.get(part.title, [])) for part in parts)])
+
+    for baseline, family in claims.FAMILIES.items():
+        add(f"1. half the heads suffice, {family}", _named(half, family))
+        add(f"1. control: {baseline} with half the heads", _named(half, family, control=True))
+    for family in claims.FAMILIES.values():
+        add(f"2. better with as many heads, {family}", _named(same, family))
+    add("3. MLK narrows the gap", {part.title: [gap.judged.verdict for gap in claims.gaps(part)] for part in parts})
+    analysed = [["claim", "analysis", "verdict"]]
+    analysed += [["4. ranks are higher, heads less alike", *each] for each in _cells(head_verdicts(seen))]
+    names = [*costs.COUNTS, *costs.MEASURED.values()]
+    lower = [["claim", *names]]
+    for variant in claims.BASELINES:
+        found = cost_verdicts(parts, rows, variant)
+        lower.append([f"5. {variant} with half the heads costs less", *(claims.cell(found[name]) for name in names)])
+    return _joined([markdown(lines), markdown(analysed), markdown(lower)])
+
+
+def _cells(found: dict[str, list[str]]) -> Iterable[tuple[str, str]]:
+    return ((name, claims.cell(each)) for name, each in found.items())
+
+
+def head_verdicts(seen: dict[str, list[heads.Seen]]) -> dict[str, list[str]]:
+    """Of each analysis; those of the paper's own figures are missing until they are there."""
+    found = {name: [verdict for *_, verdict in heads.judged(each)] for name, each in seen.items()}
+    return found | {name: [verdicts.MISSING] for name in plan.ANALYSES if name not in found}
+
+
+def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str, list[str]]:
+    """Of each quantity, over all tasks; what was never measured is missing once."""
+    sources = [*(costs.of_part(part, rows) for part in parts), costs.of_steps(rows)]
+    pairs = [pair for source in sources for pair in costs.pairs(source) if pair[0].row.variant == variant]
+    ratios = [costs.ratios(*pair) for pair in pairs]
+    names = (*costs.COUNTS, *costs.MEASURED.values())
+    found = {name: [costs.judge(name, each[name]) for each in ratios if name in each] for name in names}
+    return {name: each or [verdicts.MISSING] for name, each in found.items()}
+
+
+def fill(page: str, parts: dict[str, str]) -> str:
+    """The page with its made parts made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in parts:
+            fail("page", f"has a marker for {name!r}; the parts are {', '.join(parts)}")
+        return f"<!-- made: {name} -->\n{parts[name]}\n<!-- end -->"
+
+    if not MADE.search(page):
+        fail("page", "has no part to fill: mark one as <!-- made: summary --> … <!-- end -->, each on its own line")
+    return MADE.sub(made, page)
+
+
+def empty(parts: dict[str, str]) -> str:
+    """A page that has a marker for every part."""
+    return "# Evidence\n\n" + "\n".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in parts)

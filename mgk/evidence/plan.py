@@ -1,0 +1,121 @@
+"""The experiments that the evidence is to rest on, and how many of them results/ already has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgk import recipes
+from mgk.compare import finished, timed
+from mgk.evidence.runs import PRESET
+from mgk.evidence.tables import markdown
+from mgk.recipes import Row
+
+ALL = 3  # seeds, where a row is to have several
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Rows of a recipe and the seeds each is to have."""
+
+    item: int
+    title: str
+    recipe: str
+    seeds: dict[Row, int]
+
+
+def _rows(names: str, several: str = "") -> dict[Row, int]:
+    """Three seeds of the rows in `several`, one of the others."""
+    models = {Row.parse(name) for name in several.split()}
+    return {row: ALL if row in models else 1 for row in map(Row.parse, names.split())}
+
+
+_TABLES_1_2_4 = " ".join(map(str, recipes.load("listops").rows))
+_TABLE_1 = "softmax:8 smgk:4 mgk:4 softmax:4 smgk:2 mgk:2 softmax:2 smgk:1 mgk:1 softmax:1"
+
+EXPERIMENTS = (
+    Experiment(1, "ListOps (lr 4e-4)", "listops-4e-4", _rows(_TABLES_1_2_4, _TABLES_1_2_4)),
+    Experiment(
+        1,
+        "ListOps (the paper's schedule)",
+        "listops",
+        _rows(_TABLE_1, _TABLE_1) | {Row("linear", 8): 2, Row("mlk", 4): 2},
+    ),
+    Experiment(
+        2, "Text (5,000 steps)", "text-5k", _rows(f"{_TABLE_1} linear:8 mlk:4 smlk:4", "softmax:8 mgk:4 smgk:4")
+    ),
+    Experiment(3, "Retrieval (PeerRead stand-in, lr 1e-4)", "retrieval-peerread", _rows("softmax:8 smgk:4")),
+    Experiment(
+        3,
+        "Retrieval (PeerRead stand-in, lr 1e-3)",
+        "retrieval-peerread-1e-3",
+        _rows(
+            "softmax:4 softmax:2 mgk:4 mgk:2 mgk:1 smgk:4 smgk:2 linear:4 linear:2 mlk:4 mlk:2 mlk:1",
+            "softmax:4 mgk:2 smgk:2",
+        ),
+    ),
+    Experiment(
+        4,
+        "Language model (enwiki-lm stand-in)",
+        "enwiki-lm",
+        _rows("softmax:8 mgk:8 mgk:4 smgk:8 smgk:4 softmax:8/4 linear:8 mlk:8 mlk:4", "softmax:8"),
+    ),
+)
+
+# Figures of the paper: what they show, and the file without which there is none; {} stands for the results' folder.
+FIGURES = (
+    ("1", "curves on retrieval", "{}/curves/retrieval-peerread-1e-3-mgk-2-paper-s0.csv"),
+    ("2", "maps and ranks on retrieval", "{}/retrieval-peerread-1e-3-analysis/ranks.csv"),
+    ("3", "FLOPs and parameters", "{}/../docs/figures/figure-3a.png"),
+    ("4", "curves of the language model", "{}/curves/enwiki-lm-softmax-8-paper-s0.csv"),
+    ("5", "maps of the language model", "{}/enwiki-lm-analysis/ranks.csv"),
+    ("6", "ranks of the language model", "{}/enwiki-lm-analysis/ranks.csv"),
+    ("7", "FLOPs and parameters of the ways to learn", "{}/../docs/figures/figure-7.png"),
+    ("8", "maps of linear attention on retrieval", "{}/retrieval-peerread-1e-3-linear-analysis/ranks.csv"),
+)
+
+# The folders of results/ that hold the analyses of figures 2, 5, 6 and 8.
+ANALYSES = ("retrieval-peerread-1e-3-analysis", "retrieval-peerread-1e-3-linear-analysis", "enwiki-lm-analysis")
+
+
+def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[int]]:
+    """The seeds that have not been run, of each row that lacks one."""
+    recipe = recipes.load(experiment.recipe)
+    missing = {
+        row: [seed for seed in range(seeds) if not finished(rows, recipe, row, PRESET, seed)]
+        for row, seeds in experiment.seeds.items()
+    }
+    return {row: seeds for row, seeds in missing.items() if seeds}
+
+
+def commands(experiment: Experiment, missing: dict[Row, list[int]]) -> list[str]:
+    """What runs the rest: a command for each number of seeds; it skips what is there."""
+    found = []
+    for seeds in sorted({experiment.seeds[row] for row in missing}):
+        names = ",".join(str(row) for row in missing if experiment.seeds[row] == seeds)
+        found.append(f"`mgk compare {experiment.recipe} --rows {names} --seeds {seeds}`")
+    return found
+
+
+def table(rows: list[dict[str, str]], results: Path) -> str:
+    lines = [["item", "what", "trainings run", "rows complete", "timed alone", "what is left"]]
+    for experiment in EXPERIMENTS:
+        missing = left(rows, experiment)
+        wanted, rest = sum(experiment.seeds.values()), sum(map(len, missing.values()))
+        recipe, models = recipes.load(experiment.recipe), experiment.seeds
+        alone = sum(timed(rows, recipe, row, PRESET) for row in models)
+        complete = f"{len(models) - len(missing)} of {len(models)}"
+        lines.append(
+            [
+                str(experiment.item),
+                experiment.title,
+                f"{wanted - rest} of {wanted}",
+                complete,
+                f"{alone} of {len(models)}",
+                "; ".join(commands(experiment, missing)) or "nothing",
+            ]
+        )
+    figures = [["figure (item 5)", "what", "from models of the size above"]]
+    for number, what, needs in FIGURES:
+        figures.append([number, what, "yes" if Path(needs.format(results)).exists() else "no"])
+    return markdown(lines) + "\n\n" + markdown(figures)

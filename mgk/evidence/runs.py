@@ -1,0 +1,127 @@
+"""The finished trainings that results/ has, on scales on which more is better."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mgk import answers, recipes, tasks
+from mgk.compare import matching, shown
+from mgk.recipes import Recipe, Row
+from mgk.summary import interval
+
+PRESET = "paper"
+# Stand-ins have no numbers of the paper; these recipes have those of the task they stand for.
+STANDS_FOR = {
+    "retrieval-peerread": "retrieval-aan",
+    "retrieval-peerread-1e-3": "retrieval-aan",
+    "enwiki-lm": "wikitext-103",
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a metric becomes worth: differences of worth are in `unit`, and below `margin` they are taken as none."""
+
+    unit: str
+    margin: float
+    shown_digits: int
+    sign: float  # of a mean of kept answers
+
+    def worth(self, value: float) -> float:
+        """Of a value as shown: an accuracy in per cent, a perplexity."""
+        return value if self.sign > 0 else -100 * math.log(value)
+
+
+# One margin in each unit. Points: about the standard error of LRA's own 2,000 test examples of ListOps, so that a
+# smaller loss could not be seen on the benchmark itself. Per cent of perplexity: what separates the paper's models.
+SCALES = {
+    "classification": Scale("points", 1.0, 2, 1.0),
+    "language-model": Scale("% of perplexity", 1.0, 2, -1.0),
+}
+
+
+@dataclass
+class Trained:
+    """One finished training."""
+
+    row: Row
+    seed: int
+    values: dict[str, float] = field(default_factory=dict)  # by split, as shown
+    examples: dict[str, int] = field(default_factory=dict)
+    majority: dict[str, float] = field(default_factory=dict)  # per cent of the most frequent class, by split
+    left_at: int | None = None  # the step at which it left the task's plateau, 0: never, None: there is none
+    setup: str = ""
+    params: int = 0
+    flops: int = 0
+
+    @property
+    def learnt(self) -> bool:
+        """It left the plateau, and beats the most frequent class by more than the test set leaves open."""
+        if self.left_at == 0:
+            return False
+        for split, share in self.majority.items():
+            value = self.values.get(split)
+            if value is not None and value - interval(value, self.examples[split]) <= share:
+                return False
+        return True
+
+
+@dataclass
+class Found:
+    """All that results/ has of one recipe."""
+
+    recipe: Recipe
+    scale: Scale
+    runs: list[Trained]
+    results: Path
+
+    def of(self, row: Row) -> list[Trained]:
+        return [run for run in self.runs if run.row == row]
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(dict.fromkeys(run.row for run in self.runs))
+
+    def kept(self, runs: list[Trained], split: str) -> list[np.ndarray]:
+        """The runs' answers, where they were kept."""
+        places = (answers.Place(self.recipe.name, r.row, PRESET, r.seed, split, r.setup) for r in runs)
+        return [found for place in places if (found := answers.read(self.results, place)) is not None]
+
+    def paper(self, row: Row) -> float | None:
+        """As shown; for a stand-in the number of the task it stands for."""
+        name = STANDS_FOR.get(self.recipe.name)
+        known = recipes.load(name).paper if name else self.recipe.paper
+        return known.get(str(row))
+
+
+def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
+    """rows: of all files of results."""
+    recipe = recipes.load(name)
+    how = shown(recipe)
+    runs: dict[tuple[Row, int], Trained] = {}
+    own = [each for each in rows if each.get("recipe") == name and each.get("seed", "").isdigit()]
+    models = {
+        Row(each["variant"], int(each["heads"]), None if each["kv_heads"] == each["heads"] else int(each["kv_heads"]))
+        for each in own
+    }
+    order = {row: number for number, row in enumerate(recipe.rows)}
+    for row in sorted(models, key=lambda row: (order.get(row, len(order)), str(row))):
+        for each in matching(own, recipe, row, PRESET, None):
+            key = row, int(each["seed"])
+            if each["metric"] == how.metric:
+                run = runs.setdefault(key, Trained(*key))
+                run.values[each["split"]] = how.factor * float(each["value"])
+                run.examples[each["split"]] = int(each["n_examples"])
+                run.setup, run.params, run.flops = each["setup"], int(each["params"]), int(each["flops"])
+        for each in matching(own, recipe, row, PRESET, None):
+            found = runs.get((row, int(each["seed"])))
+            if found is not None and each["metric"] == "plateau_left_at_step":
+                found.left_at = int(float(each["value"]))
+            if found is not None and each["metric"] == "majority_share":
+                found.majority[each["split"]] = 100 * float(each["value"])
+    scale = SCALES[tasks.task(recipe.task).objective]
+    return Found(recipe, scale, sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed)), results)

@@ -1,0 +1,19 @@
+"""Text of tables: Markdown, and numbers with a sign that is never a hyphen."""
+
+from __future__ import annotations
+
+
+def markdown(lines: list[list[str]]) -> str:
+    header, *rest = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rest])
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    if value is None:
+        return "–"
+    shown = f"{value:+.{digits}f}"
+    return shown.replace("-", "−") if float(shown) else shown[1:]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")

@@ -1,0 +1,100 @@
+"""What may be said of a claim, by rules that were written down before an interval was computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from mgk.evidence.comparing import Compared
+from mgk.evidence.runs import SCALES
+
+HOLDS, FAILS = "holds", "does not hold"
+OPEN, MISSING = "cannot be told apart at this size", "not measured yet"
+ALL = (HOLDS, FAILS, OPEN, MISSING)
+# Medians of timings repeat within this share of themselves.
+TIMING = 0.03
+
+
+def suffices(found: Compared | None, margin: float) -> str:
+    """Ours loses less than the margin."""
+    return _beyond(found, -margin)
+
+
+def better(found: Compared | None) -> str:
+    """Ours is better at all."""
+    return _beyond(found, 0.0)
+
+
+def narrows(found: Compared | None, gap: Compared | None) -> tuple[str, str]:
+    """Ours is better than what it replaces, and there is a gap for it to narrow; with a remark."""
+    if found is None or gap is None:
+        return MISSING, ""
+    if gap.remark or gap.low is None or gap.low <= 0:
+        return OPEN, f"no gap that could be told: {gap.remark or 'its interval holds 0'}"
+    return better(found), found.remark
+
+
+def cheaper(ratio: float | None, tolerance: float = 0.0) -> str:
+    """Ours over theirs: of a count exactly, of a time within the tolerance."""
+    if ratio is None:
+        return MISSING
+    if abs(ratio - 1) <= tolerance:
+        return OPEN
+    return HOLDS if ratio < 1 else FAILS
+
+
+def _beyond(found: Compared | None, bound: float) -> str:
+    if found is None:
+        return MISSING
+    if found.remark or found.low is None or found.high is None:
+        return OPEN
+    if found.low > bound:
+        return HOLDS
+    return FAILS if found.high < bound else OPEN
+
+
+def overall(verdicts: Sequence[str]) -> str:
+    """Of all pairs of a claim on a task: holds if it holds for every pair measured, fails if it fails for one."""
+    measured = [each for each in verdicts if each != MISSING]
+    if not measured:
+        return MISSING
+    if FAILS in measured:
+        return FAILS
+    return HOLDS if set(measured) == {HOLDS} else OPEN
+
+
+def counted(verdicts: Sequence[str]) -> str:
+    """In words: how many pairs have which verdict."""
+    count = Counter(verdicts)
+    return ", ".join(f"{each}: {count[each]}" for each in ALL if count[each])
+
+
+RULES = f"""\
+- **Margin.** A loss of less than {SCALES["classification"].margin:g} point of accuracy counts as none: about the \
+standard error of LRA's own 2,000 test examples of ListOps. For language models: \
+{SCALES["language-model"].margin:g} % of perplexity, what lies between softmax and the best MGK in the paper (34.29, \
+33.93).
+- **Half the heads suffice**: *holds* if the whole 95 % interval of (mixture with H/2 heads − baseline with H) lies \
+above −margin, *does not hold* if it lies below. Softmax and linear attention with half the heads are held to the \
+same rule, as the control: where they pass it too, the task does not show that the mixture was needed.
+- **With the same heads the mixture is better**: *holds* if the interval of the difference lies above 0, *does not \
+hold* if below.
+- **MLK narrows the gap**: *holds* if softmax is better than linear attention with the same heads (interval above 0) \
+and MLK is better than linear.
+- **Ranks are higher and heads less alike**: four numbers a model (means over layers), each *holds* if the interval of \
+the mixture minus the baseline lies above 0; seeds alone make the interval, since the matrices of one model are no \
+sample of models.
+- **Parameters, FLOPs, time**: counts exactly; times alone on the machine, where ratios within {100 * TIMING:g} % of \
+1 cannot be told apart.
+- **The interval** has two parts that are added as independent errors are. *Seeds*: Student's t, with the deviation \
+over seeds pooled over all models of the recipe that have two or more (assumed alike for all; with few seeds it is \
+itself hardly known, which the t-factor pays for). *Examples*: the difference on the same test examples, of the \
+largest test set whose answers were kept (ListOps: 50,000 fresh ones). Where no model of a recipe has two seeds the \
+verdict is *{OPEN}*.
+- **Runs that did not learn.** A run counts as having learnt the task if it left the plateau (where a recipe names \
+one) and beats the most frequent class by more than its interval. Runs that have are compared with runs that have; \
+how many have not is shown. If of two models one never learns, all runs are compared as they are; if neither does, \
+the verdict is *{OPEN}*.
+- **A claim on a task** holds if it holds for every pair measured there, fails if it fails for one, and otherwise \
+cannot be told. Every interval is of 95 % by itself, not corrected for their number. The rules are code \
+(`mgk/evidence/verdicts.py`)."""

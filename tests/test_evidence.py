@@ -1,0 +1,267 @@
+"""Evidence: verdicts follow their rules on made-up results, and the committed page is what the command makes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from mgk import answers, commands, cost, recipes, results
+from mgk.answers import Place
+from mgk.evidence import claims, costs, heads, plan, verdicts
+from mgk.evidence.comparing import Compared, compare, pooled
+from mgk.evidence.figures import DRAWN_FROM
+from mgk.evidence.page import MADE, fill, found_analyses, gather
+from mgk.evidence.runs import find
+from mgk.evidence.verdicts import FAILS, HOLDS, MISSING, OPEN
+from mgk.recipes import Row
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = 400
+
+
+def compared(difference: float, half_width: float | None, remark: str = "") -> Compared:
+    return Compared("test", difference, half_width, 0.0, (2, 2), remark)
+
+
+def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: int | None = None, **more) -> None:
+    """A run that gets a share of the examples right: the first ones, so that runs differ on as few as can be."""
+    settings, model = recipes.load(recipe).training, Row.parse(row)
+    common = {
+        "recipe": recipe, "variant": model.variant, "preset": "paper", "heads": model.heads,
+        "kv_heads": model.kv_heads or model.heads, "seed": seed, "steps": settings.steps, "lr": settings.lr,
+        "batch": settings.batch_size, "split": "test", "n_examples": EXAMPLES, "params": 1000, "flops": 10**9,
+        "gpu": "a GPU", "torch": "2", "date": "today", "setup": "made-up",
+    } | more  # fmt: skip
+    found = [{**common, "metric": "accuracy", "value": share}, {**common, "metric": "majority_share", "value": 0.1}]
+    found += [] if left is None else [{**common, "metric": "plateau_left_at_step", "value": left}]
+    results.append(folder / f"{recipe}.csv", found)
+    answers.keep(folder, Place(recipe, model, "paper", seed, "test", "made-up"), np.arange(EXAMPLES) < share * EXAMPLES)
+
+
+def part(folder: Path, recipe: str) -> claims.Part:
+    rows = results.read(sorted(folder.glob("*.csv")))
+    experiment = next(each for each in plan.EXPERIMENTS if each.recipe == recipe)
+    return claims.Part(experiment, find(rows, recipe, folder))
+
+
+@pytest.mark.parametrize(
+    ("found", "suffices", "better"),
+    [
+        (compared(+0.5, 0.4), HOLDS, HOLDS),
+        (compared(-0.5, 0.4), HOLDS, FAILS),
+        (compared(-0.5, 0.6), OPEN, OPEN),
+        (compared(-2.0, 0.9), FAILS, FAILS),
+        (compared(+3.0, None), OPEN, OPEN),
+        (compared(+3.0, 0.1, "neither has learnt"), OPEN, OPEN),
+        (None, MISSING, MISSING),
+    ],
+)
+def test_a_verdict_follows_from_the_interval(found, suffices, better):
+    assert (verdicts.suffices(found, 1.0), verdicts.better(found)) == (suffices, better)
+
+
+@pytest.mark.parametrize(
+    ("found", "gap", "verdict"),
+    [
+        (compared(1, 0.5), compared(5, 1), HOLDS),
+        (compared(-1, 0.5), compared(5, 1), FAILS),
+        (compared(1, 0.5), compared(5, 6), OPEN),  # no gap to narrow
+        (compared(1, 0.5), None, MISSING),
+    ],
+)
+def test_a_gap_must_be_there_to_be_narrowed(found, gap, verdict):
+    assert verdicts.narrows(found, gap)[0] == verdict
+
+
+def test_costs_are_judged_exactly_and_times_within_their_noise():
+    assert [verdicts.cheaper(ratio) for ratio in (0.99, 1.0, 1.01, None)] == [HOLDS, OPEN, FAILS, MISSING]
+    assert [costs.judge("training step", ratio) for ratio in (0.96, 0.98, 1.02, 1.04)] == [HOLDS, OPEN, OPEN, FAILS]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ([HOLDS, MISSING], HOLDS),
+        ([HOLDS, OPEN], OPEN),
+        ([HOLDS, FAILS], FAILS),
+        ([MISSING], MISSING),
+        ([], MISSING),
+    ],
+)
+def test_a_claim_holds_if_it_holds_for_every_pair_measured(found, verdict):
+    assert verdicts.overall(found) == verdict
+
+
+def test_the_spread_over_seeds_is_pooled():
+    spread = pooled([[1, 3], [2, 4], [7]])
+    assert (spread.deviation, spread.freedom) == (pytest.approx(2**0.5), 2)
+    assert spread.half_width(2, 1) == pytest.approx(4.303 * 2**0.5 * 1.5**0.5)
+    assert pooled([[1], [2]]) is None
+
+
+def test_seeds_and_examples_both_widen_the_interval(tmp_path):
+    for seed, (ours, theirs) in enumerate([(0.35, 0.36), (0.37, 0.38)]):
+        record(tmp_path, "listops", "smgk:4", seed, ours, left=500)
+        record(tmp_path, "listops", "softmax:8", seed, theirs, left=500)
+    found = compare(part(tmp_path, "listops").found, Row("smgk", 4), Row("softmax", 8))
+    assert found.difference == pytest.approx(-1.0)
+    assert found.over_seeds == pytest.approx(4.303 * 2**0.5)  # two groups of two, a deviation of √2
+    # Each of two steps of half a point in 400 examples: 4 + 4 of them differ by one half.
+    differences = np.r_[np.full(8, -0.5), np.zeros(EXAMPLES - 8)]
+    assert found.over_examples == pytest.approx(196 * differences.std(ddof=1) / 20)
+    assert found.half_width == pytest.approx((found.over_seeds**2 + found.over_examples**2) ** 0.5)
+    assert found.low == pytest.approx(-1 - found.half_width)
+
+
+def test_runs_that_never_left_the_plateau_do_not_blur_those_that_did(tmp_path):
+    for seed in range(2):
+        record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, left=500)
+        record(tmp_path, "listops", "softmax:8", seed, (0.2, 0.37)[seed], left=2250 * seed)
+    own = part(tmp_path, "listops")
+    found = compare(own.found, Row("smgk", 4), Row("softmax", 8))
+    assert found.difference == pytest.approx(-0.5)
+    assert found.counts == (2, 1)
+    assert found.over_seeds == pytest.approx(12.706 * 0.5**0.5 * 1.5**0.5)  # of smgk:4's two runs alone
+    line = next(each for each in claims.table(own, claims.half(own)).splitlines() if "smgk:4 − softmax:8" in each)
+    assert "2 of 2 − 1 of 2" in line
+
+
+def test_where_one_model_never_learns_all_runs_count(tmp_path):
+    for seed in range(2):
+        record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, left=0)
+        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=500)
+    judged = claims.half(part(tmp_path, "listops"))
+    assert next(each.verdict for each in judged if str(each) == "smgk:4 − softmax:8") == FAILS
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.3, 0), (0.11, 500)])
+def test_models_that_have_not_learnt_decide_nothing(tmp_path, share, left):
+    """On the plateau, or no better than the most frequent class."""
+    for seed in range(2):
+        record(tmp_path, "listops", "smgk:4", seed, share, left=left)
+        record(tmp_path, "listops", "softmax:8", seed, share, left=left)
+    judged = next(each for each in claims.half(part(tmp_path, "listops")) if str(each) == "smgk:4 − softmax:8")
+    assert (judged.verdict, judged.remark) == (OPEN, "neither has learnt the task")
+
+
+def test_one_seed_is_not_enough(tmp_path):
+    record(tmp_path, "text-5k", "smgk:4", 0, 0.66)
+    record(tmp_path, "text-5k", "softmax:8", 0, 0.65)
+    own = part(tmp_path, "text-5k")
+    judged = next(each for each in claims.half(own) if each.compared)
+    assert judged.verdict == OPEN
+    assert "one seed" in judged.remark
+    # A second seed of either tells how far seeds differ.
+    record(tmp_path, "text-5k", "softmax:8", 1, 0.6501)
+    assert next(each for each in claims.half(part(tmp_path, "text-5k")) if each.compared).verdict == HOLDS
+
+
+def test_less_perplexity_is_better(tmp_path):
+    recipe = recipes.load("enwiki-lm").training
+    for row, seed, perplexity in (("mgk:8", 0, 98.0), ("softmax:8", 0, 100.0), ("softmax:8", 1, 100.1)):
+        record(tmp_path, "enwiki-lm", row, seed, 0.5)
+        results.append(tmp_path / "enwiki-lm.csv", [
+            {"recipe": "enwiki-lm", "variant": row.split(":")[0], "preset": "paper", "heads": 8, "kv_heads": 8,
+             "seed": seed, "steps": recipe.steps, "lr": recipe.lr, "batch": recipe.batch_size, "split": "dev",
+             "n_examples": 9000, "metric": "perplexity", "value": perplexity, "params": 1, "flops": 1, "setup": "lm"},
+        ])  # fmt: skip
+        losses = np.log(perplexity) + 0.1 * np.sin(np.arange(20 * answers.BLOCK))
+        answers.keep(tmp_path, Place("enwiki-lm", Row.parse(row), "paper", seed, "dev", "lm"), losses)
+    own = part(tmp_path, "enwiki-lm")
+    judged = next(each for each in claims.same(own) if str(each) == "mgk:8 − softmax:8")
+    assert judged.compared.difference == pytest.approx(100 * np.log(100.05 / 98.0), abs=0.01)
+    assert judged.verdict == HOLDS
+
+
+def test_what_has_not_run_is_not_guessed(tmp_path):
+    (tmp_path / "empty.csv").write_text(",".join(results.COLUMNS) + "\n")
+    made = gather(tmp_path, []).parts
+    for name in ("half", "same", "linear", "heads"):
+        assert HOLDS not in made[name]
+        assert "Not measured yet" in made[name] or MISSING in made[name]
+    assert "0 of 72" in made["queue"]
+    record(tmp_path, "listops-4e-4", "smgk:4", 0, 0.36, left=500)
+    made = gather(tmp_path, []).parts
+    assert "1 of 72" in made["queue"]
+    assert "smgk:4 − softmax:8 |" not in made["half"]
+
+
+def test_only_what_was_timed_alone_counts(tmp_path):
+    for row, alone in (("smgk:4", 5.0), ("softmax:8", 10.0)):
+        record(tmp_path, "listops", row, 0, 0.36, left=500, step_ms=20)
+        record(tmp_path, "listops", row, 0, 0.36, left=500, step_ms=alone, metric="x")
+    own = part(tmp_path, "listops")
+    assert "training step" not in costs.ratios(
+        *costs.pairs(costs.of_part(own, results.read([tmp_path / "listops.csv"])))[0]
+    )
+    rows = results.read([tmp_path / "listops.csv"])
+    timed = [{**row, "metric": "step_ms_alone", "value": row["step_ms"]} for row in rows if row["step_ms"] != "20"]
+    [pair] = costs.pairs(costs.of_part(own, [*rows, *timed]))
+    assert costs.ratios(*pair)["training step"] == pytest.approx(0.5)
+    assert tuple(costs.MEASURED) == cost.METRICS
+
+
+def test_heads_of_one_seed_decide_nothing_and_of_two_they_do(tmp_path):
+    def analysis(seeds: int) -> Path:
+        folder = tmp_path / f"seeds-{seeds}"
+        folder.mkdir()
+        ranks, pairs = (
+            ["model,layer,head,size,rank,effective_rank"],
+            ["model,layer,head_a,head_b,jensen_shannon_bits,cosine,cka"],
+        )
+        for seed in range(seeds):
+            for row, rank in (("mgk:4", 90), ("softmax:4", 60)):
+                ranks.append(f"{row} made-up seed {seed},1,1,100,{rank + seed},{rank / 2 + seed}")
+                pairs.append(f"{row} made-up seed {seed},1,1,2,{rank / 100 + seed / 1000},0.5,{0.9 + seed / 1000}")
+        (folder / "ranks.csv").write_text("\n".join(ranks))
+        (folder / "pairs.csv").write_text("\n".join(pairs))
+        return folder
+
+    assert {verdict for *_, verdict in heads.judged(heads.read(analysis(1)))} == {OPEN}
+    found = {measure: verdict for _, _, measure, _, verdict in heads.judged(heads.read(analysis(2)))}
+    assert list(found.values()) == [HOLDS, HOLDS, HOLDS, OPEN]
+
+
+def test_prose_stays_and_unknown_parts_are_refused():
+    page = "# By hand\n<!-- made: rules -->\nold\n<!-- end -->\nand so on\n"
+    assert fill(page, {"rules": "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match="'rules'"):
+        fill(page, {"summary": "new"})
+    with pytest.raises(ValueError, match="no part"):
+        fill("# By hand\n", {"rules": "new"})
+
+
+@pytest.fixture(scope="module")
+def made():
+    return gather(ROOT / "results", found_analyses(ROOT / "results", ROOT / "docs" / "figures"))
+
+
+def test_the_committed_pages_are_what_the_command_makes(made):
+    """Every page with marked parts: the README may have one too."""
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    for path, page in pages.items():
+        if MADE.search(page):
+            assert fill(page, made.parts) == page, f"results/ has changed: run mgk evidence --page {path.name}"
+    assert all(f"<!-- made: {name} -->" in pages[ROOT / "docs" / "evidence.md"] for name in made.parts)
+
+
+def test_the_committed_pictures_show_these_results(made):
+    for picture in made.pictures:
+        with Image.open(ROOT / "docs" / "figures" / f"{picture.name}.png") as image:
+            assert image.text[DRAWN_FROM] == picture.digest, f"{picture.name} is out of date: run mgk evidence"
+
+
+def test_the_command_writes_page_and_pictures(tmp_path):
+    for seed in range(2):
+        for row in ("smgk:4", "softmax:8"):
+            record(tmp_path / "results", "listops", row, seed, 0.36 + 0.001 * seed, left=500)
+    page = tmp_path / "new" / "evidence.md"
+    arguments = ["evidence", "--results", str(tmp_path / "results"), "--page", str(page)]
+    result = CliRunner().invoke(commands.app, arguments)
+    assert result.exception is None, result.output
+    assert "| smgk:4 − softmax:8 |" in page.read_text(encoding="utf-8")
+    assert len(list((tmp_path / "new" / "figures").glob("evidence-*.png"))) == 3
+    wrong = CliRunner().invoke(commands.app, [*arguments[:2], str(tmp_path / "nowhere")])
+    assert "has no CSV files" in str(wrong.exception)
