@@ -8,6 +8,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
+from .triton_gradients import gradients
 from .triton_tiles import (
     LOG2E,
     SAFE_RANGE,
@@ -15,7 +16,6 @@ from .triton_tiles import (
     columns,
     component_scores,
     extent,
-    gradients,
     head_of,
     hide,
     in_registers,
@@ -77,6 +77,7 @@ def walk_keys(
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     LEADS: tl.constexpr = HARD and SHIFTED and not UNEQUAL
+    FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -94,7 +95,7 @@ def walk_keys(
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
         coef = load_vectors(coef_ptr if LEADS or not EXACT else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
+        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE)
         if DMASK:
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
             tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
@@ -258,6 +259,7 @@ def walk_queries(
     NS: tl.constexpr = 1 if SHIFTED else M
     # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
     ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
+    FINE: tl.constexpr = b_v.dtype == tl.float32 and PRECISION == "ieee"
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
@@ -289,7 +291,7 @@ def walk_queries(
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
+        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE)
         if WANTED != VALUES:
             updated = ()
             for r in tl.static_range(M):
