@@ -106,6 +106,32 @@ def blocks(
     return rows, keys, warps, stages, registers, resident
 
 
+# For a single row of 2-byte numbers, by largest head width: keys of a block, warps, stages, programs a processor holds.
+ROW_BLOCKS: dict[int, tuple[int, int, int, int]] = {
+    32: (128, 4, 4, 4),
+    64: (64, 4, 4, 4),
+    128: (32, 4, 4, 4),
+    256: (16, 4, 4, 4),
+}
+ROW_BYTES = 72 << 10  # of keys and values under way in one program
+
+
+def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """bf16 two by two, where that still makes loads of 16 bytes."""
+    if tensors[0].dtype != torch.bfloat16 or any(
+        n % 32 for x in tensors for n in (x.data_ptr() // 2, *x.stride()[:-1])
+    ):
+        return tensors
+    return tuple(x.view(torch.int32) for x in tensors)
+
+
+@functools.cache
+def row_block(width: int, tiles: int, itemsize: int) -> tuple[int, int, int, int]:
+    """`tiles`: of keys and values, in each stage."""
+    keys, warps, stages, programs = next(block for limit, block in ROW_BLOCKS.items() if width <= limit)
+    return keys, warps, max(1, min(stages, ROW_BYTES // (keys * width * tiles * itemsize))), programs
+
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -292,24 +318,30 @@ def launch_decode(
     group, width, single = H // HK, max(switches["BD"], switches["BE"]), H == HK and L == 1 and mask is None
     rows = 1 if single else padded_width(group * L)
     if single:
-        # What a thread holds of a block is fixed: the wider, the fewer keys.
-        cols, per_processor = min(128, max(16, 4096 // width)), 8
+        tiles = 2 if shifted else switches["M"] + 1
+        cols, warps, stages, per_processor = row_block(width, tiles, query.element_size())
     else:
         bytes_of_key = width * query.element_size() * (1 if shifted else switches["M"])
         cols, per_processor = min(128, max(16, (1 << 15) // bytes_of_key)), 4
-    # At least two blocks of keys for each program.
-    splits = max(1, min(ceil_div(per_processor * _processors(query.device), B * HK), ceil_div(S, 2 * cols)))
+    # As many programs as the device holds at once, and at least two blocks of keys for each.
+    splits = max(1, min(per_processor * _processors(query.device) // (B * HK), ceil_div(S, 2 * cols)))
     chunk = ceil_div(ceil_div(S, splits), cols) * cols
     splits = ceil_div(S, chunk)
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
-    compiled_for = {name: switches[name] for name in DECODE_SWITCHES} | {"BN": cols, "BIAS": bias is not None}
+    compiled_for = {name: switches[name] for name in DECODE_SWITCHES} | {"BN": cols}
+    if single:
+        keys, value = _in_pairs(keys, value)
     key_strides = strides_of_keys(keys, shifted)
     if single:
+        # A thread reads 16 bytes.
+        across = min(cols, max(1, warps * 32 * 16 // (width * query.element_size())))
         launch(
             decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, parts, sums),
             (scale, tau, constant),
             (*query.stride()[:2], *key_strides, *value.stride()[:3], *leading_strides(bias, 4)),
-            (HK, S, chunk, splits), compiled_for, (0,), 4, 1,
+            (HK, S, chunk, splits),
+            compiled_for | {"BI": across, "BIAS": 0 if bias is None else 1 + (bias.stride(3) != 0),
+            "STAGES": stages}, (0,), warps, 1,
         )  # fmt: skip
     else:
         launch(
@@ -318,7 +350,8 @@ def launch_decode(
             (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(bias, 4),
             *leading_strides(mask, 4), group),
             (H, L, S, chunk, splits),
-            compiled_for | {"BM": rows, "MASK": switches["MASK"], "PRECISION": switches["PRECISION"]}, (0,), 4, 2,
+            compiled_for | {"BM": rows, "MASK": switches["MASK"], "BIAS": bias is not None,
+            "PRECISION": switches["PRECISION"]}, (0,), 4, 2,
         )  # fmt: skip
     launch(
         decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),
