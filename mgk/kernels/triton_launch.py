@@ -22,13 +22,13 @@ L2_BYTES = 24 << 20
 BOUNDED = (torch.bfloat16,)
 
 # Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
-# general kernels alone, one launch instead of two, by pointers, which cost the launcher less than descriptors do.
+# general kernels alone, one launch instead of two (unless they take more than two exponentials where the first takes
+# one), by pointers, which cost the launcher less than descriptors do.
 SMALL_PAIRS = 1 << 25
 
-# By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
-# compiler's choice), and
-# whether the left operands that stay over the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md
-# has the measurements.
+# By pass and largest head width (hard assignment without blocks of its own takes soft's): rows and keys of a block,
+# warps, pipeline stages, registers a thread (None: the compiler's choice), and whether the left operands that stay over
+# the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md has the measurements.
 Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
@@ -52,6 +52,27 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (128, 64, 4, 2, None, 0),
+        128: (32, 64, 4, 2, None, 0),
+        256: (32, 64, 8, 2, None, 0),
+    },
+}
+# More than two components: what of the above does not fit the registers then.
+MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
+    "forward": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
+        128: (64, 64, 4, 3, None, 1),
+        256: (64, 32, 4, 2, None, 0),
+    },
+    "queries": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 1),
+        256: (64, 32, 8, 2, None, 0),
+    },
+    "keys": {
+        32: (128, 64, 4, 3, None, 0),
+        64: (64, 64, 4, 2, None, 1),
         128: (32, 64, 4, 2, None, 0),
         256: (32, 64, 8, 2, None, 0),
     },
@@ -95,7 +116,9 @@ SPLIT_WIDTH = 64
 def blocks(
     kind: str, width: int, components: int, shifted: bool, itemsize: int
 ) -> tuple[int, int, int, int, int | None, int]:
-    table = (SHIFTED_BLOCKS if shifted else INDEPENDENT_BLOCKS)[kind]
+    tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
+    names = (kind, kind.removeprefix("hard "))
+    table = next(table[name] for table in tables for name in names if name in table)
     rows, keys, warps, stages, registers, resident = next(block for limit, block in table.items() if width <= limit)
     if itemsize > 2 or (not shifted and components > 2):
         # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
@@ -229,6 +252,11 @@ def _switches(
     }  # fmt: skip
 
 
+def _factored(switches: dict[str, Any]) -> bool:
+    """Whether the first kernel takes one exponential a pair, where the general one takes one a component."""
+    return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
+
+
 def prepare(
     keys: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, cu_k: Any, prepared: Any, stats: Any, scale: Any,
     tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any,
@@ -278,7 +306,8 @@ def launch_forward(
     bulk = not small and _bulk(keys, value)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=resident)
     # A float mask has no bound that is known beforehand.
-    paths = (1, 2) if not small and query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
+    bounded = query.dtype in BOUNDED and switches["MASK"] != 2
+    paths = (1, 2) if bounded and (not small or (_factored(switches) and M > 2)) else (0,)
     launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
@@ -379,9 +408,9 @@ def launch_backward(
         dmask.zero_()
     mask = None if mask is None else mask.expand(B, H, L, S)
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
-    kind = "hard queries" if hard else "queries"
-    q_rows, q_cols, *q_options, q_resident = blocks(kind, width, M, shifted, size)
-    q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks("keys", width, M, shifted, size)[1])
+    hardness = "hard " if hard else ""
+    q_rows, q_cols, *q_options, q_resident = blocks(hardness + "queries", width, M, shifted, size)
+    q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks(hardness + "keys", width, M, shifted, size)[1])
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)
     spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
@@ -393,8 +422,8 @@ def launch_backward(
         *query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(mask, 4),
         *grad.stride()[:3], rows.stride(0), H // HK,
     )  # fmt: skip
-    factored = shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED)
-    paths = (1, 2) if factored and not small else (0,)
+    factored = _factored(switches) and (size == 2 or query.dtype in BOUNDED)
+    paths = (1, 2) if factored and (not small or M > 2) else (0,)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
@@ -406,7 +435,7 @@ def launch_backward(
     )  # fmt: skip
     parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
     for wanted, kind in parts:
-        k_rows, k_cols, *k_options, k_resident = blocks(kind, width, M, shifted, size)
+        k_rows, k_cols, *k_options, k_resident = blocks(hardness + kind, width, M, shifted, size)
         k_tiles = ceil_div(max_k, k_cols)
         launch(
             gradient_keys, (k_tiles * n_seq * HK, 1, 1),
