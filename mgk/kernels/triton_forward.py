@@ -67,12 +67,12 @@ def weigh(
         if HARD:
             b_p = exact_exp2(b_x - m_safe) if FINE else tl.exp2(b_x - m_safe)
         else:
-            b_p = tl.zeros_like(b_x)
             for r in tl.static_range(M):
                 if FINE:
-                    b_p += weight(scores[0 if SHIFTED else r], lam[r], row[r], coef[r], m_safe)
+                    b_pr = weight(scores[0 if SHIFTED else r], lam[r], row[r], coef[r], m_safe)
                 else:
-                    b_p += tl.exp2(xs[r] - m_safe)
+                    b_pr = tl.exp2(xs[r] - m_safe)
+                b_p = b_pr if r == 0 else b_p + b_pr
     elif SHIFTED:
         b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * blend(rho, coef, M)
     else:

@@ -108,17 +108,19 @@ def gradients(
             b_ds = (b_rest,) + b_ds
     else:
         xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
-        b_p = tl.zeros_like(xs[0])
         b_ds = ()
-        total = tl.zeros_like(xs[0])
         for r in tl.static_range(M):
             if FINE:
                 b_pr = weight(scores[0 if SHIFTED else r], lam[r], alpha[r], coef[r], 0.0)
             else:
                 b_pr = tl.exp2(xs[r])
-            b_p += b_pr
             part = b_pr * b_g
-            if UNEQUAL:
+            # Not from 0 on: adding the first to it is an addition that the compiler keeps, for the sign of 0.
+            if r == 0:
+                b_p = b_pr
+                total = part * lam[r]
+            else:
+                b_p += b_pr
                 total += part * lam[r]
             if r >= FIRST:
                 parts = parts + (part,)
