@@ -56,7 +56,7 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         256: (32, 64, 8, 2, None, 0),
     },
 }
-# More than two components: what of the above does not fit the registers then.
+# More than two components: where what is above would not fit the registers.
 MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
         32: (64, 128, 4, 3, None, 1),
@@ -69,12 +69,6 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         64: (64, 128, 4, 2, None, 1),
         128: (128, 64, 8, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
-    },
-    "keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 2, None, 1),
-        128: (32, 64, 4, 2, None, 0),
-        256: (32, 64, 8, 2, None, 0),
     },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
