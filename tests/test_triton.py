@@ -228,15 +228,24 @@ def test_two_times_rule(name, dtype, poisoned):
     check(dtype, **CASES[name])
 
 
-@pytest.mark.parametrize("variant", ["smgk", "mgk"])
-def test_first_and_second_kernel(variant, monkeypatch, poisoned):
+BOUNDED_CASES = {
+    "smgk": {},
+    "mgk": {"variant": "mgk"},
+    # dk and dv apart, and keys that no lse bounds.
+    "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"},
+    "mgk-wide-padding": {"variant": "mgk", "D": 72, "B": 2, "padding": ((0, 21), (30, 50))},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED_CASES)
+def test_first_and_second_kernel(name, monkeypatch, poisoned):
     """The bounded forward and the factored form on their own, and the tiles they leave to the second kernel when
     inputs are large."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
     for std, limit in ((1.0, 1e-5), (4.0, 2e-4), (20.0, 2e-3), (50.0, 2e-2)):
-        leaves, options = case(variant, std=std, L=40, S=50)
-        for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
-            assert error <= limit * max(size, 1.0), f"{name} at std {std}: {error:.3e} of {size:.3e}"
+        leaves, options = case(**{"std": std, "L": 40, "S": 50, **BOUNDED_CASES[name]})
+        for which, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+            assert error <= limit * max(size, 1.0), f"{which} at std {std}: {error:.3e} of {size:.3e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

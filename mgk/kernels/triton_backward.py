@@ -8,7 +8,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import gradients
+from .triton_gradients import gradients, independent_gradients
 from .triton_tiles import (
     LOG2E,
     SAFE_RANGE,
@@ -45,10 +45,19 @@ BOTH, KEYS, VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
-    """x_r times a factor that is expanded to a column."""
+    """x_r times a factor that is expanded to a column; 0 where that is 0, whatever x_r."""
     out = ()
     for r in tl.static_range(FIRST, M):
-        out = out + (xs[r - FIRST] * tl.sum(columns_[r - FIRST], 1),)
+        b_factor = tl.sum(columns_[r - FIRST], 1)
+        out = out + (tl.where(b_factor == 0.0, 0.0, xs[r - FIRST] * b_factor),)
+    return out
+
+
+@triton.jit
+def times_columns(xs, columns_, M: tl.constexpr):
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (tl.where(columns_[r] == 0.0, 0.0, xs[r] * columns_[r]),)
     return out
 
 
@@ -94,8 +103,14 @@ def walk_keys(
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
-        coef = load_vectors(coef_ptr if LEADS or not EXACT else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE)
+        factors = LEADS or (SHIFTED and not EXACT)
+        coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
+        if SHIFTED or EXACT:
+            b_p, b_ds, parts = gradients(
+                scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE
+            )
+        else:
+            b_p, b_ds, parts = independent_gradients(scores, b_g, coef, coef, lam, M, False)
         if DMASK:
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
             tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
@@ -194,7 +209,12 @@ def gradient_queries(
     if not DMASK:
         full = min(full, end)
         last = min(last, end)
-    if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
+    if SHIFTED:
+        slack = spread + key_span(high, low)
+    else:
+        # No exponent of a row is above its lse.
+        slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0), 0), high)
+    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
     das = zeros_like_each(norm, M - FIRST)
@@ -209,10 +229,14 @@ def gradient_queries(
             DROPOUT, PRECISION,
             UNEQUAL, MASKED, PATH != 1, TMA,
         )  # fmt: skip
+    if PATH == 1 and not SHIFTED:
+        factor = tl.exp2(-lse)
+        total *= factor
+        acc *= factor[:, None]
     # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
     # is delta's error.
     tl.store(p_rows + (2 * M - 1) * stride_rows, delta + (total - dlse), mask=m_i)
-    if PATH == 1:
+    if PATH == 1 and SHIFTED:
         das = times(das, rho, 1, M)
 
     # The components' gradients of a row add up to that of its lse, so the first is the rest.
@@ -291,12 +315,15 @@ def walk_queries(
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE)
+        if SHIFTED or EXACT:
+            b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE)
+        else:
+            b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
         if WANTED != VALUES:
             updated = ()
             for r in tl.static_range(M):
                 part = parts[r]
-                if not EXACT and r > 0:
+                if SHIFTED and not EXACT and r > 0:
                     part = part * rho[r - 1]
                 updated = updated + (dcs[r] + tl.sum(part, 1),)
             dcs = updated
@@ -371,16 +398,22 @@ def gradient_keys(
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
-    if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
+    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
+        slot_c += (HK * M).to(tl.int64) * n_slots * TILE
+    coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
+    slack = spread + key_span(high, low)
+    if not SHIFTED and PATH == 1:
+        # A masked component is not in the lse, which then bounds nothing.
+        for r in tl.static_range(M):
+            b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
+            slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
+    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
         return
 
     keys = ()
     for r in tl.static_range(NS):
         keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS),)
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS)
-    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
-        slot_c += (HK * M).to(tl.int64) * n_slots * TILE
-    coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     begin = 0
     full = 0
@@ -417,6 +450,8 @@ def gradient_keys(
         return
     if PATH == 1:
         dcs = times(dcs, coef, 0, M)
+    if PATH == 1 and not SHIFTED:
+        dks = times_columns(dks, coef, M)
     if HARD and not UNEQUAL:
         dcs = without_others(dcs, M)
 

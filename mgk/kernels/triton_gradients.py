@@ -129,3 +129,22 @@ def gradients(
         if SHIFTED:
             b_ds = (total if UNEQUAL else b_p * b_g,)
     return b_p, b_ds, parts
+
+
+@triton.jit
+def independent_gradients(
+    scores, b_g, addends, factors, lam, M: tl.constexpr, WEIGHED: tl.constexpr
+):  # fmt: skip
+    """As `gradients` for soft independent keys, of whose exponents only one side's term, `addends`, is added: the other
+    side's is a factor of everything in its row and taken at the end of the walk. Where the components' factors differ
+    (WEIGHED) the weights need them at once."""
+    b_ds = ()
+    for r in tl.static_range(M):
+        b_e = tl.exp2(scores[r] * (lam[r] * LOG2E) + addends[r])
+        b_ds = b_ds + (b_e * b_g,)
+        b_pr = b_e * factors[r] if WEIGHED else b_e
+        if r == 0:
+            b_p = b_pr
+        else:
+            b_p += b_pr
+    return b_p, b_ds, b_ds

@@ -404,10 +404,15 @@ def launch_backward(
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
     hardness = "hard " if hard else ""
     q_rows, q_cols, *q_options, q_resident = blocks(hardness + "queries", width, M, shifted, size)
-    q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks(hardness + "keys", width, M, shifted, size)[1])
+    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    q_tiles = ceil_div(max_q, q_rows)
+    k_tiles, *more_tiles = (ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts)
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)
-    spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
+    spread = lse.new_empty(n_seq * H, q_tiles)
+    flags = lse.new_empty(
+        n_seq * max(H * q_tiles, HK * k_tiles, *(HK * n for n in more_tiles))
+    )  # one launch after another
     sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, M * D + 1 + M)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     small = n_seq * H * max_q * max_k <= SMALL_PAIRS
@@ -416,8 +421,13 @@ def launch_backward(
         *query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(mask, 4),
         *grad.stride()[:3], rows.stride(0), H // HK,
     )  # fmt: skip
-    factored = _factored(switches) and (size == 2 or query.dtype in BOUNDED)
-    paths = (1, 2) if factored and (not small or M > 2) else (0,)
+    bounded = query.dtype in BOUNDED
+    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
+    # Independent keys: one side's exponents are factors, which fp16 has no range for.
+    apart = not shifted and not hard and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
+    paths = (1, 2) if factored or apart else (0,)
+    # dk and dv together have no registers left for them.
+    key_paths = paths if factored or len(parts) > 1 else (0,)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
@@ -427,7 +437,6 @@ def launch_backward(
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
         REGISTERS=q_resident), paths, *q_options,
     )  # fmt: skip
-    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
     for wanted, kind in parts:
         k_rows, k_cols, *k_options, k_resident = blocks(hardness + kind, width, M, shifted, size)
         k_tiles = ceil_div(max_k, k_cols)
@@ -439,6 +448,6 @@ def launch_backward(
             (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
             dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident,
-            WANTED=wanted.value), paths, *k_options,
+            WANTED=wanted.value), key_paths, *k_options,
         )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask
