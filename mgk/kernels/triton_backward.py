@@ -195,16 +195,20 @@ def gradient_queries(
         tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
-    spread = tl.max(largest(a, M) - smallest(a, M), 0)
-    tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
-
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full = n_k // BN * BN
     last = n_k
     if CAUSAL:
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
-    high, low, _, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    spread = tl.max(largest(a, M) - smallest(a, M), 0)
+    # No lse bounds a masked key. Its exponent may be 40 above what the others may lose before a weight of 0 times its
+    # power is not 0.
+    reach = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E) + (a[0] - lse)
+    reach = tl.max(tl.where(m_i & (masked > 0), reach, 0.0), 0)
+    spread = tl.maximum(spread, reach - 40.0)
+    tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
     # The gradient of a float mask is written for every pair.
     if not DMASK:
         full = min(full, end)

@@ -169,7 +169,7 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, longest, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
     # What is masked to the end of the sequence is not walked over.
     full = min(full, end)
     last = min(last, end)

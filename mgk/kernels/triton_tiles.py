@@ -197,14 +197,15 @@ def smallest(xs, M: tl.constexpr):
 
 @triton.jit
 def key_range(stats_ptr, n_tiles):
-    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; and
-    the end of the last tile with a key that is not masked."""
+    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; the
+    end of the last tile with a key that is not masked; and 1 if some key is, otherwise 0."""
     # A warp's width: every warp then reduces for itself, without a barrier.
     o_t = tl.arange(0, 32)
     high = tl.full([32], -float("inf"), tl.float32)
     low = tl.full([32], float("inf"), tl.float32)
     norm = tl.zeros([32], tl.float32)
     end = tl.zeros([32], tl.int32)
+    masked = tl.zeros([32], tl.int32)
     for i_t in range(0, n_tiles, 32):
         m_t = i_t + o_t < n_tiles
         p_stats = stats_ptr + (i_t + o_t) * 4
@@ -212,8 +213,10 @@ def key_range(stats_ptr, n_tiles):
         end = tl.maximum(end, tl.where(b_high > -float("inf"), i_t + o_t + 1, 0))
         high = tl.maximum(high, b_high)
         low = tl.minimum(low, tl.load(p_stats + 1, mask=m_t, other=float("inf")))
-        norm = tl.maximum(norm, tl.load(p_stats + 2, mask=m_t, other=0.0))
-    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * TILE
+        b_longest = tl.load(p_stats + 2, mask=m_t, other=0.0)
+        norm = tl.maximum(norm, tl.abs(b_longest))
+        masked = tl.maximum(masked, tl.where(b_longest < 0.0, 1, 0))
+    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * TILE, tl.max(masked, 0)
 
 
 @triton.jit
