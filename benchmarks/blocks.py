@@ -1,9 +1,13 @@
 """One kernel of the fused passes over block sizes: how the tables of mgk/kernels/triton_launch.py are found.
 
     python benchmarks/blocks.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
+    python benchmarks/blocks.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
+    python benchmarks/blocks.py --candidates
 
 A block is rows, keys, warps, stages, registers a thread (0: the compiler's choice) and whether left operands stay in
-registers. Medians in bf16 with M = 2, with what the compiler needed; appended to results/blocks.csv.
+registers; for decoding, keys, warps, stages and programs a processor. "table" is what the tables have. Medians in bf16,
+with what the compiler needed; appended to results/blocks.csv. `--candidates` goes through CANDIDATES, `--part K/N`
+through a part of them, and `--compile` only compiles: N processes do that at once, then one of them measures.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,57 +29,114 @@ from mgk.results import environment
 KERNELS = {
     "forward": ("mixture_forward", ("forward",)),
     "queries": ("gradient_queries", ("queries", "hard queries")),
-    "keys": ("gradient_keys", ("keys", "values")),
+    "keys": ("gradient_keys", ("keys", "values", "hard keys", "hard values")),
+    "decode": ("decode_row", ()),
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
 Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any], int, dict[str, int]]
 
 
-def draw(variant: str, B: int, H: int, N: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+class Case(NamedTuple):
+    variant: str
+    components: int
+    shape: str  # B, heads, N, D
+    causal: bool
+    kernel: str
+    blocks: str
+
+
+D32, D64, D128 = "32,4,2048,32", "8,4,4096,64", "4,8,4096,128"
+CANDIDATES = (
+    Case("smgk", 2, "16,4,32768,64", False, "decode",
+         "table 64,4,3,5 64,4,2,5 128,4,3,3 128,4,2,3 32,4,4,6 64,8,4,4 128,8,3,3 64,4,4,8"),
+    Case("smgk", 2, "8,8,32768,128", False, "decode",
+         "table 32,4,3,5 32,4,2,5 64,4,3,3 64,4,2,3 32,8,4,4 64,8,3,3 32,4,4,8"),
+    Case("smgk", 4, D64, False, "forward", "table 64,64,4,3,0,1 64,64,4,2,0,1 64,64,4,3,168,1 128,64,8,3,0,1"),
+    Case("smgk", 4, D64, True, "queries", "table 64,64,4,2,0,1"),
+    Case("smgk", 4, D64, True, "keys", "table 64,64,4,2,0,1 64,64,4,2,0,0 64,128,8,2,0,0"),
+    Case("smgk", 4, D128, True, "forward", "table 64,64,4,2,0,1 128,64,8,2,0,1"),
+    Case("smgk", 4, D128, True, "queries", "table 64,32,4,2,0,1"),
+    Case("smgk", 4, D128, True, "keys", "table 64,64,4,2,0,0 32,128,8,2,0,0"),
+    Case("smgk", 4, D32, False, "forward", "table 64,128,4,2,0,1 64,64,4,3,0,1"),
+    Case("smgk", 4, D32, False, "queries", "table 64,64,4,3,0,1"),
+    Case("smgk", 4, D32, False, "keys", "table 64,64,4,2,0,0 64,64,4,2,0,1"),
+    Case("smgk", 2, D64, False, "forward", "table 64,128,4,2,0,1"),
+    Case("smgk", 2, D128, True, "queries", "table 64,64,4,2,0,1 128,64,8,2,0,1"),
+    Case("smgk", 2, D128, True, "keys", "table 64,64,4,2,0,0 64,128,8,2,0,0"),
+    Case("smgk-hard", 2, D64, False, "queries", "table 64,64,4,3,0,1 128,128,8,2,0,1"),
+    Case("smgk-hard", 2, D64, False, "keys", "table 64,64,4,2,0,0 64,128,8,2,0,0"),
+    Case("smgk-hard", 2, D128, True, "queries", "table 128,64,8,2,0,1"),
+    Case("smgk-hard", 2, D128, True, "keys", "table 64,64,4,2,0,0 64,128,8,2,0,0"),
+    Case("mgk", 2, D64, True, "queries", "table 64,64,4,2,0,1 128,64,8,2,0,1"),
+    Case("mgk", 2, D64, True, "keys", "table 64,128,8,2,0,0"),
+    Case("mgk", 2, D128, True, "queries", "table 128,64,8,2,0,1 64,64,4,1,0,0 64,32,4,2,0,1"),
+    Case("mgk", 2, D128, True, "keys", "table 64,64,4,2,0,0 32,128,8,2,0,0 64,128,8,2,0,0"),
+    Case("mgk-hard", 2, D64, True, "queries", "table 128,64,8,2,0,1"),
+    Case("mgk-hard", 2, D64, True, "keys", "table 64,128,8,2,0,0"),
+    Case("mgk-hard", 2, D128, True, "queries", "table 128,64,8,2,0,1 64,64,4,1,0,0"),
+    Case("mgk-hard", 2, D128, True, "keys", "table 64,64,4,2,0,0 32,128,8,2,0,0 64,128,8,2,0,0"),
+)  # fmt: skip
+
+
+def draw(
+    variant: str, components: int, B: int, H: int, N: int, D: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """query, keys, value, shift and log prior."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda")
 
     shifted, hard = variant.startswith("smgk"), variant.endswith("hard")
-    keys = randn(B, H, N, D) if shifted else randn(B, H, 2, N, D)
-    shift = 0.5 * randn(H, 2, D) if shifted else None
-    prior = None if hard else randn(1, H, 2, 1).log_softmax(2)
+    keys = randn(B, H, N, D) if shifted else randn(B, H, components, N, D)
+    shift = 0.5 * randn(H, components, D) if shifted else None
+    prior = None if hard else randn(1, H, components, 1).log_softmax(2)
     return randn(B, H, N, D).bfloat16(), keys.bfloat16(), randn(B, H, N, D).bfloat16(), shift, prior
 
 
-def launches(variant: str, shape: list[int], causal: bool, kernel: str, block: tuple[Any, ...]) -> list[Launch]:
+def run_passes(case: Case, B: int, H: int, N: int, D: int) -> None:
+    """The launches that a user's call makes."""
+    query, keys, value, shift, prior = draw(case.variant, case.components, B, H, N, D)
+    hard, scale, nothing = case.variant.endswith("hard"), D**-0.5, (None,) * 6
+    if case.kernel == "decode":
+        triton_launch.launch_decode(
+            query[:, :, :1], keys, value, shift, prior, None, None, None, scale, 1.0, 0.0, 0, hard
+        )
+        return
+    out, lse, prepared, stats = triton_launch.launch_forward(
+        query, keys, value, shift, prior, *nothing, scale, 1.0, 0.0, 0.0, int(case.causal), hard, N, N
+    )
+    if case.kernel == "forward":
+        return
+    triton_launch.launch_backward(
+        torch.randn_like(out), None, out, lse, prepared, stats, query, keys, value, shift, *nothing, scale, 1.0,
+        0.0, int(case.causal), hard, N, N, False,
+    )  # fmt: skip
+
+
+def launches(case: Case, block: tuple[Any, ...] | None) -> list[Launch]:
     """The first path's launches of a kernel with this block; everything before them has run."""
-    name, kinds = KERNELS[kernel]
-    table, launch = triton_launch.blocks, triton_launch.launch
+    name, kinds = KERNELS[case.kernel]
+    table, row_table, launch = triton_launch.blocks, triton_launch.row_block, triton_launch.launch
     found: list[Launch] = []
 
     def note(
         of: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
         warps: int, stages: int, registers: int | None = None,
     ) -> None:  # fmt: skip
-        if of.__name__ != name:
-            return launch(of, grid, tensors, floats, numbers, free, switches, paths, warps, stages, registers)
-        options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
-        found.append((of, grid, (*tensors, *floats, *numbers, *free), dict(switches), paths[0], options))
-        return launch(of, grid, tensors, floats, numbers, free, switches, paths, warps, stages, registers)
+        if of.__name__ == name:
+            options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+            found.append((of, grid, (*tensors, *floats, *numbers, *free), dict(switches), paths[0], options))
+        launch(of, grid, tensors, floats, numbers, free, switches, paths, warps, stages, registers)
 
-    B, H, N, D = shape
-    query, keys, value, shift, prior = draw(variant, B, H, N, D)
-    hard, scale = variant.endswith("hard"), D**-0.5
     try:
-        triton_launch.blocks = lambda kind, *rest: block if kind in kinds else table(kind, *rest)  # type: ignore[assignment]
+        if block is not None:
+            triton_launch.blocks = lambda kind, *rest: block if kind in kinds else table(kind, *rest)  # type: ignore[assignment]
+        if block is not None and case.kernel == "decode":
+            triton_launch.row_block = lambda *_: block  # type: ignore[assignment]
         triton_launch.launch = note  # type: ignore[assignment]
-        nothing = (None,) * 6
-        out, lse, prepared, stats = triton_launch.launch_forward(
-            query, keys, value, shift, prior, *nothing, scale, 1.0, 0.0, 0.0, int(causal), hard, N, N
-        )
-        triton_launch.launch_backward(
-            torch.randn_like(out), None, out, lse, prepared, stats, query, keys, value, shift, *nothing, scale, 1.0,
-            0.0, int(causal), hard, N, N, False,
-        )  # fmt: skip
+        run_passes(case, *map(int, case.shape.split(",")))
     finally:
-        triton_launch.blocks, triton_launch.launch = table, launch
+        triton_launch.blocks, triton_launch.row_block, triton_launch.launch = table, row_table, launch
     return found
 
 
@@ -91,44 +152,70 @@ def median_ms(run: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
+def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any]]:
+    """One row for each launch of the kernel; a block that does not fit the device has none."""
+    block: tuple[Any, ...] | None = None if text == "table" else tuple(map(int, text.split(",")))
+    if block and case.kernel != "decode":
+        block = (*block[:4], block[4] or None, block[5])
+    try:
+        found = launches(case, block)
+    except Exception as problem:  # out of resources, a compiler's failure: the others are still worth measuring
+        print(f"{case.variant} M {case.components} {case.kernel} {text}: {str(problem).splitlines()[0][:100]}")
+        return
+    for kernel, grid, arguments, switches, path, options in found:
+        if compile_only:
+            continue
+
+        def run(k: Any = kernel, g: Any = grid, a: Any = arguments, s: Any = switches, p: Any = path,
+                o: Any = options) -> Any:  # fmt: skip
+            return k[g](*a, **s, PATH=p, **o)
+
+        compiled, ms = run(), median_ms(run)
+        part = switches.get("WANTED", 0)
+        print(
+            f"{case.variant} M {case.components} {case.shape} {case.kernel} {text} part {part}: "
+            f"{ms:.4f} ms, {compiled.n_regs} registers, {compiled.n_spills} spills",
+            flush=True,
+        )
+        yield {
+            "part": part,
+            "block": text,
+            "ms": round(ms, 4),
+            "registers": compiled.n_regs,
+            "spills": compiled.n_spills,
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="smgk", choices=["smgk", "smgk-hard", "mgk", "mgk-hard"])
+    parser.add_argument("--components", type=int, default=2)
     parser.add_argument("--shape", default="8,4,4096,64", help="B, heads, N, D")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--kernel", default="queries", choices=list(KERNELS))
+    parser.add_argument("--candidates", action="store_true")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--csv", type=Path, default=Path("results/blocks.csv"))
-    parser.add_argument("blocks", nargs="+")
+    parser.add_argument("blocks", nargs="*")
     args = parser.parse_args()
     import triton
 
-    shape = [int(n) for n in args.shape.split(",")]
-    common = environment() | {"triton": triton.__version__, "variant": args.variant, "kernel": args.kernel}
-    common |= dict(zip(("B", "heads", "N", "D"), map(str, shape), strict=True)) | {"causal": str(args.causal)}
+    one = Case(args.variant, args.components, args.shape, args.causal, args.kernel, " ".join(args.blocks))
+    cases = CANDIDATES if args.candidates else (one,)
+    part, parts = map(int, args.part.split("/"))
+    pairs = [(case, text) for case in cases for text in case.blocks.split()][part - 1 :: parts]
     new = not args.csv.exists()
     with args.csv.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if new:
             writer.writeheader()
-        for text in args.blocks:
-            rows, cols, warps, stages, registers, resident = map(int, text.split(","))
-            block = (rows, cols, warps, stages, registers or None, resident)
-            for kernel, grid, arguments, switches, path, options in launches(
-                args.variant, shape, args.causal, args.kernel, block
-            ):
-
-                def run(k: Any = kernel, g: Any = grid, a: Any = arguments, s: Any = switches, p: Any = path,
-                        o: Any = options) -> Any:  # fmt: skip
-                    return k[g](*a, **s, PATH=p, **o)
-
-                compiled, ms = run(), median_ms(run)
-                part = switches.get("WANTED", 0)
-                writer.writerow(
-                    common
-                    | {"part": part, "block": text, "ms": round(ms, 4), "registers": compiled.n_regs}
-                    | {"spills": compiled.n_spills}
-                )
-                print(f"{args.variant} {args.kernel} {text} part {part}: {ms:.3f} ms, {compiled.n_regs} registers")
+        for case, text in pairs:
+            name = case.variant if case.components == 2 else f"{case.variant} M {case.components}"
+            common = environment() | {"triton": triton.__version__, "variant": name, "kernel": case.kernel}
+            common |= dict(zip(("B", "heads", "N", "D"), case.shape.split(","), strict=True))
+            for row in measure(case, text, args.compile):
+                writer.writerow(common | {"causal": str(case.causal)} | row)
 
 
 if __name__ == "__main__":

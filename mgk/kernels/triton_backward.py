@@ -8,6 +8,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
+from .triton_gradients import gradients, independent_gradients
 from .triton_tiles import (
     LOG2E,
     SAFE_RANGE,
@@ -15,7 +16,6 @@ from .triton_tiles import (
     columns,
     component_scores,
     extent,
-    gradients,
     head_of,
     hide,
     in_registers,
@@ -45,10 +45,19 @@ BOTH, KEYS, VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
-    """x_r times a factor that is expanded to a column."""
+    """x_r times a factor that is expanded to a column; 0 where that is 0, whatever x_r."""
     out = ()
     for r in tl.static_range(FIRST, M):
-        out = out + (xs[r - FIRST] * tl.sum(columns_[r - FIRST], 1),)
+        b_factor = tl.sum(columns_[r - FIRST], 1)
+        out = out + (tl.where(b_factor == 0.0, 0.0, xs[r - FIRST] * b_factor),)
+    return out
+
+
+@triton.jit
+def times_columns(xs, columns_, M: tl.constexpr):
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (tl.where(columns_[r] == 0.0, 0.0, xs[r] * columns_[r]),)
     return out
 
 
@@ -77,6 +86,7 @@ def walk_keys(
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     LEADS: tl.constexpr = HARD and SHIFTED and not UNEQUAL
+    FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -93,8 +103,14 @@ def walk_keys(
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
-        coef = load_vectors(coef_ptr if LEADS or not EXACT else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST)
+        factors = LEADS or (SHIFTED and not EXACT)
+        coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
+        if SHIFTED or EXACT:
+            b_p, b_ds, parts = gradients(
+                scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE
+            )
+        else:
+            b_p, b_ds, parts = independent_gradients(scores, b_g, coef, coef, lam, M, False)
         if DMASK:
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
             tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
@@ -179,21 +195,30 @@ def gradient_queries(
         tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
-    spread = tl.max(largest(a, M) - smallest(a, M), 0)
-    tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
-
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full = n_k // BN * BN
     last = n_k
     if CAUSAL:
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
-    high, low, _, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    spread = tl.max(largest(a, M) - smallest(a, M), 0)
+    # No lse bounds a masked key. Its exponent may be 40 above what the others may lose before a weight of 0 times its
+    # power is not 0.
+    reach = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E) + (a[0] - lse)
+    reach = tl.max(tl.where(m_i & (masked > 0), reach, 0.0), 0)
+    spread = tl.maximum(spread, reach - 40.0)
+    tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
     # The gradient of a float mask is written for every pair.
     if not DMASK:
         full = min(full, end)
         last = min(last, end)
-    if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
+    if SHIFTED:
+        slack = spread + key_span(high, low)
+    else:
+        # No exponent of a row is above its lse.
+        slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0), 0), high)
+    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
     das = zeros_like_each(norm, M - FIRST)
@@ -208,10 +233,14 @@ def gradient_queries(
             DROPOUT, PRECISION,
             UNEQUAL, MASKED, PATH != 1, TMA,
         )  # fmt: skip
+    if PATH == 1 and not SHIFTED:
+        factor = tl.exp2(-lse)
+        total *= factor
+        acc *= factor[:, None]
     # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
     # is delta's error.
     tl.store(p_rows + (2 * M - 1) * stride_rows, delta + (total - dlse), mask=m_i)
-    if PATH == 1:
+    if PATH == 1 and SHIFTED:
         das = times(das, rho, 1, M)
 
     # The components' gradients of a row add up to that of its lse, so the first is the rest.
@@ -258,6 +287,7 @@ def walk_queries(
     NS: tl.constexpr = 1 if SHIFTED else M
     # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
     ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
+    FINE: tl.constexpr = b_v.dtype == tl.float32 and PRECISION == "ieee"
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
@@ -289,12 +319,15 @@ def walk_queries(
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
-        b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0)
+        if SHIFTED or EXACT:
+            b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE)
+        else:
+            b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
         if WANTED != VALUES:
             updated = ()
             for r in tl.static_range(M):
                 part = parts[r]
-                if not EXACT and r > 0:
+                if SHIFTED and not EXACT and r > 0:
                     part = part * rho[r - 1]
                 updated = updated + (dcs[r] + tl.sum(part, 1),)
             dcs = updated
@@ -369,16 +402,22 @@ def gradient_keys(
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
-    if leaves_to_second(p_flag, spread + key_span(high, low) <= SAFE_RANGE, PATH):
+    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
+        slot_c += (HK * M).to(tl.int64) * n_slots * TILE
+    coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
+    slack = spread + key_span(high, low)
+    if not SHIFTED and PATH == 1:
+        # A masked component is not in the lse, which then bounds nothing.
+        for r in tl.static_range(M):
+            b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
+            slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
+    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
         return
 
     keys = ()
     for r in tl.static_range(NS):
         keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS),)
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS)
-    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
-        slot_c += (HK * M).to(tl.int64) * n_slots * TILE
-    coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     begin = 0
     full = 0
@@ -415,6 +454,8 @@ def gradient_keys(
         return
     if PATH == 1:
         dcs = times(dcs, coef, 0, M)
+    if PATH == 1 and not SHIFTED:
+        dks = times_columns(dks, coef, M)
     if HARD and not UNEQUAL:
         dcs = without_others(dcs, M)
 

@@ -108,6 +108,75 @@ def decode_split(
     tl.store(ml_ptr + (n_parts + i_part) * BM + o_row, l)
 
 
+@triton.jit
+def load_block(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """Rows n + o_n of a head, [keys, BD], in fp32. bf16 may come two by two as int32: a shift or a mask makes it fp32,
+    half of what it costs one by one."""
+    PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
+    WIDTH: tl.constexpr = BD // 2 if PAIRS else BD
+    END: tl.constexpr = D // 2 if PAIRS else D
+    o_d = tl.arange(0, WIDTH)
+    p_x = ptr + tl.cast(n, tl.int64) * stride + (o_n[:, None] * stride + o_d[None, :])
+    if MASKED:
+        b_x = tl.load(p_x, mask=(n + o_n < last)[:, None] & (o_d < END)[None, :], other=0)
+    elif END < WIDTH:
+        b_x = tl.load(p_x, mask=(o_d < END)[None, :], other=0)
+    else:
+        b_x = tl.load(p_x)
+    if PAIRS:
+        b_even = (b_x << 16).to(tl.float32, bitcast=True)
+        b_odd = (b_x & -65536).to(tl.float32, bitcast=True)
+        return tl.join(b_even, b_odd).reshape(o_n.shape[0], BD)
+    else:
+        return b_x.to(tl.float32)
+
+
+@triton.jit
+def walk_row(
+    first, last, rows, rest, lam, tau, acc, l, m, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs, stride_bm,
+    stride_bs, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    o_i = tl.arange(0, BI)
+    # Stages asked for by the loop itself: without products in it the compiler would not read ahead.
+    for n in tl.range(first, last, BN, num_stages=STAGES):
+        groups = ()
+        values = ()
+        m_new = m
+        for g in tl.static_range(BN // BI):
+            o_n = g * BI + o_i
+            b_k = load_block(k_ptr, n, o_n, stride_ks, last, D, BD, MASKED)
+            values = values + (load_block(v_ptr, n, o_n, stride_vs, last, E, BE, MASKED),)
+            xs = ()
+            for r in tl.static_range(M):
+                if r > 0 and not SHIFTED:
+                    b_k = load_block(k_ptr + r * stride_km, n, o_n, stride_ks, last, D, BD, MASKED)
+                if r == 0 or not SHIFTED:
+                    b_norm = tl.sum(b_k * b_k, 1)
+                b_l = (tl.sum(b_k * rows[r], 1) - 0.5 * tau * b_norm) * (lam[r] * LOG2E) + rest[r]
+                if BIAS == 2:
+                    p_bias = bias_ptr + r * stride_bm + (n + o_n) * stride_bs
+                    b_bias = tl.load(p_bias, mask=n + o_n < last, other=0.0) if MASKED else tl.load(p_bias)
+                    b_l += b_bias.to(tl.float32) * LOG2E
+                xs = xs + (tl.where(n + o_n < last, b_l, -float("inf")) if MASKED else b_l,)
+            b_top = largest(xs, M)
+            m_new = tl.maximum(m_new, b_top)
+            groups = groups + ((b_top,) if HARD else xs,)
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha
+        acc = acc * alpha[:, None]
+        for g in tl.static_range(BN // BI):
+            b_p = tl.exp2(groups[g][0] - m_safe)
+            for r in tl.static_range(1, 1 if HARD else M):
+                b_p += tl.exp2(groups[g][r] - m_safe)
+            l += b_p
+            acc += b_p[:, None] * values[g]
+        m = m_new
+    return acc, l, m
+
+
 @triton.jit(do_not_specialize=["HK", "S", "CHUNK", "n_splits"])
 def decode_row(
     q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, acc_ptr, ml_ptr, scale, tau, constant,
@@ -115,15 +184,19 @@ def decode_row(
     stride_bb, stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
-    BIAS: tl.constexpr, PATH: tl.constexpr,
+    BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """As `decode_split` for a single row. Each key of a block has a running maximum and sums of its own until the end:
-    no thread waits for another, and the memory sets the pace. With k_jr = k_j + b_r the exponent is linear in k_j but
-    for its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) and what does not depend on j."""
+    """As `decode_split` for a single row. BI keys are read side by side, the BN / BI groups of a block one after
+    another by the same threads. Each of the BI places has a running maximum and sums of its own until the end: no
+    thread waits for another, and the memory sets the pace. With k_jr = k_j + b_r the exponent is linear in k_j but for
+    its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) and what does not depend on j. BIAS: 1 the same for all
+    keys, 2 for each its own."""
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)
+    if BIAS:
+        bias_ptr += i_b.to(tl.int64) * stride_bb + i_k * stride_bh
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BE)
     p_q = q_ptr + i_b.to(tl.int64) * stride_qb + i_k.to(tl.int64) * stride_qh + o_d
@@ -139,47 +212,26 @@ def decode_row(
             constant_r += lam[r] * (tl.sum(b_q * b_shift, 0) - 0.5 * tau * tl.sum(b_shift * b_shift, 0))
         if SCALE > 1:
             constant_r -= 0.5 * tau * lam[r] * tl.sum(b_q * b_q, 0)
+        if BIAS == 1:
+            constant_r += tl.load(bias_ptr + r * stride_bm).to(tl.float32)
         rows = rows + (b_row[None, :],)
         rest = rest + (constant_r * LOG2E,)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
     v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
-    if BIAS:
-        bias_ptr += i_b.to(tl.int64) * stride_bb + i_k * stride_bh
-    acc = tl.zeros([BN, BE], tl.float32)
-    l = tl.zeros([BN], tl.float32)
-    m = tl.full([BN], -float("inf"), tl.float32)
-    last = min(i_s * CHUNK + CHUNK, S)
+    acc = tl.zeros([BI, BE], tl.float32)
+    l = tl.zeros([BI], tl.float32)
+    m = tl.full([BI], -float("inf"), tl.float32)
+    first = i_s * CHUNK
+    last = min(first + CHUNK, S)
     if CAUSAL == 1:
         last = min(last, 1)
-    for n in range(i_s * CHUNK, last, BN):
-        o_n = n + tl.arange(0, BN)
-        b_k = load_rows(k_ptr, o_n, stride_ks, last, D, BD, True)
-        b_v = load_rows(v_ptr, o_n, stride_vs, last, E, BE, True)
-        xs = ()
-        for r in tl.static_range(M):
-            if r > 0 and not SHIFTED:
-                b_k = load_rows(k_ptr + r * stride_km, o_n, stride_ks, last, D, BD, True)
-            b_x = b_k.to(tl.float32)
-            if r == 0 or not SHIFTED:
-                b_norm = tl.sum(b_x * b_x, 1)
-            b_l = (tl.sum(b_x * rows[r], 1) - 0.5 * tau * b_norm) * (lam[r] * LOG2E) + rest[r]
-            if BIAS:
-                p_bias = bias_ptr + r * stride_bm + o_n * stride_bs
-                b_l += tl.load(p_bias, mask=o_n < last, other=0.0).to(tl.float32) * LOG2E
-            xs = xs + (tl.where(o_n < last, b_l, -float("inf")),)
-        b_top = largest(xs, M)
-        m_new = tl.maximum(m, b_top)
-        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        if HARD:
-            b_p = tl.exp2(b_top - m_safe)
-        else:
-            b_p = tl.zeros_like(b_top)
-            for r in tl.static_range(M):
-                b_p += tl.exp2(xs[r] - m_safe)
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + b_p
-        acc = acc * alpha[:, None] + b_p[:, None] * b_v.to(tl.float32)
-        m = m_new
+    full = first + max(last - first, 0) // BN * BN
+    for MASKED in tl.static_range(2):
+        acc, l, m = walk_row(
+            full if MASKED else first, last if MASKED else full, rows, rest, lam, tau, acc, l, m, k_ptr, v_ptr,
+            bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, BN, BI, SHIFTED, HARD,
+            BIAS, 1 if MASKED else STAGES, MASKED,
+        )  # fmt: skip
     top = tl.max(m, 0)
     b_w = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top))
     i_part = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)

@@ -9,6 +9,7 @@ weights are left to the second, which keeps a running maximum and one exponentia
 import triton
 import triton.language as tl
 
+from .triton_powers import exact_exp2, weight
 from .triton_tiles import (
     LOG2E,
     SAFE_RANGE,
@@ -44,10 +45,10 @@ from .triton_tiles import (
 def weigh(
     scores, row, m, rho, coef, lam,
     M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr,
-    UNEQUAL: tl.constexpr,
+    UNEQUAL: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile relative to 2^m, and the new m. Without ONLINE, m bounds the whole row and is already part of
-    `row`."""
+    """Weights of a tile relative to 2^m, and the new m (FINE: whole). Without ONLINE, m bounds the whole row and is
+    already part of `row`."""
     if EXACT:
         if HARD and SHIFTED and not UNEQUAL:
             b_lead = coef[0]
@@ -58,14 +59,20 @@ def weigh(
             xs = exponents(scores, row, coef, lam, M, SHIFTED)
             b_x = largest(xs, M)
         if ONLINE:
-            m = tl.maximum(m, tl.max(b_x, 1))
+            top = tl.max(b_x, 1)
+            m = tl.maximum(m, tl.ceil(top) if FINE else top)
             m_safe = tl.where(m == -float("inf"), 0.0, m)[:, None]
-        if HARD:
-            b_p = tl.exp2(b_x - m_safe) if ONLINE else tl.exp2(b_x)
         else:
-            b_p = tl.zeros_like(b_x)
+            m_safe = 0.0
+        if HARD:
+            b_p = exact_exp2(b_x - m_safe) if FINE else tl.exp2(b_x - m_safe)
+        else:
             for r in tl.static_range(M):
-                b_p += tl.exp2(xs[r] - m_safe) if ONLINE else tl.exp2(xs[r])
+                if FINE:
+                    b_pr = weight(scores[0 if SHIFTED else r], lam[r], row[r], coef[r], m_safe)
+                else:
+                    b_pr = tl.exp2(xs[r] - m_safe)
+                b_p = b_pr if r == 0 else b_p + b_pr
     elif SHIFTED:
         b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * blend(rho, coef, M)
     else:
@@ -87,6 +94,7 @@ def walk(
     EXACT: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
+    FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -99,7 +107,7 @@ def walk(
         if MASKED and CAUSAL:
             scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
         coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL)
+        b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, FINE)
         if ONLINE:
             alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * alpha
@@ -161,7 +169,7 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, longest, end = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
     # What is masked to the end of the sequence is not walked over.
     full = min(full, end)
     last = min(last, end)

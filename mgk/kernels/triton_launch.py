@@ -22,13 +22,13 @@ L2_BYTES = 24 << 20
 BOUNDED = (torch.bfloat16,)
 
 # Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
-# general kernels alone, one launch instead of two, by pointers, which cost the launcher less than descriptors do.
+# general kernels alone, one launch instead of two (unless they take more than two exponentials where the first takes
+# one), by pointers, which cost the launcher less than descriptors do.
 SMALL_PAIRS = 1 << 25
 
-# By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
-# compiler's choice), and
-# whether the left operands that stay over the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md
-# has the measurements.
+# By pass and largest head width (hard assignment without blocks of its own takes soft's): rows and keys of a block,
+# warps, pipeline stages, registers a thread (None: the compiler's choice), and whether the left operands that stay over
+# the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md has the measurements.
 Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
@@ -54,6 +54,21 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         64: (128, 64, 4, 2, None, 0),
         128: (32, 64, 4, 2, None, 0),
         256: (32, 64, 8, 2, None, 0),
+    },
+}
+# More than two components: where what is above would not fit the registers.
+MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
+    "forward": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
+        128: (64, 64, 4, 3, None, 1),
+        256: (64, 32, 4, 2, None, 0),
+    },
+    "queries": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
+        128: (128, 64, 8, 2, None, 1),
+        256: (64, 32, 8, 2, None, 0),
     },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
@@ -95,7 +110,9 @@ SPLIT_WIDTH = 64
 def blocks(
     kind: str, width: int, components: int, shifted: bool, itemsize: int
 ) -> tuple[int, int, int, int, int | None, int]:
-    table = (SHIFTED_BLOCKS if shifted else INDEPENDENT_BLOCKS)[kind]
+    tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
+    names = (kind, kind.removeprefix("hard "))
+    table = next(table[name] for table in tables for name in names if name in table)
     rows, keys, warps, stages, registers, resident = next(block for limit, block in table.items() if width <= limit)
     if itemsize > 2 or (not shifted and components > 2):
         # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
@@ -104,6 +121,32 @@ def blocks(
         keys = 16 if itemsize > 2 and components > 2 and not shifted else keys
         stages, registers, resident = min(stages, 2 if width <= 64 else 1), None, 0
     return rows, keys, warps, stages, registers, resident
+
+
+# For a single row of 2-byte numbers, by largest head width: keys of a block, warps, stages, programs a processor holds.
+ROW_BLOCKS: dict[int, tuple[int, int, int, int]] = {
+    32: (128, 4, 4, 4),
+    64: (64, 4, 4, 4),
+    128: (32, 4, 4, 4),
+    256: (16, 4, 4, 4),
+}
+ROW_BYTES = 72 << 10  # of keys and values under way in one program
+
+
+def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """bf16 two by two, where that still makes loads of 16 bytes."""
+    if tensors[0].dtype != torch.bfloat16 or any(
+        n % 32 for x in tensors for n in (x.data_ptr() // 2, *x.stride()[:-1])
+    ):
+        return tensors
+    return tuple(x.view(torch.int32) for x in tensors)
+
+
+@functools.cache
+def row_block(width: int, tiles: int, itemsize: int) -> tuple[int, int, int, int]:
+    """`tiles`: of keys and values, in each stage."""
+    keys, warps, stages, programs = next(block for limit, block in ROW_BLOCKS.items() if width <= limit)
+    return keys, warps, max(1, min(stages, ROW_BYTES // (keys * width * tiles * itemsize))), programs
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -203,6 +246,11 @@ def _switches(
     }  # fmt: skip
 
 
+def _factored(switches: dict[str, Any]) -> bool:
+    """Whether the first kernel takes one exponential a pair, where the general one takes one a component."""
+    return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
+
+
 def prepare(
     keys: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, cu_k: Any, prepared: Any, stats: Any, scale: Any,
     tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any,
@@ -252,7 +300,8 @@ def launch_forward(
     bulk = not small and _bulk(keys, value)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=resident)
     # A float mask has no bound that is known beforehand.
-    paths = (1, 2) if not small and query.dtype in BOUNDED and switches["MASK"] != 2 else (0,)
+    bounded = query.dtype in BOUNDED and switches["MASK"] != 2
+    paths = (1, 2) if bounded and (not small or (_factored(switches) and M > 2)) else (0,)
     launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
@@ -292,24 +341,30 @@ def launch_decode(
     group, width, single = H // HK, max(switches["BD"], switches["BE"]), H == HK and L == 1 and mask is None
     rows = 1 if single else padded_width(group * L)
     if single:
-        # What a thread holds of a block is fixed: the wider, the fewer keys.
-        cols, per_processor = min(128, max(16, 4096 // width)), 8
+        tiles = 2 if shifted else switches["M"] + 1
+        cols, warps, stages, per_processor = row_block(width, tiles, query.element_size())
     else:
         bytes_of_key = width * query.element_size() * (1 if shifted else switches["M"])
         cols, per_processor = min(128, max(16, (1 << 15) // bytes_of_key)), 4
-    # At least two blocks of keys for each program.
-    splits = max(1, min(ceil_div(per_processor * _processors(query.device), B * HK), ceil_div(S, 2 * cols)))
+    # As many programs as the device holds at once, and at least two blocks of keys for each.
+    splits = max(1, min(per_processor * _processors(query.device) // (B * HK), ceil_div(S, 2 * cols)))
     chunk = ceil_div(ceil_div(S, splits), cols) * cols
     splits = ceil_div(S, chunk)
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
-    compiled_for = {name: switches[name] for name in DECODE_SWITCHES} | {"BN": cols, "BIAS": bias is not None}
+    compiled_for = {name: switches[name] for name in DECODE_SWITCHES} | {"BN": cols}
+    if single:
+        keys, value = _in_pairs(keys, value)
     key_strides = strides_of_keys(keys, shifted)
     if single:
+        # A thread reads 16 bytes.
+        across = min(cols, max(1, warps * 32 * 16 // (width * query.element_size())))
         launch(
             decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, parts, sums),
             (scale, tau, constant),
             (*query.stride()[:2], *key_strides, *value.stride()[:3], *leading_strides(bias, 4)),
-            (HK, S, chunk, splits), compiled_for, (0,), 4, 1,
+            (HK, S, chunk, splits),
+            compiled_for | {"BI": across, "BIAS": 0 if bias is None else 1 + (bias.stride(3) != 0),
+            "STAGES": stages}, (0,), warps, 1,
         )  # fmt: skip
     else:
         launch(
@@ -318,7 +373,8 @@ def launch_decode(
             (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(bias, 4),
             *leading_strides(mask, 4), group),
             (H, L, S, chunk, splits),
-            compiled_for | {"BM": rows, "MASK": switches["MASK"], "PRECISION": switches["PRECISION"]}, (0,), 4, 2,
+            compiled_for | {"BM": rows, "MASK": switches["MASK"], "BIAS": bias is not None,
+            "PRECISION": switches["PRECISION"]}, (0,), 4, 2,
         )  # fmt: skip
     launch(
         decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),
@@ -346,12 +402,17 @@ def launch_backward(
         dmask.zero_()
     mask = None if mask is None else mask.expand(B, H, L, S)
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
-    kind = "hard queries" if hard else "queries"
-    q_rows, q_cols, *q_options, q_resident = blocks(kind, width, M, shifted, size)
-    q_tiles, k_tiles = ceil_div(max_q, q_rows), ceil_div(max_k, blocks("keys", width, M, shifted, size)[1])
+    hardness = "hard " if hard else ""
+    q_rows, q_cols, *q_options, q_resident = blocks(hardness + "queries", width, M, shifted, size)
+    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    q_tiles = ceil_div(max_q, q_rows)
+    k_tiles, *more_tiles = (ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts)
     query_sums = n_seq * (H // HK) * q_tiles
     rows = lse.new_empty(2 * M, B * H * L)
-    spread, flags = lse.new_empty(n_seq * H, q_tiles), lse.new_empty(n_seq * (H * q_tiles + HK * k_tiles))
+    spread = lse.new_empty(n_seq * H, q_tiles)
+    flags = lse.new_empty(
+        n_seq * max(H * q_tiles, HK * k_tiles, *(HK * n for n in more_tiles))
+    )  # one launch after another
     sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, M * D + 1 + M)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     small = n_seq * H * max_q * max_k <= SMALL_PAIRS
@@ -360,8 +421,13 @@ def launch_backward(
         *query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(mask, 4),
         *grad.stride()[:3], rows.stride(0), H // HK,
     )  # fmt: skip
-    factored = shifted and not hard and switches["SCALE"] <= 1 and (size == 2 or query.dtype in BOUNDED)
-    paths = (1, 2) if factored and not small else (0,)
+    bounded = query.dtype in BOUNDED
+    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
+    # Independent keys: one side's exponents are factors, which fp16 has no range for.
+    apart = not shifted and not hard and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
+    paths = (1, 2) if factored or apart else (0,)
+    # dk and dv together have no registers left for them.
+    key_paths = paths if factored or len(parts) > 1 else (0,)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
@@ -371,9 +437,8 @@ def launch_backward(
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
         REGISTERS=q_resident), paths, *q_options,
     )  # fmt: skip
-    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
     for wanted, kind in parts:
-        k_rows, k_cols, *k_options, k_resident = blocks(kind, width, M, shifted, size)
+        k_rows, k_cols, *k_options, k_resident = blocks(hardness + kind, width, M, shifted, size)
         k_tiles = ceil_div(max_k, k_cols)
         launch(
             gradient_keys, (k_tiles * n_seq * HK, 1, 1),
@@ -383,6 +448,6 @@ def launch_backward(
             (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
             dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident,
-            WANTED=wanted.value), paths, *k_options,
+            WANTED=wanted.value), key_paths, *k_options,
         )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask

@@ -48,7 +48,8 @@ def prepare_keys(
     PACKED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
-    [max c, min finite c, max |k|, reference], c relative to the reference."""
+    [max c, min finite c, max |k| (negative if a key is masked in every component), reference], c relative to the
+    reference."""
     i_t, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, start, n_keys, slot = extent(cu_k_ptr, i_b, S, PACKED)
     if i_t * TILE >= n_keys:
@@ -84,7 +85,10 @@ def prepare_keys(
         low = tl.minimum(low, tl.min(tl.where(b_c == -float("inf"), float("inf"), b_c), 0))
         tl.store(p_c + r * n_slots * TILE, b_c)
         if r == 0:
+            b_any = b_c
             b_first = tl.maximum(b_c, -1e30)
+        else:
+            b_any = tl.maximum(b_any, b_c)
         if not HARD:
             b_second = tl.exp2(tl.minimum(b_c, 126.0))
         elif r == 0:
@@ -95,5 +99,7 @@ def prepare_keys(
     p_stats = stats_ptr + (i_h * n_slots + slot) * 4
     tl.store(p_stats, high)
     tl.store(p_stats + 1, low)
-    tl.store(p_stats + 2, tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0)))
+    longest = tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0))
+    masked = tl.max(tl.where(m_j & (b_any == -float("inf")), 1, 0), 0)
+    tl.store(p_stats + 2, tl.where(masked > 0, -tl.maximum(longest, 1e-30), longest))
     tl.store(p_stats + 3, ref)

@@ -132,6 +132,18 @@ def load_shift(shift_ptr, i_h, r: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
+def product(x, y):
+    """x y, rounded. Left to itself the compiler makes a multiply-add of a product and a later difference: equal
+    products then differ by what the rounding of one of them lost, and a tie is none."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def row_terms(
     b_q, shift_ptr, i_h, lam, tau, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SHIFTED: tl.constexpr,
     UNEQUAL: tl.constexpr,
@@ -146,7 +158,7 @@ def row_terms(
             b_a += tl.sum(b_x * load_shift(shift_ptr, i_h, r, M, D, BD)[None, :], 1)
         if UNEQUAL:
             b_a -= 0.5 * tau * norm
-        out = out + (b_a * (lam[r] * LOG2E),)
+        out = out + (product(b_a, lam[r] * LOG2E),)
     return out, norm
 
 
@@ -185,14 +197,15 @@ def smallest(xs, M: tl.constexpr):
 
 @triton.jit
 def key_range(stats_ptr, n_tiles):
-    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; and
-    the end of the last tile with a key that is not masked."""
+    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; the
+    end of the last tile with a key that is not masked; and 1 if some key is, otherwise 0."""
     # A warp's width: every warp then reduces for itself, without a barrier.
     o_t = tl.arange(0, 32)
     high = tl.full([32], -float("inf"), tl.float32)
     low = tl.full([32], float("inf"), tl.float32)
     norm = tl.zeros([32], tl.float32)
     end = tl.zeros([32], tl.int32)
+    masked = tl.zeros([32], tl.int32)
     for i_t in range(0, n_tiles, 32):
         m_t = i_t + o_t < n_tiles
         p_stats = stats_ptr + (i_t + o_t) * 4
@@ -200,8 +213,10 @@ def key_range(stats_ptr, n_tiles):
         end = tl.maximum(end, tl.where(b_high > -float("inf"), i_t + o_t + 1, 0))
         high = tl.maximum(high, b_high)
         low = tl.minimum(low, tl.load(p_stats + 1, mask=m_t, other=float("inf")))
-        norm = tl.maximum(norm, tl.load(p_stats + 2, mask=m_t, other=0.0))
-    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * TILE
+        b_longest = tl.load(p_stats + 2, mask=m_t, other=0.0)
+        norm = tl.maximum(norm, tl.abs(b_longest))
+        masked = tl.maximum(masked, tl.where(b_longest < 0.0, 1, 0))
+    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * TILE, tl.max(masked, 0)
 
 
 @triton.jit
@@ -290,61 +305,6 @@ def exponents(scores, alpha, bias, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
 
 
 @triton.jit
-def second_share(b_lead):
-    """1 where the second component leads the first, 0 where it trails, a half where they tie: a multiply-add that
-    saturates."""
-    return tl.minimum(tl.maximum(b_lead * 1e30 + 0.5, 0.0), 1.0)
-
-
-@triton.jit
-def shares(xs, b_top, M: tl.constexpr):
-    """For r >= 1: 1 where x_r is b_top, the largest, and 0 where it is not; those that tie share evenly."""
-    out = ()
-    if M == 2:
-        b_first = xs[0]
-        if INTERPRETED:
-            # Where both are masked this is -inf - -inf. The hardware's maximum takes the number, numpy's the NaN.
-            b_first = tl.maximum(b_first, -1e30)
-        out = (second_share(xs[1] - b_first),)
-    elif M > 2:
-        ties = tl.zeros_like(b_top)
-        for r in tl.static_range(M):
-            ties += tl.where(xs[r] == b_top, 1.0, 0.0)
-        for r in tl.static_range(1, M):
-            out = out + (tl.where(xs[r] == b_top, 1.0 / ties, 0.0),)
-    return out
-
-
-@triton.jit
-def winners(
-    scores, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr
-):  # fmt: skip
-    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it."""
-    if SHIFTED and not UNEQUAL:
-        # By how much a component leads the first does not depend on the product.
-        b_top = (scores[0] * (lam[0] * LOG2E) + alpha[0]) + coef[0]
-        leads = (tl.zeros_like(b_top),)
-        for r in tl.static_range(1, M):
-            leads = leads + (rho[r - 1] + coef[r],)
-        if M == 2:
-            b_share = second_share(leads[1])
-            return b_top + leads[1] * b_share, (b_share,)
-        else:
-            b_lead = largest(leads, M)
-            return b_top + b_lead, shares(leads, b_lead, M)
-    elif UNEQUAL:
-        xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
-        b_top = largest(xs, M)
-        return b_top, shares(xs, b_top, M)
-    else:
-        xs = ()
-        for r in tl.static_range(M):
-            xs = xs + (scores[r] * (lam[0] * LOG2E) + coef[r],)
-        b_top = largest(xs, M)
-        return b_top + alpha[0], shares(xs, b_top, M)
-
-
-@triton.jit
 def blend(rho, coef, M: tl.constexpr):
     """sum_r A_ir C_jr / A_i0."""
     out = coef[0]
@@ -362,66 +322,3 @@ def ratios(alpha, M: tl.constexpr, HARD: tl.constexpr):
         # Clamped where it would overflow: such rows are left to the second kernel, which does not use it.
         out = out + (b_lead if HARD else tl.exp2(tl.minimum(b_lead, 126.0)),)
     return out
-
-
-@triton.jit
-def gradients(
-    scores, b_g, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """Weights p_ij, the score gradients (one tensor for shifted keys, M for independent ones) and, per component r >=
-    FIRST,
-    what sums along a row or a column to the gradient of a_ir or c_jr (up to A_ir / A_i0 or C_jr in the factored form;
-    hard with equal
-    scales: r = 0 is the sum over all components).
-    alpha is a_ir - lse_i, less the reference of c; coef is C_jr in the factored form, c_j0 and c_jr - c_j0 for hard
-    assignment of shifted keys, and c_jr otherwise."""
-    parts = ()
-    if not EXACT:
-        b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
-        b_mix = blend(rho, coef, M)
-        b_ge = b_g * b_e
-        b_ds = (b_ge * b_mix,)
-        b_p = b_e * b_mix
-        for _ in tl.static_range(FIRST, M):
-            parts = parts + (b_ge,)
-    elif HARD:
-        b_top, share = winners(scores, alpha, rho, coef, lam, M, SHIFTED, UNEQUAL)
-        b_p = tl.exp2(b_top)
-        b_all = b_p * b_g
-        b_rest = b_all
-        b_ds = ()
-        total = tl.zeros_like(b_p)
-        for r in tl.static_range(1, M):
-            part = b_all * share[r - 1]
-            b_rest -= part
-            if UNEQUAL:
-                total += part * lam[r]
-            if r >= FIRST:
-                parts = parts + (part,)
-            if not SHIFTED:
-                b_ds = b_ds + (part,)
-        if FIRST == 0:
-            parts = (b_rest if UNEQUAL else b_all,) + parts
-        if SHIFTED:
-            b_ds = (total + b_rest * lam[0] if UNEQUAL else b_all,)
-        else:
-            b_ds = (b_rest,) + b_ds
-    else:
-        xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
-        b_p = tl.zeros_like(xs[0])
-        b_ds = ()
-        total = tl.zeros_like(xs[0])
-        for r in tl.static_range(M):
-            b_pr = tl.exp2(xs[r])
-            b_p += b_pr
-            part = b_pr * b_g
-            if UNEQUAL:
-                total += part * lam[r]
-            if r >= FIRST:
-                parts = parts + (part,)
-            if not SHIFTED:
-                b_ds = b_ds + (part,)
-        if SHIFTED:
-            b_ds = (total if UNEQUAL else b_p * b_g,)
-    return b_p, b_ds, parts
