@@ -161,9 +161,12 @@ class Classifier(nn.Module):
         x = self.dropout(lookup(tokens, self.tokens.weight) + nn.functional.embedding(position, self.positions))[None]
         for layer in self.layers:
             x = layer(x, None, edges, self.config.max_length)
-        # A product with the membership, not a scatter: the same sum each time, also on a GPU.
+        # A product with the membership, not a scatter: the same sum each time, also on a GPU. Not in
+        # bf16: autocast leaves a plain mean in fp32 too.
         member = sequence == torch.arange(cu_seqlens.shape[0] - 1, device=tokens.device)[:, None]
-        total = member.to(x.dtype) @ self.norm(x)[0]
+        normed = self.norm(x)[0]
+        with torch.autocast(x.device.type, enabled=False):
+            total = member.to(normed.dtype) @ normed
         mean_padded = self.config.pooling == "mean-padded"
         return total / (self.config.max_length if mean_padded else cu_seqlens.diff().clamp(min=1)[:, None])
 
