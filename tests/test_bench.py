@@ -168,3 +168,18 @@ def test_the_check_takes_the_kernels_that_are_timed(monkeypatch):
         assert contenders.wrong(ours, contenders.Shape(1, 4, length, 8, True), "cpu", torch.float32) == []
     assert seen == [0, before]
     assert before == launch.SMALL_PAIRS
+
+
+def test_decoding_is_checked_without_gradients(monkeypatch):
+    enabled = []
+
+    def attend(contender, shape, x, backend):
+        enabled.append(torch.is_grad_enabled())
+        return original(contender, shape, x, "eager") * (1 if backend == "eager" else 1.5)
+
+    original = contenders.attend
+    monkeypatch.setattr(contenders, "attend", attend)
+    shape = contenders.Shape(1, 4, 64, 8, False, 1)
+    (line,) = contenders.wrong(contenders.Contender("smgk", "plain", 2, 2, 2), shape, "cpu", torch.float32)
+    assert "output" in line
+    assert not enabled[0]
