@@ -1,4 +1,4 @@
-"""One kernel of the fused passes over block sizes: how the tables of mgk/kernels/triton_launch.py are found.
+"""One kernel of the fused passes over block sizes: how the tables of mgk/kernels/triton_blocks.py are found.
 
     python benchmarks/blocks.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
     python benchmarks/blocks.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
@@ -18,11 +18,12 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from mgk.kernels import triton_launch
+from mgk.kernels import triton_blocks, triton_launch
 from mgk.results import environment
 
 # By name on the command line: the kernel, and the rows of the tables that are replaced.
@@ -116,7 +117,7 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> None:
 def launches(case: Case, block: tuple[Any, ...] | None) -> list[Launch]:
     """The first path's launches of a kernel with this block; everything before them has run."""
     name, kinds = KERNELS[case.kernel]
-    table, row_table, launch = triton_launch.blocks, triton_launch.row_block, triton_launch.launch
+    launch = triton_launch.launch
     found: list[Launch] = []
 
     def note(
@@ -128,15 +129,14 @@ def launches(case: Case, block: tuple[Any, ...] | None) -> list[Launch]:
             found.append((of, grid, (*tensors, *floats, *numbers, *free), dict(switches), paths[0], options))
         launch(of, grid, tensors, floats, numbers, free, switches, paths, warps, stages, registers)
 
-    try:
-        if block is not None:
-            triton_launch.blocks = lambda kind, *rest: block if kind in kinds else table(kind, *rest)  # type: ignore[assignment]
-        if block is not None and case.kernel == "decode":
-            triton_launch.row_block = lambda *_: block  # type: ignore[assignment]
-        triton_launch.launch = note  # type: ignore[assignment]
+    def block_of(kind: str, *rest: Any) -> Any:
+        return block if block and kind in kinds else triton_blocks.blocks(kind, *rest)
+
+    def row_block_of(*rest: Any) -> Any:
+        return block or triton_blocks.row_block(*rest)
+
+    with mock.patch.multiple(triton_launch, blocks=block_of, row_block=row_block_of, launch=note):
         run_passes(case, *map(int, case.shape.split(",")))
-    finally:
-        triton_launch.blocks, triton_launch.row_block, triton_launch.launch = table, row_table, launch
     return found
 
 

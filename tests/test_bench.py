@@ -149,3 +149,37 @@ def test_the_table_is_made_from_the_file():
     spec.loader.exec_module(report)
     rows = goals.latest(results.read([ROOT / "results" / "attention.csv"]))
     assert report.report(rows) == (ROOT / "results" / "attention.md").read_text(encoding="utf-8")
+
+
+def test_the_check_takes_the_kernels_that_are_timed(monkeypatch):
+    """Short calls have kernels of their own, unless what is timed is as short."""
+    launch = pytest.importorskip("mgk.kernels.triton_launch")
+    seen, before = [], launch.SMALL_PAIRS
+
+    def attend(contender, shape, x, backend):
+        if backend == "triton":
+            seen.append(launch.SMALL_PAIRS)
+        return original(contender, shape, x, "eager")
+
+    original = contenders.attend
+    monkeypatch.setattr(contenders, "attend", attend)
+    ours = contenders.Contender("smgk", "triton", 2, 2, 2)
+    for length in (1 << 14, 16):
+        assert contenders.wrong(ours, contenders.Shape(1, 4, length, 8, True), "cpu", torch.float32) == []
+    assert seen == [0, before]
+    assert before == launch.SMALL_PAIRS
+
+
+def test_decoding_is_checked_without_gradients(monkeypatch):
+    enabled = []
+
+    def attend(contender, shape, x, backend):
+        enabled.append(torch.is_grad_enabled())
+        return original(contender, shape, x, "eager") * (1 if backend == "eager" else 1.5)
+
+    original = contenders.attend
+    monkeypatch.setattr(contenders, "attend", attend)
+    shape = contenders.Shape(1, 4, 64, 8, False, 1)
+    (line,) = contenders.wrong(contenders.Contender("smgk", "plain", 2, 2, 2), shape, "cpu", torch.float32)
+    assert "output" in line
+    assert not enabled[0]

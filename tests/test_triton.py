@@ -231,9 +231,8 @@ def test_two_times_rule(name, dtype, poisoned):
 BOUNDED_CASES = {
     "smgk": {},
     "mgk": {"variant": "mgk"},
-    # dk and dv apart, and keys that no lse bounds.
+    # dk and dv apart.
     "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"},
-    "mgk-wide-padding": {"variant": "mgk", "D": 72, "B": 2, "padding": ((0, 21), (30, 50))},
 }
 
 

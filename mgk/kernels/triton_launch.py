@@ -1,4 +1,4 @@
-"""Launches of the fused kernels: block sizes, grids, workspaces."""
+"""Launches of the fused kernels: grids, workspaces, which paths."""
 
 import functools
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .triton_backward import BOTH, KEYS, VALUES, gradient_keys, gradient_queries
+from .triton_blocks import SPLIT_WIDTH, blocks, row_block
 from .triton_decode import decode_merge, decode_row, decode_split
 from .triton_forward import mixture_forward
 from .triton_prepare import prepare_keys
@@ -26,112 +27,6 @@ BOUNDED = (torch.bfloat16,)
 # one), by pointers, which cost the launcher less than descriptors do.
 SMALL_PAIRS = 1 << 25
 
-# By pass and largest head width (hard assignment without blocks of its own takes soft's): rows and keys of a block,
-# warps, pipeline stages, registers a thread (None: the compiler's choice), and whether the left operands that stay over
-# the loop are kept in registers. Found on an H200 in bf16; docs/kernels.md has the measurements.
-Block = tuple[int, int, int, int, int | None, int]
-SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
-    "forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, 128, 1),
-        128: (64, 64, 4, 3, None, 1),
-        256: (64, 32, 4, 2, None, 0),
-    },
-    "queries": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (64, 64, 4, 2, None, 0),
-        256: (64, 32, 8, 2, None, 0),
-    },
-    "hard queries": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 32, 8, 2, None, 0),
-    },
-    "keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (128, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
-        256: (32, 64, 8, 2, None, 0),
-    },
-}
-# More than two components: where what is above would not fit the registers.
-MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
-    "forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (64, 64, 4, 3, None, 1),
-        256: (64, 32, 4, 2, None, 0),
-    },
-    "queries": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (128, 64, 8, 2, None, 1),
-        256: (64, 32, 8, 2, None, 0),
-    },
-}
-INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
-    "forward": {
-        32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 32, 4, 1, None, 0),
-    },
-    "queries": {
-        32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
-        128: (128, 64, 8, 2, None, 0),
-        256: (64, 16, 4, 1, None, 0),
-    },
-    "hard queries": {
-        32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 2, None, 1),
-        128: (128, 64, 8, 2, None, 0),
-        256: (64, 16, 4, 1, None, 0),
-    },
-    "keys": {
-        32: (64, 64, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
-        256: (16, 32, 8, 1, None, 0),
-    },
-    "values": {
-        128: (64, 64, 4, 2, None, 1),
-        256: (32, 32, 8, 1, None, 0),
-    },
-}
-# Beyond this width the pass along the queries is launched once for dk and once for dv: the accumulators of both, M + 1
-# of them, do not fit the registers. A product more, and no spills.
-SPLIT_WIDTH = 64
-
-
-@functools.cache
-def blocks(
-    kind: str, width: int, components: int, shifted: bool, itemsize: int
-) -> tuple[int, int, int, int, int | None, int]:
-    tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
-    names = (kind, kind.removeprefix("hard "))
-    table = next(table[name] for table in tables for name in names if name in table)
-    rows, keys, warps, stages, registers, resident = next(block for limit, block in table.items() if width <= limit)
-    if itemsize > 2 or (not shifted and components > 2):
-        # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
-        # memory.
-        rows, keys = min(rows, 32 if width > 128 else 64), min(keys, 32 if width <= 128 else 16)
-        keys = 16 if itemsize > 2 and components > 2 and not shifted else keys
-        stages, registers, resident = min(stages, 2 if width <= 64 else 1), None, 0
-    return rows, keys, warps, stages, registers, resident
-
-
-# For a single row of 2-byte numbers, by largest head width: keys of a block, warps, stages, programs a processor holds.
-ROW_BLOCKS: dict[int, tuple[int, int, int, int]] = {
-    32: (128, 4, 4, 4),
-    64: (64, 4, 4, 4),
-    128: (32, 4, 4, 4),
-    256: (16, 4, 4, 4),
-}
-ROW_BYTES = 72 << 10  # of keys and values under way in one program
-
 
 def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """bf16 two by two, where that still makes loads of 16 bytes."""
@@ -140,13 +35,6 @@ def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
     ):
         return tensors
     return tuple(x.view(torch.int32) for x in tensors)
-
-
-@functools.cache
-def row_block(width: int, tiles: int, itemsize: int) -> tuple[int, int, int, int]:
-    """`tiles`: of keys and values, in each stage."""
-    keys, warps, stages, programs = next(block for limit, block in ROW_BLOCKS.items() if width <= limit)
-    return keys, warps, max(1, min(stages, ROW_BYTES // (keys * width * tiles * itemsize))), programs
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
