@@ -20,8 +20,6 @@ from mgk.training import Fit, Run
 
 METRICS = ("step_ms_alone", "forward_ms_alone", "peak_mem_mb_alone")
 WARM_UP, WINDOWS, STEPS = 5, 5, 10
-# Steps that are recorded as graphs: by then nearly every size of a batch has been.
-WARM_UP_RECORDED = 100
 
 
 def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
@@ -40,11 +38,6 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
         return torch.from_numpy(order.take(number * size, size))
 
     def step(number: int) -> None:
-        if module.recorded is not None:
-            with module.objective.autocast():
-                module.recorded(batch(number))
-            optimizer.step()
-            return
         for part in range(settings.accumulate):
             with module.objective.autocast():
                 loss = module.objective.measure(batch(number * settings.accumulate + part), "train")["loss"]
@@ -56,8 +49,7 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
         with torch.no_grad(), module.objective.autocast():
             module.objective.measure(batch(number), "train")
 
-    warm_up = WARM_UP if module.recorded is None else WARM_UP_RECORDED
-    step_ms, memory = median_ms(step, device, warm_up=warm_up), peak_memory_mb()
+    step_ms, memory = median_ms(step, device), peak_memory_mb()
     module.eval()
     forward_ms = median_ms(forward, device)
     common = description(run, task, config)
@@ -68,9 +60,7 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     ]
 
 
-def median_ms(
-    work: Callable[[int], None], device: torch.device, windows: int = WINDOWS, warm_up: int = WARM_UP
-) -> float:
+def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
     """Of windows of steps, after a warm-up, from which on the peak of memory counts; work(number) is one step."""
 
     def wait() -> float:
@@ -78,7 +68,7 @@ def median_ms(
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for number in range(warm_up):
+    for number in range(WARM_UP):
         work(number)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -86,6 +76,6 @@ def median_ms(
     for window in range(windows):
         start = wait()
         for number in range(STEPS):
-            work(warm_up + window * STEPS + number)
+            work(WARM_UP + window * STEPS + number)
         times.append(1000 * (wait() - start) / STEPS)
     return statistics.median(times)

@@ -42,30 +42,30 @@ class GraphedGradients:
 
     def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means]) -> None:
         self.parameters, self.measure = list(parameters), measure
+        # What the graphs write to: not .grad, which others set to None, and the memory would be given to something else.
+        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.recorded: dict[tuple[torch.Size, ...], Recorded] = {}
         self.pool: Any = None
         self.recording = True
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> Means:
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         size = tuple(x.shape for x in inputs)
         if size not in self.recorded and self.recording and len(self.recorded) < MOST:
             self._record(size, inputs)
-        if size in self.recorded:
-            return self.recorded[size].replay(inputs)
-        return self._run(inputs)
+        means = self.recorded[size].replay(inputs) if size in self.recorded else self._run(inputs)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return means
 
     def _run(self, inputs: tuple[Tensor, ...]) -> Means:
+        kind = inputs[0].device.type
         # A cached cast of a weight would be recorded as it is now, and never be made again.
-        with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False):
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
             means = self.measure(*inputs)
-        gradients = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            assert parameter.grad is not None
+        found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
+        for mine, gradient in zip(self.gradients, found, strict=True):
             if gradient is not None:
-                parameter.grad.copy_(gradient)
+                mine.copy_(gradient)
         return {name: value.detach() for name, value in means.items()}
 
     def _record(self, size: tuple[torch.Size, ...], inputs: tuple[Tensor, ...]) -> None:

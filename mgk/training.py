@@ -100,9 +100,9 @@ class Run:
 class Fit(pl.LightningModule):
     """Trains the model of an objective."""
 
-    def __init__(self, objective: Objective, seed: int) -> None:
+    def __init__(self, objective: Objective, seed: int, graphs: bool = False) -> None:
         super().__init__()
-        self.objective, self.settings, self.seed = objective, objective.settings, seed
+        self.objective, self.settings, self.seed, self.graphs = objective, objective.settings, seed, graphs
         self.model, self.splits = objective.model, objective.splits
         self._sharded = False
         self.recorded: Callable[[Tensor], dict[str, Tensor]] | None = None
@@ -111,7 +111,7 @@ class Fit(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.objective.place(self.device)
-        if not in_company() and self.settings.accumulate == 1:
+        if self.graphs and not in_company() and self.settings.accumulate == 1:
             self.recorded = self.objective.recorder()
 
     def configure_model(self) -> None:
@@ -351,8 +351,13 @@ def _check_whole(checkpoint: Path) -> None:
         raise ValueError(f"{checkpoint} is damaged ({reason}): remove {checkpoint.parent} and train again") from error
 
 
-def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto") -> tuple[Fit, Record]:
-    """Trains, or goes on from the last checkpoint, and leaves everything in the run's directory."""
+def fit(
+    run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto", graphs: bool = False
+) -> tuple[Fit, Record]:
+    """Trains, or goes on from the last checkpoint, and leaves everything in the run's directory.
+
+    graphs: steps are recorded as CUDA graphs, where that is possible.
+    """
     settings = run.recipe.training
     config = run.model_config(task)
     # Lightning greets on every run, and torch warns of what Lightning does with its trees.
@@ -373,7 +378,7 @@ def fit(run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strateg
     kind.keep(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
     torch.manual_seed(seed_of(run.seed, 0))
-    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed)
+    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed, graphs)
     record = Record(run.directory, settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

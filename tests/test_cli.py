@@ -43,6 +43,7 @@ OPTIONS = [
     ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
     ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
     ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
+    ("graphs", ["--graphs"], lambda a: a["graphs"], True),
     ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
 ]
 

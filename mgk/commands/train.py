@@ -46,6 +46,9 @@ def train(
     resume: Annotated[str | None, typer.Option(help="auto: go on from the last checkpoint, if there is one.")] = None,
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp, fsdp.")] = "auto",
+    graphs: Annotated[
+        bool, typer.Option(help="Classifiers on one GPU: record steps as CUDA graphs; for small models, on trial.")
+    ] = False,
     results_file: Annotated[Path | None, typer.Option("--results", help="A CSV file to add the result to.")] = None,
 ) -> None:
     """Train one model and evaluate the best checkpoint on the test set."""
@@ -83,7 +86,9 @@ def train(
     task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
     try:
-        module, record = fit(run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy)
+        module, record = fit(
+            run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs
+        )
     except MisconfigurationException as error:
         raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
     leave()
