@@ -42,7 +42,7 @@ class GraphedGradients:
 
     def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means]) -> None:
         self.parameters, self.measure = list(parameters), measure
-        # What the graphs write to: not .grad, which others set to None, and the memory would be given to something else.
+        # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
         self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.recorded: dict[tuple[torch.Size, ...], Recorded] = {}
         self.pool: Any = None
