@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
+from mgk.kernels.direct import differentiable
 
 
 class Blocks(NamedTuple):
@@ -309,30 +310,12 @@ def _gradients(ctx: Any, grad: Any, grad_final: Any, *_: Any, launch: Any = None
     )  # fmt: skip
 
 
-forward_op.register_autograd(_gradients, setup_context=_save)
+_causal_linear = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
 
 
-class CausalLinear(torch.autograd.Function):
-    """The same operator for plain eager calls, without the dispatcher's rounds."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output = launch_forward(*args)
-        _save(ctx, args, output)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, *grads, launch=launch_backward)
-
-
-def causal_linear(*args: Any) -> tuple[Tensor, Tensor]:
-    """Output and final state, by the shortest way: only tracing and dispatch modes need torch.ops.mgk."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if traced or torch._C._functorch.peek_interpreter_stack() is not None:
-        return forward_op(*args)[:2]
-    return CausalLinear.apply(*args)[:2]
+def causal_linear(*args: Any) -> tuple[Tensor, ...]:
+    """Output and final state."""
+    return _causal_linear(*args)[:2]
 
 
 def _products(query: Any, value: Any) -> int:

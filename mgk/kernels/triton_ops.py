@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .direct import differentiable, observed
 from .triton_launch import SLOT, launch_backward, launch_decode, launch_forward, slots_of
 
 
@@ -121,41 +122,11 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
     )  # fmt: skip
 
 
-forward_op.register_autograd(_gradients, setup_context=_save)
-
-
-class Mixture(torch.autograd.Function):
-    """The same operator for plain eager calls, without the dispatcher's rounds."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output = launch_forward(*args)
-        _save(ctx, args, output)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, *grads, launch=launch_backward)
-
-
-def _observed() -> bool:
-    """Whether someone looks on who must see torch.ops.mgk: a compiler, a dispatch mode, a function transform."""
-    if torch.compiler.is_compiling():
-        return True
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def mixture(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator by the shortest way: tracing and dispatch modes (FLOP counts) see torch.ops.mgk, plain calls do not
-    go through the dispatcher."""
-    if _observed():
-        return forward_op(*args)
-    return Mixture.apply(*args)
+mixture = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
 
 
 def decode(*args: Any) -> tuple[Tensor, Tensor]:
-    return (decode_op if _observed() else launch_decode)(*args)
+    return (decode_op if observed() else launch_decode)(*args)
 
 
 @register_flop_formula([torch.ops.mgk.mixture_forward, torch.ops.mgk.mixture_decode])
