@@ -1,19 +1,19 @@
 """Why a model stays at chance on PeerRead's pairs: what is in the bytes, and what the matcher's head makes of it.
 
-    python benchmarks/retrieval_probe.py --data-dir DIR        about five minutes on one core
+    python benchmarks/retrieval_probe.py --data-dir DIR        about a quarter of an hour on one core
 
 Counts of byte n-grams judged by logistic regression; the matcher without attention, a bag of n-grams under the recipe's
-head and optimiser; and the matcher itself on a few pairs, which it must learn by heart. Results are appended to
-results/retrieval-probe.csv.
+head and optimiser; the matcher itself on a few pairs, which it must learn by heart, and on the beginnings of all.
+Results are appended to results/retrieval-probe.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mgk import recipes, results, tasks
 from mgk.batches import Examples, Order
+from mgk.checks import one_of
 from mgk.models import Classifier, EncoderConfig
 from mgk.recipes import Training
 from mgk.tasks.baselines import logistic_regression
@@ -33,7 +34,8 @@ HASHED = 4096  # buckets of n-grams, n > 1
 JUDGED = ("dev", "test")
 # Learning rate, steps and n of the n-grams of the bags.
 BAGS = ((1e-4, 3000, 1), (1e-3, 3000, 1), (1e-3, 12000, 1), (1e-4, 3000, 3), (1e-3, 3000, 3))
-PAIRS, BYTES, STEPS = 64, 256, 150  # learnt by heart
+PAIRS, BYTES = 64, 256  # learnt by heart
+SHORT = 128  # bytes of the beginnings
 
 
 @dataclass(frozen=True)
@@ -136,38 +138,89 @@ def bag(pairs: Pairs, lr: float, steps: int, n: int) -> Iterator[Probed]:
             yield Probed(words, name, 100 * float(right.float().mean()), settings)
 
 
-def by_heart(pairs: Pairs) -> Iterator[Probed]:
-    """The matcher itself on the first pairs, cut short: a mistake in packing or labels would show."""
-    torch.manual_seed(0)
-    examples = Examples(pairs.splits["train"], BYTES, torch.device("cpu"))
-    tokens, lengths, labels = examples.batch(torch.arange(PAIRS), BYTES)
-    model = Classifier(EncoderConfig(512, 2, BYTES, documents=2, num_heads=2, dropout=0.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(STEPS):
-        part = torch.arange(step * 32, step * 32 + 32) % PAIRS
-        loss = nn.functional.cross_entropy(model(tokens[part], lengths[part]), labels[part])
+def fit(model: nn.Module, examples: Examples, settings: Training, among: int) -> None:
+    """Trains the matcher on the first `among` pairs."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
+    schedule = SCHEDULERS[settings.schedule](optimizer, settings)
+    order = Order(among, 0)
+    for step in range(settings.steps):
+        chosen = torch.from_numpy(order.take(step * settings.batch_size, settings.batch_size))
+        tokens, lengths, labels = examples.batch(chosen, examples.max_length)
+        loss = nn.functional.cross_entropy(model(tokens, lengths), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    with torch.no_grad():
-        right = model(tokens, lengths).argmax(1) == labels
-    settings = Training(steps=STEPS, warmup=0, lr=1e-3, schedule="constant")
-    words = f"the matcher, 2 softmax heads, on {PAIRS} training pairs of {BYTES} bytes, {STEPS} steps"
-    yield Probed(words, "these pairs", 100 * float(right.float().mean()), settings)
+        schedule.step()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, examples: Examples, count: int) -> float:
+    """In per cent, of the first pairs."""
+    right = 0
+    for chosen in torch.arange(count).split(128):
+        tokens, lengths, labels = examples.batch(chosen, examples.max_length)
+        right += int((model(tokens, lengths).argmax(1) == labels).sum())
+    return 100 * right / count
+
+
+def by_heart(pairs: Pairs) -> Iterator[Probed]:
+    """The matcher itself on a few pairs, cut short: a mistake in packing or labels would show."""
+    torch.manual_seed(0)
+    examples = Examples(pairs.splits["train"], BYTES, torch.device("cpu"))
+    model = Classifier(EncoderConfig(512, 2, BYTES, documents=2, num_heads=2, dropout=0.0))
+    settings = Training(steps=150, warmup=0, lr=1e-3, schedule="constant")
+    fit(model, examples, settings, PAIRS)
+    words = f"the matcher, 2 softmax heads, on {PAIRS} training pairs of {BYTES} bytes, {settings.steps} steps"
+    yield Probed(words, "these pairs", accuracy(model, examples, PAIRS), settings)
+
+
+class Nothing(nn.Module):
+    """In the place of attention."""
+
+    def forward(self, x: Tensor, **unused: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def short(pairs: Pairs, attends: bool) -> Iterator[Probed]:
+    """The matcher on the beginnings of all documents, with attention and positions or with neither."""
+    torch.manual_seed(0)
+    examples = {name: Examples(split, SHORT, torch.device("cpu")) for name, split in pairs.splits.items()}
+    model = Classifier(EncoderConfig(512, 2, SHORT, documents=2, num_heads=1, dropout=0.0))
+    settings = Training(steps=2000, warmup=533, lr=1e-3)
+    if not attends:
+        model.positions.data.zero_()
+        model.positions.requires_grad_(False)
+        for layer in model.layers:
+            layer.attention = Nothing()
+    fit(model, examples["train"], settings, len(examples["train"]))
+    words = f"the matcher on the first {SHORT} bytes, lr {settings.lr:g}, {settings.steps:,} steps, "
+    words += "1 softmax head" if attends else "neither attention nor positions"
+    for name in JUDGED:
+        yield Probed(words, name, accuracy(model, examples[name], len(examples[name])), settings)
+
+
+PROBES: dict[str, Callable[[Pairs], Iterator[Probed]]] = {
+    "regression": lambda pairs: chain.from_iterable(regression(pairs, n) for n in (1, 2, 3, 4)),
+    "bag": lambda pairs: chain.from_iterable(bag(pairs, *each) for each in BAGS),
+    "heart": by_heart,
+    "plain": lambda pairs: short(pairs, attends=False),
+    "short": lambda pairs: short(pairs, attends=True),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=Path("results") / f"{RECIPE}.csv")
+    parser.add_argument("--only", default=",".join(PROBES), help=f"some of {', '.join(PROBES)}")
     options = parser.parse_args()
     pairs = Pairs(options.data_dir)
     common: dict[str, Any] = {
         "recipe": RECIPE, "task": TASK, "dataset": "peerread", "seed": 0, "dtype": "fp32",
         "command": "python benchmarks/retrieval_probe.py", **results.environment(),
     }  # fmt: skip
-    probes = [*(regression(pairs, n) for n in (1, 2, 3, 4)), *(bag(pairs, *each) for each in BAGS), by_heart(pairs)]
-    for probe in probes:
+    for name in options.only.split(","):
+        probe = PROBES[one_of("--only", name, PROBES)](pairs)
         for found in probe:
             print(f"{found.metric}, {found.split}: {found.value:.2f} %", flush=True)
             settings = found.training

@@ -44,11 +44,11 @@ EXPERIMENTS = (
     Experiment(
         2, "Text (5,000 steps)", "text-5k", _rows(f"{_TABLE_1} linear:8 mlk:4 smlk:4", "softmax:8 mgk:4 smgk:4")
     ),
-    Experiment(3, "Retrieval (PeerRead stand-in, lr 1e-4)", "retrieval-peerread", _rows("softmax:8 smgk:4")),
+    Experiment(3, "Retrieval (PeerRead stand-in, 3,000 steps)", "retrieval-peerread", _rows("softmax:8 smgk:4")),
     Experiment(
         3,
-        "Retrieval (PeerRead stand-in, lr 1e-3)",
-        "retrieval-peerread-1e-3",
+        "Retrieval (PeerRead stand-in, 30,000 steps)",
+        "retrieval-peerread-30k",
         _rows(
             "softmax:4 softmax:2 mgk:4 mgk:2 mgk:1 smgk:4 smgk:2 linear:4 linear:2 mlk:4 mlk:2 mlk:1",
             "softmax:4 mgk:2 smgk:2",
@@ -64,18 +64,18 @@ EXPERIMENTS = (
 
 # Figures of the paper: what they show, and the file without which there is none; {} stands for the results' folder.
 FIGURES = (
-    ("1", "curves on retrieval", "{}/curves/retrieval-peerread-1e-3-mgk-2-paper-s0.csv"),
-    ("2", "maps and ranks on retrieval", "{}/retrieval-peerread-1e-3-analysis/ranks.csv"),
+    ("1", "curves on retrieval", "{}/curves/retrieval-peerread-30k-mgk-2-paper-s0.csv"),
+    ("2", "maps and ranks on retrieval", "{}/retrieval-peerread-30k-analysis/ranks.csv"),
     ("3", "FLOPs and parameters", "{}/../docs/figures/figure-3a.png"),
     ("4", "curves of the language model", "{}/curves/enwiki-lm-softmax-8-paper-s0.csv"),
     ("5", "maps of the language model", "{}/enwiki-lm-analysis/ranks.csv"),
     ("6", "ranks of the language model", "{}/enwiki-lm-analysis/ranks.csv"),
     ("7", "FLOPs and parameters of the ways to learn", "{}/../docs/figures/figure-7.png"),
-    ("8", "maps of linear attention on retrieval", "{}/retrieval-peerread-1e-3-linear-analysis/ranks.csv"),
+    ("8", "maps of linear attention on retrieval", "{}/retrieval-peerread-30k-linear-analysis/ranks.csv"),
 )
 
 # The folders of results/ that hold the analyses of figures 2, 5, 6 and 8.
-ANALYSES = ("retrieval-peerread-1e-3-analysis", "retrieval-peerread-1e-3-linear-analysis", "enwiki-lm-analysis")
+ANALYSES = ("retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis", "enwiki-lm-analysis")
 
 
 def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[int]]:

@@ -1,4 +1,4 @@
-"""What is known of the task of retrieval without a transformer: its baselines and benchmarks/retrieval_probe.py."""
+"""What is known of the task of retrieval beside its trainings: its baselines and benchmarks/retrieval_probe.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text(rows: list[dict[str, str]]) -> str:
     if not found:
         return f"Probes of the task: {verdicts.MISSING}."
     judged = {name: each for name, each in found.items() if "test" in each}
-    lines = [["without a transformer", "dev, %", "test, %"]]
+    lines = [["method", "dev, %", "test, %"]]
     lines += [[name, number(each.get("dev")), number(each["test"])] for name, each in judged.items()]
     others = [
         (name, split, value) for name, each in found.items() if name not in judged for split, value in each.items()
