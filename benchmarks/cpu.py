@@ -336,13 +336,20 @@ def bench_linearity(results: Results, lengths: Sequence[int], budget: float) -> 
         say("linearity", "growth", True, backward, f"mlk {growth(medians)}")
 
 
+def import_seconds() -> float:
+    """Processor time of `import mgk` after `import torch`, in fresh interpreters."""
+    code = "import time, torch; t = time.process_time(); import mgk; print(time.process_time() - t)"
+    command = [sys.executable, "-c", code]
+    return statistics.median(float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(5))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="lengths up to 1,024, few turns, no file unless --out is given"
     )
     parser.add_argument("--out", type=Path, help="the CSV file to append to (default: results/cpu.csv)")
-    parser.add_argument("--only", choices=("time", "memory", "linearity"), help="one of the three questions")
+    parser.add_argument("--only", choices=("import", "time", "memory", "linearity"), help="one of the questions")
     parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
     parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -362,6 +369,8 @@ def main() -> None:
     for name in ("mgk", "smgk", "naive", "mlk"):
         for causal in (False, True) if name != "mlk" else (True,):
             say("check", CHECK_LENGTH, causal, True, f"{name} relative error {check(name, causal):.1e}")
+    if args.only in (None, "import"):
+        print(f"import    mgk adds {import_seconds():.2f} s to torch (wanted: at most 0.3)", flush=True)
     budget = 1.0 if args.quick else 10.0
     if args.only in (None, "time"):
         bench_time(results, (256, 1024) if args.quick else (1024, 4096, 16384), budget)

@@ -20,7 +20,7 @@ from mgk import results
 from mgk.benchmark import goals
 from mgk.benchmark.goals import GOAL_SHAPES, MEANS, NAMES, SMALL_SHAPE, Row, geometric_mean, ratios, select, shape_of
 from mgk.benchmark.timing import PASSES
-from mgk.models.storage import write_atomically
+from mgk.files import write_atomically
 
 SHAPES = (*GOAL_SHAPES, SMALL_SHAPE)
 SIDES = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2)}

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mgk import results
+from mgk.files import write_atomically
 from mgk.models import Classifier, LanguageModel, load_model
-from mgk.models.storage import KINDS, write_atomically
+from mgk.models.storage import KINDS
 from mgk.objectives import OBJECTIVES, Measured, Objective
 from mgk.recipes import Training
 from mgk.training import Fit, Record, Run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import os
 import platform
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from mgk.files import locked
 
 COLUMNS = (
     "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
@@ -66,8 +67,7 @@ def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) ->
     if unknown:
         raise ValueError(f"results have no column {', '.join(sorted(unknown))}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_name(f".{path.name}.lock")):
         rows = [*read([path]), *rows]
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:

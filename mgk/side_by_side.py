@@ -9,7 +9,7 @@ from mgk import results
 from mgk.answers import Difference
 from mgk.compare import Shown, shown
 from mgk.drawing import draw
-from mgk.models.storage import write_atomically
+from mgk.files import write_atomically
 from mgk.recipes import Recipe, Row
 from mgk.summary import Summary, all_splits, compare_answers, summarise
 

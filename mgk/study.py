@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from mgk.files import write_atomically
 from mgk.generation import Sampling, generate
-from mgk.models.storage import write_atomically
 from mgk.runs import load_language_model
 
 

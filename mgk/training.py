@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from mgk.batches import InOrder, Order, Stream, seed_of
 from mgk.checks import one_of
+from mgk.files import write_atomically
 from mgk.models import save_model
-from mgk.models.storage import write_atomically
 from mgk.objectives import OBJECTIVES, Objective
 from mgk.progress import Told
 from mgk.recipes import Recipe, Row, Training
@@ -219,8 +219,11 @@ class Record(pl.Callback):
             write_atomically(path, "".join(",".join(row) + "\n" for row in kept))
         if trainer.is_global_zero and not path.exists():
             write_atomically(path, f"step,split,loss,{module.objective.metric},lr,seconds\n")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._old_handlers[number] = signal.signal(number, self._stop)
+        # SIGHUP is what a terminal sends when it is closed. Windows has none, and under nohup it stays ignored.
+        for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, self._stop)
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for number, handler in self._old_handlers.items():

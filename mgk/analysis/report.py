@@ -18,7 +18,7 @@ from mgk.analysis.curves import Curve
 from mgk.analysis.maps import LOWEST, PALETTE, TILE, Maps, png
 from mgk.analysis.redundancy import SAME_GROUP
 from mgk.analysis.survey import Analysis, Layer
-from mgk.models.storage import write_atomically
+from mgk.files import write_atomically
 
 # Tiles go into the page as long as they are together no larger than this, in bytes; else they stay files beside it.
 EMBEDDED = 12 << 20

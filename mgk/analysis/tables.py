@@ -11,7 +11,7 @@ from typing import Any
 from mgk.analysis.cost import Cost
 from mgk.analysis.curves import Curve
 from mgk.analysis.survey import Analysis, Layer
-from mgk.models.storage import write_atomically
+from mgk.files import write_atomically
 
 Rows = Iterable[Sequence[Any]]
 

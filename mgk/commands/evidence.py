@@ -20,7 +20,7 @@ def evidence(
 ) -> None:
     """Hold what results/ has against the paper's claims: tables, intervals, verdicts, pictures. Trains nothing."""
     from mgk.evidence.page import empty, fill, found_analyses, gather
-    from mgk.models.storage import write_atomically
+    from mgk.files import write_atomically
 
     if not any(results.glob("*.csv")):
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first")

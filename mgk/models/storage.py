@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mgk.files import write_atomically
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 
@@ -21,13 +22,6 @@ KINDS: dict[str, tuple[type, type]] = {
     "classifier": (EncoderConfig, Classifier),
     "language-model": (DecoderConfig, LanguageModel),
 }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes to a temporary name and renames, so that nobody ever sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:

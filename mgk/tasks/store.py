@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from mgk.checks import one_of, positive_integer
+from mgk.files import locked
 
 PAD = 0  # token id of padding in every task
 FORMAT = 1  # of the files in a cache: another number, another cache
@@ -313,19 +314,6 @@ def _make(root: Path, folder: Path, manifest: dict[str, Any], build: Callable[[P
                 raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Waits for other processes that make the same cache; only saves work, as nothing relies on it."""
-    with open(path, "wb") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
-        yield
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mgk.models.storage import write_atomically
+from mgk.files import write_atomically
 from mgk.tasks.store import Array, DataError
 
 EOS, UNKNOWN = "<eos>", "<unk>"
