@@ -148,3 +148,13 @@ def independent_gradients(
         else:
             b_p += b_pr
     return b_p, b_ds, b_ds
+
+
+@triton.jit
+def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
+    """x_r times a factor that is expanded to a column; 0 where that is 0, whatever x_r."""
+    out = ()
+    for r in tl.static_range(FIRST, M):
+        b_factor = tl.sum(columns_[r - FIRST], 1)
+        out = out + (tl.where(b_factor == 0.0, 0.0, xs[r - FIRST] * b_factor),)
+    return out

@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .triton_backward import BOTH, KEYS, VALUES, gradient_keys, gradient_queries
+from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
+from .triton_backward_queries import gradient_queries
 from .triton_blocks import SPLIT_WIDTH, blocks, row_block
 from .triton_decode import decode_merge, decode_row, decode_split
 from .triton_forward import mixture_forward
