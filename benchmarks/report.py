@@ -126,6 +126,7 @@ def draw_speed(axis: Axes, rows: list[Row], which: str) -> None:
     axis.axhline(1, color="black", linewidth=1)
     labels = [shape.replace("xcausal", "\ncausal").replace("x", "·") for shape in SHAPES]
     axis.set_xticks(range(len(SHAPES)), labels, fontsize=7, rotation=35, ha="right", rotation_mode="anchor")
+    axis.set_xlabel("batch · H · length · head width", fontsize=8)
     axis.set_title(which.replace("+", " + "), fontsize=10)
     axis.grid(axis="y", alpha=0.3)
 
@@ -144,7 +145,7 @@ def draw_linear(axis: Axes, rows: list[Row]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlabel("length")
-    axis.set_ylabel("ms")
+    axis.set_ylabel("device time, ms")
     axis.set_title("causal linear attention", fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7)
@@ -159,7 +160,7 @@ def picture(rows: list[Row], path: Path) -> None:
     top = max(axis.get_ylim()[1] for axis in axes[:2])
     for axis in axes[:2]:
         axis.set_ylim(0, top)
-    axes[0].set_ylabel("time over the best SDPA with H heads")
+    axes[0].set_ylabel("device time over the best SDPA with H heads")
     axes[0].legend(fontsize=8)
     if linear:
         draw_linear(axes[2], rows)

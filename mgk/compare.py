@@ -185,7 +185,7 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
                     outcome = outcome if job in queue.failed else "done"
                     done = len(jobs) - len(queue.waiting) - len(queue.running)
                     seconds = time.time() - started
-                    console.print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s)")
+                    console.print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s in all)")
         finally:
             queue.stop()
     return queue

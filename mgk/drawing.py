@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COSTS = (
     ("parameters, thousands", lambda summary: summary.params / 1e3),
     ("GFLOPs of one forward", lambda summary: summary.flops / 1e9),
-    ("training step alone, ms", lambda summary: summary.step_ms),
+    ("training step, ms", lambda summary: summary.step_ms),
 )
 
 

@@ -102,7 +102,10 @@ def report(
         rows = [row for row in rows if row.get("setup") in setups.values()]
     summaries = summarise(rows, recipe, models, preset)
     if not summaries:
-        raise ValueError(f"no results of recipe {recipe.name} in {', '.join(map(str, files)) or out}")
+        named = sorted({f"{row['variant']}:{row['heads']}" for row in rows if row["recipe"] == recipe.name} - {":"})
+        has = f"; there are {', '.join(named)}" if named else ""
+        asked = ", ".join(map(str, models))
+        raise ValueError(f"{out} has no results of {asked} under recipe {recipe.name} and preset {preset}{has}")
     paired_on = compare_answers(summaries, recipe, preset, out, setups or {})
     lines = table(summaries, recipe, paired_on)
     simple = without_a_network(rows, recipe)

@@ -21,7 +21,7 @@ def sliding_losses(
     """−log p of tokens 1, 2, … given those before them in the window: [T] to [T − 1], in fp32.
 
     window: how many tokens a prediction sees, by default the model's max_length. stride: 1 is the paper's evaluation; n
-    scores the last n positions of each window, in a n-th of the time, with less to see for most of them. batch_size:
+    scores the last n positions of each window, in an n-th of the time, with less to see for most of them. batch_size:
     windows at a time; the result does not depend on it. The caller sets autocast.
     """
     window = model.config.max_length if window is None else positive_integer("window", window)

@@ -148,7 +148,7 @@ WRONG = [
     (["compare", "demo", "--preset", "best"], "--preset must be one of"),
     (["compare", "demo", "--out", "file"], "--out file: file is no folder"),
     (["compare", "demo", "--runs", "file"], "--runs file: file is no folder"),
-    (["compare", "demo", "--redraw"], "no results of recipe demo in results"),
+    (["compare", "demo", "--redraw"], "results has no results of softmax:4, smgk:2 under recipe demo"),
     (["study", "demo"], "trains no language model"),
     (["study", "bytes", "--rows", "smgk"], "--rows must read"),
     (["analyze"], "give the directory"),

@@ -174,7 +174,7 @@ def test_generate_streams_from_a_run_alone(own_text):
 def test_wrong_input_of_the_commands_is_one_line_and_exit_code_2(own_text, tmp_path):
     classifier = tmp_path / "classifier"
     save_model(Classifier(EncoderConfig(5, 2, 8)), classifier / "best")
-    (classifier / "run.json").write_text('{"task": "listops"}')
+    (classifier / "run.json").write_text('{"task": "listops", "training": {}}')
     run = str(own_text / "run")
     cases = [
         (["generate", run, "--prompt", ""], "--prompt must hold some text"),

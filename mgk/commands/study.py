@@ -28,7 +28,7 @@ def study(
     out: Annotated[Path, typer.Option(help="Where everything worth keeping goes: no weights.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
-    """Train, evaluate, sample, draw and analyse in one go: what is worth keeping where weights cannot be, in out/."""
+    """Train, evaluate, sample, draw and analyse in one go; --out then holds all but the weights."""
     from mgk import tasks
     from mgk.study import sample
     from mgk.tasks.corpus import Corpus

@@ -47,7 +47,7 @@ def train(
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp, fsdp.")] = "auto",
     graphs: Annotated[
-        bool, typer.Option(help="Classifiers on one GPU: record steps as CUDA graphs; for small models, on trial.")
+        bool, typer.Option(help="Classifiers on one GPU: record steps as CUDA graphs; for small models; experimental.")
     ] = False,
     results_file: Annotated[Path | None, typer.Option("--results", help="A CSV file to add the result to.")] = None,
 ) -> None:

@@ -76,7 +76,8 @@ def ends(parts: list[Part]) -> Picture:
             dots = [[str(run.row), run.values[split], run.learnt] for run in part.found.runs if split in run.values]
             # A stand-in's values are of another task than the paper's.
             paper = {str(row): v for row in part.found.rows if (v := part.found.recipe.paper.get(str(row))) is not None}
-            panels.append({"title": part.title, "split": split, "dots": dots, "paper": paper})
+            shown = "accuracy, %" if part.found.scale.sign > 0 else "perplexity"
+            panels.append({"title": part.title, "split": f"{split} {shown}", "dots": dots, "paper": paper})
     return Picture("evidence-accuracy", panels, draw_ends)
 
 
@@ -145,7 +146,7 @@ def draw_ends(panels: list[dict[str, Any]]) -> Figure:
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.set_ylim(len(names) - 0.5, -0.5)
         axis.margins(x=0.1)
-        axis.set_xlabel(f"{panel['split']}", fontsize=8)
+        axis.set_xlabel(panel["split"], fontsize=8)
         axis.set_title(panel["title"], fontsize=9)
         axis.grid(axis="x", alpha=0.3)
     return figure
@@ -173,6 +174,7 @@ def draw_differences(data: dict[str, Any]) -> Figure:
     axes[-1, 0].margins(x=0.08)
     words = "points (language model: per cent of perplexity) with the 95 % interval, none where it is not known\n"
     figure.supxlabel(
-        f"{words}green: holds, red: does not hold; ×: the paper's difference; dotted: the margin", fontsize=8
+        f"{words}green: holds, red: does not hold, grey: cannot be told; ×: the paper's difference; dotted: the margin",
+        fontsize=8,
     )
     return figure

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from mgk.evidence.comparing import Compared
 from mgk.evidence.runs import SCALES
 
-HOLDS, FAILS = "holds", "does not hold"
+HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "cannot be told apart at this size", "not measured yet"
-ALL = (HOLDS, FAILS, OPEN, MISSING)
+ALL = (HOLDS, SO_FAR, FAILS, OPEN, MISSING)
 # Medians of timings repeat within this share of themselves.
 TIMING = 0.03
 
@@ -54,13 +54,16 @@ def _beyond(found: Compared | None, bound: float) -> str:
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Of all pairs of a claim on a task: holds if it holds for every pair measured, fails if it fails for one."""
+    """Of all pairs of a claim on a task: holds if it holds for every pair, so far if some are not measured; fails if it
+    fails for one."""
     measured = [each for each in verdicts if each != MISSING]
     if not measured:
         return MISSING
     if FAILS in measured:
         return FAILS
-    return HOLDS if set(measured) == {HOLDS} else OPEN
+    if set(measured) != {HOLDS}:
+        return OPEN
+    return HOLDS if len(measured) == len(verdicts) else SO_FAR
 
 
 def counted(verdicts: Sequence[str]) -> str:
@@ -95,6 +98,6 @@ verdict is *{OPEN}*.
 one) and beats the most frequent class by more than its interval. Runs that have are compared with runs that have; \
 how many have not is shown. If of two models one never learns, all runs are compared as they are; if neither does, \
 the verdict is *{OPEN}*.
-- **A claim on a task** holds if it holds for every pair measured there, fails if it fails for one, and otherwise \
-cannot be told. Every interval is of 95 % by itself, not corrected for their number. The rules are code \
-(`mgk/evidence/verdicts.py`)."""
+- **A claim on a task** holds if it holds for every pair there (so far, where some are not measured yet), fails if it \
+fails for one, and otherwise cannot be told. Every interval is of 95 % by itself, not corrected for their number. The \
+rules are code (`mgk/evidence/verdicts.py`)."""
