@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mgk
+from mgk.files import replacing
 
 ROOT = Path(__file__).resolve().parent.parent
 B, H, M, D = 1, 4, 2, 64
@@ -256,12 +257,10 @@ class Results:
         self.rows.append({c: str((row | measured).get(c, "")) for c in COLUMNS})
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            with temporary.open("w", newline="") as file:
+            with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(self.rows)
-            temporary.replace(self.path)
 
     def add_times(self, task: str, n: int, causal: bool, backward: bool, times: dict[str, list[float]]) -> None:
         for name, ms in times.items():

@@ -26,6 +26,7 @@ import torch
 
 from mgk import results
 from mgk.evaluation import forward_flops, parameters
+from mgk.files import replacing
 from mgk.models import DecoderConfig, LanguageModel, load_model
 from mgk.recipes import Row
 from mgk.sliding import sliding_losses
@@ -260,10 +261,9 @@ def draw(path: Path, picture: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
     both[0].legend(fontsize=8)
-    temporary = picture.with_name(f".{picture.name}.tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     pyplot.close(figure)
-    temporary.replace(picture)
 
 
 def numbers(text: str) -> list[int]:

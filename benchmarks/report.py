@@ -20,19 +20,11 @@ from mgk import results
 from mgk.benchmark import goals
 from mgk.benchmark.goals import GOAL_SHAPES, MEANS, NAMES, SMALL_SHAPE, Row, geometric_mean, ratios, select, shape_of
 from mgk.benchmark.timing import PASSES
-from mgk.files import write_atomically
+from mgk.files import replacing, write_atomically
+from mgk.markdown import markdown, number
 
 SHAPES = (*GOAL_SHAPES, SMALL_SHAPE)
 SIDES = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2)}
-
-
-def markdown(lines: list[list[str]]) -> str:
-    header, *rest = lines
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rest])
-
-
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 def speed_table(rows: list[Row]) -> str:
@@ -164,10 +156,9 @@ def picture(rows: list[Row], path: Path) -> None:
     axes[0].legend(fontsize=8)
     if linear:
         draw_linear(axes[2], rows)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     pyplot.close(figure)
-    temporary.replace(path)
 
 
 def main() -> None:

@@ -4,12 +4,12 @@ same examples, which is much tighter than two accuracies side by side."""
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mgk.files import replacing
 from mgk.recipes import Row
 
 # Positions of a text whose losses are averaged into one number: neighbours depend on one another.
@@ -38,15 +38,13 @@ def keep(results: Path, place: Place, answers: np.ndarray) -> None:
     """Writes right or wrong as bits, losses as means of blocks."""
     path = place.path(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         if answers.dtype == bool:
             np.savez_compressed(file, bits=np.packbits(answers), count=np.int64(len(answers)))
         else:
             whole = len(answers) // BLOCK * BLOCK
             means = answers[:whole].reshape(-1, BLOCK).mean(1) if whole else answers[:0]
             np.savez_compressed(file, means=means.astype(np.float32))
-    temporary.replace(path)
 
 
 def read(results: Path, place: Place) -> np.ndarray | None:

@@ -174,12 +174,12 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
                 while queue.waiting and len(queue.running) < at_once:
                     queue.start()
                 time.sleep(0.5)
-                stand = "\n".join(f"  {job.row} seed {job.seed}: {_last_line(job)}" for job in queue.running)
                 if status is not None:
-                    status.update(Text(f"{len(queue.waiting)} waiting, {len(queue.running)} training\n{stand}"))
+                    said = f"{len(queue.waiting)} waiting, {len(queue.running)} training"
+                    status.update(Text(f"{said}\n{_stand(queue.running)}"))
                 elif time.time() - told > TOLD_EVERY:
                     told = time.time()
-                    console.print(stand)
+                    console.print(_stand(queue.running))
                 for job in queue.ended():
                     outcome = f"FAILED: {_last_line(job)} (see {job.directory / 'log.txt'})"
                     outcome = outcome if job in queue.failed else "done"
@@ -189,6 +189,10 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
         finally:
             queue.stop()
     return queue
+
+
+def _stand(jobs: list[Job]) -> str:
+    return "\n".join(f"  {job.row} seed {job.seed}: {_last_line(job)}" for job in jobs)
 
 
 def _last_line(job: Job) -> str:

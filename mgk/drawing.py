@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgk.compare import shown
+from mgk.files import replacing
 from mgk.recipes import Recipe
 from mgk.summary import Summary, all_splits
 
@@ -23,9 +24,8 @@ COSTS = (
 
 def draw(summaries: list[Summary], recipe: Recipe, path: Path, chance: float | None = None) -> None:
     """chance: the accuracy of always naming the most frequent class."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure_of(summaries, recipe, chance).savefig(temporary, dpi=150, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure_of(summaries, recipe, chance).savefig(temporary, dpi=150, format="png")
 
 
 def figure_of(summaries: list[Summary], recipe: Recipe, chance: float | None = None) -> Figure:

@@ -8,11 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes to a temporary name and renames."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, which then takes the place of the file; nothing is left of it after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

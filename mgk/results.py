@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mgk.files import locked
+from mgk.files import locked, replacing
 
 COLUMNS = (
     "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
@@ -69,9 +69,7 @@ def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock")):
         rows = [*read([path]), *rows]
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        temporary.replace(path)

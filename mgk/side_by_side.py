@@ -10,6 +10,7 @@ from mgk.answers import Difference
 from mgk.compare import Shown, shown
 from mgk.drawing import draw
 from mgk.files import write_atomically
+from mgk.markdown import markdown
 from mgk.recipes import Recipe, Row
 from mgk.summary import Summary, all_splits, compare_answers, summarise
 
@@ -78,11 +79,9 @@ def remarks(summaries: list[Summary], recipe: Recipe, paired_on: str) -> list[st
     return said
 
 
-def markdown(lines: list[list[str]], recipe: Recipe, said: list[str]) -> str:
-    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
-    rule = "|" + "---|" * len(lines[0])
+def page(lines: list[list[str]], recipe: Recipe, said: list[str]) -> str:
     note = " ".join([shown(recipe).note, *said])
-    return "\n".join([f"# {recipe.title}", "", head, rule, *body, "", note, ""])
+    return "\n".join([f"# {recipe.title}", "", markdown(lines), "", note, ""])
 
 
 def report(
@@ -97,12 +96,13 @@ def report(
 
     setups: of the models' runs; results of the same name with other settings or data are then left out.
     """
-    rows = results.read(files)
-    if setups is not None:
-        rows = [row for row in rows if row.get("setup") in setups.values()]
+    known = results.read(files)
+    rows = known if setups is None else [row for row in known if row.get("setup") in setups.values()]
     summaries = summarise(rows, recipe, models, preset)
     if not summaries:
-        named = sorted({f"{row['variant']}:{row['heads']}" for row in rows if row["recipe"] == recipe.name} - {":"})
+        named = sorted(
+            {f"{row['variant']}:{row['heads']}" for row in known if row.get("recipe") == recipe.name} - {":"}
+        )
         has = f"; there are {', '.join(named)}" if named else ""
         asked = ", ".join(map(str, models))
         raise ValueError(f"{out} has no results of {asked} under recipe {recipe.name} and preset {preset}{has}")
@@ -115,6 +115,6 @@ def report(
         else []
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{recipe.name}.md", markdown(lines, recipe, said + remarks(summaries, recipe, paired_on)))
+    write_atomically(out / f"{recipe.name}.md", page(lines, recipe, said + remarks(summaries, recipe, paired_on)))
     draw(summaries, recipe, out / f"{recipe.name}.png", simple.get(MAJORITY))
     return lines

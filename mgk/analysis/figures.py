@@ -14,6 +14,7 @@ from mgk.analysis.cost import Cost
 from mgk.analysis.curves import Curve
 from mgk.analysis.maps import PALETTE
 from mgk.analysis.survey import Analysis
+from mgk.files import replacing
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -36,11 +37,9 @@ FORMATS = ("png", "svg")
 def _save(figure: Any, directory: Path, name: str) -> list[str]:
     directory.mkdir(parents=True, exist_ok=True)
     for kind in FORMATS:
-        temporary = directory / f".{name}.{kind}.tmp"
         metadata = {"Date": None} if kind == "svg" else {}
-        with matplotlib.rc_context(STYLES):
+        with matplotlib.rc_context(STYLES), replacing(directory / f"{name}.{kind}") as temporary:
             figure.savefig(temporary, format=kind, dpi=150, metadata=metadata)
-        temporary.replace(directory / f"{name}.{kind}")
     pyplot.close(figure)
     return [f"{name}.{kind}" for kind in FORMATS]
 

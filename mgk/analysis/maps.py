@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mgk.files import replacing
+
 Levels = NDArray[np.uint8]
 
 TILE = 512
@@ -92,9 +94,8 @@ class MapSums:
             return ""
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"{self.name}-head{head + 1}-{number:04d}.png"
-        temporary = self.directory / f".{name}.tmp"
-        temporary.write_bytes(png(tile, PALETTE))
-        temporary.replace(self.directory / name)
+        with replacing(self.directory / name) as temporary:
+            temporary.write_bytes(png(tile, PALETTE))
         return name
 
     def maps(self) -> Maps:

@@ -10,7 +10,7 @@ from mgk.evidence import verdicts
 from mgk.evidence.comparing import Compared, compare
 from mgk.evidence.plan import Experiment
 from mgk.evidence.runs import STANDS_FOR, Found, Trained
-from mgk.evidence.tables import markdown, number, signed
+from mgk.markdown import markdown, number, signed
 from mgk.recipes import Row
 
 # What each mixture takes the place of, and what the two kinds of attention are called.

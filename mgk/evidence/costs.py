@@ -10,7 +10,7 @@ from mgk.compare import matching
 from mgk.evidence import verdicts
 from mgk.evidence.claims import BASELINES, Part
 from mgk.evidence.runs import PRESET
-from mgk.evidence.tables import markdown, number
+from mgk.markdown import markdown, number
 from mgk.recipes import Row
 
 # What each column holds, and the share by which two measurements of the same may differ.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from mgk.analysis.curves import read_metrics
 from mgk.evidence import verdicts
 from mgk.evidence.claims import Part, half, paper_difference, same
 from mgk.evidence.runs import PRESET, SCALES, STANDS_FOR
+from mgk.files import replacing
 from mgk.recipes import Row
 
 if TYPE_CHECKING:
@@ -42,13 +42,10 @@ class Picture:
         from matplotlib import pyplot
 
         figure, path = self.draw(self.data), folder / f"{self.name}.png"
-        held = io.BytesIO()
-        figure.savefig(held, dpi=110, format="png", metadata={DRAWN_FROM: self.digest, "Software": None})
-        pyplot.close(figure)
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(held.getvalue())
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, dpi=110, format="png", metadata={DRAWN_FROM: self.digest, "Software": None})
+        pyplot.close(figure)
         return path
 
 

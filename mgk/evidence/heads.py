@@ -13,7 +13,7 @@ from mgk import results
 from mgk.evidence import verdicts
 from mgk.evidence.claims import BASELINES
 from mgk.evidence.comparing import Compared, pooled
-from mgk.evidence.tables import markdown, number, signed
+from mgk.markdown import markdown, number, signed
 from mgk.recipes import Row
 
 # A model in these tables: "mgk:4 bytes seed 0".

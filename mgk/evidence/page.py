@@ -14,7 +14,7 @@ from mgk.evidence import claims, costs, figures, heads, plan, probe, verdicts
 from mgk.evidence.claims import Part
 from mgk.evidence.figures import Picture
 from mgk.evidence.runs import find
-from mgk.evidence.tables import markdown, number, signed
+from mgk.markdown import markdown, number, signed
 
 MADE = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mgk import recipes
 from mgk.compare import finished, timed
 from mgk.evidence.runs import PRESET
-from mgk.evidence.tables import markdown
+from mgk.markdown import markdown
 from mgk.recipes import Row
 
 ALL = 3  # seeds, where a row is to have several

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mgk.evidence import verdicts
-from mgk.evidence.tables import markdown, number
+from mgk.markdown import markdown, number
 
 PROBE, RECIPE, BASELINE = "retrieval-probe", "retrieval-peerread", "baseline: "
 

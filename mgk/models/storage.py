@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mgk.files import write_atomically
+from mgk.files import replacing, write_atomically
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 
@@ -31,9 +30,8 @@ def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tenso
     kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
     config: Any = model.config
     write_atomically(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
-    temporary = directory / f".model.safetensors.{os.getpid()}.tmp"
-    save_file({name: value.contiguous() for name, value in (weights or model.state_dict()).items()}, temporary)
-    temporary.replace(directory / "model.safetensors")
+    with replacing(directory / "model.safetensors") as temporary:
+        save_file({name: value.contiguous() for name, value in (weights or model.state_dict()).items()}, temporary)
 
 
 def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.Module:

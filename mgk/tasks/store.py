@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from mgk.checks import one_of, positive_integer
-from mgk.files import locked
+from mgk.files import locked, write_atomically
 
 PAD = 0  # token id of padding in every task
 FORMAT = 1  # of the files in a cache: another number, another cache
@@ -360,7 +360,5 @@ def source_checksum(root: Path, data_dir: Path, files: Sequence[str], progress: 
     if paths:
         progress("checksum", len(paths), len(paths))
     checksum = checksum_of([list(files), contents])
-    temporary = root / f".source-{uuid.uuid4().hex}"
-    temporary.write_text(json.dumps({"seen": seen, "checksum": checksum}))
-    temporary.replace(memory)
+    write_atomically(memory, json.dumps({"seen": seen, "checksum": checksum}))
     return checksum

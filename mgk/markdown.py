@@ -1,4 +1,4 @@
-"""Text of tables: Markdown, and numbers with a sign that is never a hyphen."""
+"""Tables in Markdown, and numbers in them: a minus that is no hyphen, a dash for what is not known."""
 
 from __future__ import annotations
 

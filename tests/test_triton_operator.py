@@ -1,0 +1,107 @@
+"""The fused kernels as an operator of torch: registered, compiled, counted, refused with the reason, never waiting."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+pytest.importorskip("triton")
+
+from test_triton import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
+
+import mgk
+from mgk.kernels import fused, triton_ops
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+
+@contextlib.contextmanager
+def waiting_is_an_error():
+    """Setting the mode warns that it is a prototype, the first time, after it has been set."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_no_synchronisation(variant, hard):
+    """The host never waits for the device: not in training with everything learned, and not in decoding."""
+    leaves, _ = case(variant, prior=not hard, tau_shape=(1,), scale_shape=(1, 1, 1, 1))
+    x = {name: t.to(DEVICE, torch.bfloat16).requires_grad_() for name, t in leaves.items()}
+    weights = torch.ones(1, 1, 37, 16, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        out = fused.run(make_call(x, causal="top-left", hard=hard, dropout_p=0.1))[0]
+        torch.autograd.grad(out, list(x.values()), weights)
+        with torch.no_grad():
+            fused.run(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
+
+
+def test_says_why_not():
+    leaves, _ = case()
+    x = {name: t.to(DEVICE) for name, t in leaves.items()}
+    assert "float64" in fused.refuses(make_call(x))
+    wide = {**x, "query": torch.zeros(1, 1, 4, 300), "keys": torch.zeros(1, 1, 4, 300)}
+    assert "256" in fused.refuses(make_call({name: t.float().to(DEVICE) for name, t in wide.items()}))
+    each = {**x, "scale": torch.ones(1, 1, 2, 37)}
+    assert "per position" in fused.refuses(make_call({name: t.float().to(DEVICE) for name, t in each.items()}))
+
+
+def operator_arguments(dtype=torch.float32, requires_grad=True, length=33):
+    leaves, _ = case(L=length, S=length)
+    x = {name: t.to(DEVICE, dtype).requires_grad_(requires_grad) for name, t in leaves.items()}
+    tensors = (x["query"], x["keys"], x["value"], x["shift"], x["log_prior"])
+    return (*tensors, *(None,) * 6, 0.25, 1.0, 0.0, 0.0, 1, False, length, length)
+
+
+def test_operator_is_registered():
+    torch.library.opcheck(
+        triton_ops.forward_op,
+        operator_arguments(),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_compiles_once_for_all_lengths():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(x):
+        return fused.run(make_call(x, causal="top-left", return_lse=False))[0].sum()
+
+    for length in range(34, 54 if GPU else 39):
+        leaves, _ = case(L=length, S=length)
+        x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
+        want = fused.run(make_call(x, causal="top-left"))[0].sum()
+        got = attend(x)
+        torch.testing.assert_close(got, want)
+        torch.autograd.grad(got, list(x.values()))
+    assert counter.frame_count <= 2
+
+
+def test_flops_are_counted():
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        leaves, _ = case(L=8, S=32)
+        fused.run(make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}))
+    assert counter.get_total_flops() == 2 * 8 * 32 * (16 + 16)
+
+
+def test_softmax_with_padding_goes_to_the_kernels_and_without_to_pytorch():
+    x = torch.randn(2, 3, 9, 8, device=DEVICE)
+    plain = {"query": x, "keys": x[:, :, None], "value": x, "similarity": "dot"}
+    hidden = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=DEVICE)
+    hidden[1, ..., 5:] = False
+    assert mgk.explain_backend("mgk_attention", **plain).backend == "plain"
+    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden).backend == "triton"
+    # A mask of pairs is read pair by pair by both.
+    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden.expand(2, 1, 9, 9)).backend == "plain"
+    by_name = mgk.mgk_attention(**plain, attn_mask=hidden, backend="plain")
+    torch.testing.assert_close(mgk.mgk_attention(**plain, attn_mask=hidden), by_name, atol=1e-5, rtol=1e-5)
