@@ -7,7 +7,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import gradients, independent_gradients, times
+from .triton_gradients import component_gradient, gradients, independent_gradients, times
 from .triton_tiles import (
     SAFE_RANGE,
     TILE,
@@ -54,6 +54,38 @@ def without_others(xs, M: tl.constexpr):
 
 
 @triton.jit
+def replaced(xs, at: tl.constexpr, x, M: tl.constexpr):
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (x if r == at else xs[r],)
+    return out
+
+
+@triton.jit
+def products(keys, b_q, FIRST: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr):
+    out = ()
+    for r in tl.static_range(FIRST, LAST):
+        out = out + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
+    return out
+
+
+@triton.jit
+def visible(
+    scores, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The scores of a transposed tile under every mask."""
+    if MASK:
+        scores = mask_scores(scores, mask_ptr, o_i[None, :], o_j[:, None], stride_ml, stride_mj, L, S, lam, NS, MASK)
+    if MASKED:
+        m_valid = (o_i < L)[None, :]
+        if CAUSAL:
+            m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
+        scores = hide(scores, m_valid, NS)
+    return scores
+
+
+@triton.jit
 def walk_queries(
     first, last, keys, b_v, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_ptr, mask_ptr,
     seed, i_bh, o_j, causal_offset, dropout_p,
@@ -62,7 +94,7 @@ def walk_queries(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers."""
@@ -74,38 +106,44 @@ def walk_queries(
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
         b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_ol, L, BM, E, BE, False, MASKED, TMA)
-        raw = ()
-        for r in tl.static_range(NS):
-            raw = raw + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
-        if WANTED == VALUES:
-            b_g = tl.zeros_like(raw[0])
-        else:
+        if IN_TURN:
+            raw = ()
             b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        scores = raw
-        if MASK:
-            scores = mask_scores(
-                scores, mask_ptr, o_i[None, :], o_j[:, None], stride_ml, stride_mj, L, S, lam, NS, MASK
+        else:
+            raw = products(keys, b_q, 0, NS, PRECISION)
+            b_g = tl.zeros_like(raw[0]) if WANTED == VALUES else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            scores = visible(
+                raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
             )
-        if MASKED:
-            m_valid = (o_i < L)[None, :]
-            if CAUSAL:
-                m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
-            scores = hide(scores, m_valid, NS)
-        alpha = load_vectors(rows_ptr, o_i, stride_rows, L, 1 if ONE else M, 0, MASKED)
-        if ONE and not SHIFTED:
-            for _ in tl.static_range(1, M):
-                alpha = alpha + (alpha[0],)
+        if not IN_TURN:
+            alpha = load_vectors(rows_ptr, o_i, stride_rows, L, 1 if ONE else M, 0, MASKED)
+            if ONE and not SHIFTED:
+                for _ in tl.static_range(1, M):
+                    alpha = alpha + (alpha[0],)
         rho = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M - 1, 0, MASKED)
         delta = load_vectors(rows_ptr + (2 * M - 1) * stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
         if DROPOUT:
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
-        b_g -= delta[0]
-        if SHIFTED or EXACT:
+        if IN_TURN:
+            power = load_vectors(rows_ptr + stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
+            b_g = b_g * power[0] - delta[0] * power[0]
+        else:
+            b_g -= delta[0]
+        if IN_TURN:
+            for r in tl.static_range(M):
+                score = visible(
+                    products(keys, b_q, r, r + 1, PRECISION), mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj,
+                    L, S, lam, 1, CAUSAL, MASK, MASKED,
+                )  # fmt: skip
+                b_ds = component_gradient(score[0], b_g, coef[r], lam[r])
+                dcs = replaced(dcs, r, dcs[r] + tl.sum(b_ds, 1), M)
+                dks = replaced(dks, r, tl.dot(b_ds.to(b_q.dtype), b_q, dks[r], input_precision=PRECISION), M)
+        elif SHIFTED or EXACT:
             b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE)
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
-        if WANTED != VALUES:
+        if WANTED != VALUES and not IN_TURN:
             updated = ()
             for r in tl.static_range(M):
                 part = parts[r]
@@ -118,11 +156,11 @@ def walk_queries(
             for r in tl.static_range(M):
                 updated_lams = updated_lams + (dlams[r] + tl.sum(parts[r] * raw[0 if SHIFTED else r], 1),)
             dlams = updated_lams
-        if DROPOUT:
+        if DROPOUT and WANTED != KEYS:
             b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
         if WANTED != KEYS:
             dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        if WANTED != VALUES:
+        if WANTED != VALUES and not IN_TURN:
             updated_dks = ()
             for r in tl.static_range(NS):
                 updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
@@ -152,6 +190,7 @@ def gradient_keys(
     after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
+    IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == KEYS and PATH == 1 and not SHIFTED
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
@@ -184,11 +223,11 @@ def gradient_keys(
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
-    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
+    if (PATH == 1 and not IN_TURN) or (HARD and SHIFTED and not UNEQUAL):
         slot_c += (HK * M).to(tl.int64) * n_slots * TILE
     coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
-    slack = spread + key_span(high, low)
-    if not SHIFTED and PATH == 1:
+    slack = spread + key_span(high, low) if SHIFTED else tl.maximum(spread, key_span(high, low))
+    if not SHIFTED and PATH == 1 and not IN_TURN:
         # A masked component is not in the lse, which then bounds nothing.
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
@@ -198,8 +237,8 @@ def gradient_keys(
 
     keys = ()
     for r in tl.static_range(NS):
-        keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS),)
-    b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS)
+        keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS % 2),)
+    b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS % 2)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     begin = 0
     full = 0
@@ -228,15 +267,15 @@ def gradient_keys(
                 i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
                 stride_rows, n_q, n_k,
                 M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, PATH != 1,
-                TMA, WANTED,
+                TMA, WANTED, IN_TURN,
             )  # fmt: skip
     if WANTED != KEYS:
         store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
     if WANTED == VALUES:
         return
-    if PATH == 1:
+    if PATH == 1 and not IN_TURN:
         dcs = times(dcs, coef, 0, M)
-    if PATH == 1 and not SHIFTED:
+    if PATH == 1 and not SHIFTED and not IN_TURN:
         dks = times_columns(dks, coef, M)
     if HARD and not UNEQUAL:
         dcs = without_others(dcs, M)
@@ -249,7 +288,11 @@ def gradient_keys(
     dscale = 0.0
     total = tl.zeros([BN, BD], tl.float32)
     for r in tl.static_range(M):
-        b_kr = keys[0 if SHIFTED else r].to(tl.float32)
+        if REGISTERS % 2:
+            b_kr = keys[0 if SHIFTED else r].to(tl.float32)
+        else:
+            # Kept from the beginning, they would hold registers over the walk.
+            b_kr = load_rows(k_ptr + (0 if SHIFTED else r) * stride_km, o_j, stride_ks, n_k, D, BD, True).to(tl.float32)
         if SHIFTED:
             b_kr = tl.where((o_j < n_k)[:, None], b_kr + load_shift(shift_ptr, i_k, r, M, D, BD)[None, :], 0.0)
         b_pull = dcs[r][:, None] * b_kr

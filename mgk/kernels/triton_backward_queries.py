@@ -7,7 +7,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import gradients, independent_gradients, times
+from .triton_gradients import component_gradient, gradients, independent_gradients, times
 from .triton_tiles import (
     LOG2E,
     SAFE_RANGE,
@@ -40,6 +40,18 @@ from .triton_tiles import (
 
 
 @triton.jit
+def visible(
+    scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    if MASK:
+        scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
+    if MASKED and CAUSAL:
+        scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
+    return scores
+
+
+@triton.jit
 def walk_keys(
     first, last, b_q, b_do, delta, alpha, rho, lam, acc, das, total, k_src, v_src, i_b, i_k, start_k, c_ptr, coef_ptr,
     mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
@@ -48,7 +60,7 @@ def walk_keys(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     UNEQUAL: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
@@ -56,43 +68,59 @@ def walk_keys(
     FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
-        scores = component_scores(
-            b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, M, MASKED, SHIFTED, PRECISION, TMA
-        )
+        if not IN_TURN:
+            scores = component_scores(
+                b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED,
+                PRECISION, TMA,
+            )  # fmt: skip
         b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         b_g = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        if MASK:
-            scores = mask_scores(
-                scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
+        if not IN_TURN:
+            scores = visible(
+                scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
             )
-        if MASKED and CAUSAL:
-            scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
         factors = LEADS or (SHIFTED and not EXACT)
         coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        if SHIFTED or EXACT:
+        if IN_TURN:
+            for r in tl.static_range(M):
+                score = component_scores(
+                    b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, r, r + 1, MASKED, SHIFTED,
+                    PRECISION, TMA,
+                )  # fmt: skip
+                score = visible(
+                    score, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, 1, CAUSAL, MASK, MASKED
+                )
+                b_ds = component_gradient(score[0], b_g, coef[r], lam[r])
+                total += tl.sum(b_ds, 1)
+                b_k = load_tile(
+                    k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
+                )
+                acc = tl.dot(b_ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+        elif SHIFTED or EXACT:
             b_p, b_ds, parts = gradients(
                 scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, coef, coef, lam, M, False)
-        if DMASK:
-            p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
-            tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
-        total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
-        updated = ()
-        for r in tl.static_range(FIRST, M):
-            part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
-            updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
-        das = updated
-        for r in tl.static_range(NS):
-            b_k = load_tile(
-                k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
-            )
-            b_dsr = b_ds[r] * lam[r] if UNEQUAL and not SHIFTED else b_ds[r]
-            acc = tl.dot(b_dsr.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+        if not IN_TURN:
+            if DMASK:
+                p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
+                tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
+            total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
+            updated = ()
+            for r in tl.static_range(FIRST, M):
+                part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
+                updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
+            das = updated
+            for r in tl.static_range(NS):
+                b_k = load_tile(
+                    k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
+                )
+                b_dsr = b_ds[r] * lam[r] if UNEQUAL and not SHIFTED else b_ds[r]
+                acc = tl.dot(b_dsr.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
     return acc, das, total
 
 
@@ -115,6 +143,7 @@ def gradient_queries(
     part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
+    IN_TURN: tl.constexpr = REGISTERS >= 2 and PATH == 1 and not SHIFTED
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -143,8 +172,8 @@ def gradient_queries(
 
     o_i = i_m * BM + tl.arange(0, BM)
     m_i = o_i < n_q
-    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS)
-    b_do = in_registers(load_rows(do_ptr, o_i, stride_ol, n_q, E, BE, True), BE, REGISTERS)
+    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS % 2)
+    b_do = in_registers(load_rows(do_ptr, o_i, stride_ol, n_q, E, BE, True), BE, REGISTERS % 2)
     delta = tl.sum(load_rows(out_ptr + o_row * E, o_i, E, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
     if DLSE:
@@ -159,7 +188,9 @@ def gradient_queries(
     rho = ratios(flat, M, HARD)
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
-        tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
+        # Independent keys have one row term; the second place is for its power.
+        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(a[r] - lse)
+        tl.store(p_rows + r * stride_rows, b_row, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
@@ -175,6 +206,8 @@ def gradient_queries(
     reach = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E) + (a[0] - lse)
     reach = tl.max(tl.where(m_i & (masked > 0), reach, 0.0), 0)
     spread = tl.maximum(spread, reach - 40.0)
+    if not SHIFTED:
+        spread = tl.maximum(spread, tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0), 0))
     tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
     # The gradient of a float mask is written for every pair.
     if not DMASK:
@@ -184,7 +217,7 @@ def gradient_queries(
         slack = spread + key_span(high, low)
     else:
         # No exponent of a row is above its lse.
-        slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0), 0), high)
+        slack = tl.maximum(spread, high)
     if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
@@ -198,7 +231,7 @@ def gradient_queries(
             stride_vs,
             stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
             DROPOUT, PRECISION,
-            UNEQUAL, MASKED, PATH != 1, TMA,
+            UNEQUAL, MASKED, PATH != 1, TMA, IN_TURN,
         )  # fmt: skip
     if PATH == 1 and not SHIFTED:
         factor = tl.exp2(-lse)
@@ -216,7 +249,8 @@ def gradient_queries(
         for r in tl.static_range(1, M):
             first -= das[r - 1]
         das = (first,) + das
-    b_x = b_q.to(tl.float32)
+    # Kept from the beginning, they would hold registers over the walk.
+    b_x = (b_q if REGISTERS % 2 else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
     o_d = tl.arange(0, BD)
     i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m
     p_sums = sums_ptr + (i_row * (H // GROUP) + i_k).to(tl.int64) * (M * D + 1 + M)

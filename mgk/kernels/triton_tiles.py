@@ -248,11 +248,12 @@ def leaves_to_second(p_flag, safe, PATH: tl.constexpr):
 @triton.jit
 def component_scores(
     b_q, k_src, i_b, i_k, start, n, stride_m, stride_s, S, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    M: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """q.k_j for shifted keys (one product), q.k_jr for independent ones (M products)."""
+    """q.k_j for shifted keys (one product), q.k_jr for independent ones (a product for each r from FIRST to LAST)."""
     out = ()
-    for r in tl.static_range(1 if SHIFTED else M):
+    for r in tl.static_range(FIRST, LAST):
         b_k = load_tile(k_src, i_b, i_k, r, start, n, stride_m, stride_s, S, BN, D, BD, not SHIFTED, MASKED, TMA)
         out = out + (tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION),)
     return out
