@@ -7,7 +7,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import component_gradient, gradients, independent_gradients, times
+from .triton_gradients import component_gradient, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
     SAFE_RANGE,
     TILE,
@@ -54,6 +54,22 @@ def without_others(xs, M: tl.constexpr):
 
 
 @triton.jit
+def row_vectors(
+    src, o_row, m, stride, n, FIRST: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """What `gradient_queries` left for rows m to m + BM of a head whose first is o_row: the vectors from FIRST to LAST.
+    By the bulk copy engine, what lies beyond n belongs to other rows; it is finite and meets no weight."""
+    out = ()
+    for r in tl.static_range(FIRST, LAST):
+        if TMA:
+            out = out + (src.load([r, o_row.to(tl.int32) + m]),)
+        else:
+            out = out + load_vectors(src + r * stride + o_row, m + tl.arange(0, BM), stride, n, 1, 0, MASKED)
+    return out
+
+
+@triton.jit
 def replaced(xs, at: tl.constexpr, x, M: tl.constexpr):
     out = ()
     for r in tl.static_range(M):
@@ -87,7 +103,7 @@ def visible(
 
 @triton.jit
 def walk_queries(
-    first, last, keys, b_v, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_ptr, mask_ptr,
+    first, last, keys, b_v, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src, o_row, mask_ptr,
     seed, i_bh, o_j, causal_offset, dropout_p,
     stride_ql, stride_ol, stride_ml, stride_mj, stride_rows, L, S,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
@@ -95,6 +111,7 @@ def walk_queries(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr, IN_TURN: tl.constexpr,
+    ROWS: tl.constexpr, ONE_SIDE: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers."""
@@ -116,17 +133,17 @@ def walk_queries(
                 raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
             )
         if not IN_TURN:
-            alpha = load_vectors(rows_ptr, o_i, stride_rows, L, 1 if ONE else M, 0, MASKED)
+            alpha = row_vectors(rows_src, o_row, m, stride_rows, L, 0, 1 if ONE else M, BM, MASKED, ROWS)
             if ONE and not SHIFTED:
                 for _ in tl.static_range(1, M):
                     alpha = alpha + (alpha[0],)
-        rho = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M - 1, 0, MASKED)
-        delta = load_vectors(rows_ptr + (2 * M - 1) * stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
+        rho = row_vectors(rows_src, o_row, m, stride_rows, L, M, 2 * M - 1 if SHIFTED else M, BM, MASKED, ROWS)
+        delta = row_vectors(rows_src, o_row, m, stride_rows, L, 2 * M - 1, 2 * M, BM, MASKED, ROWS)
         if DROPOUT:
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         if IN_TURN:
-            power = load_vectors(rows_ptr + stride_rows, o_i, stride_rows, L, 1, 0, MASKED)
+            power = row_vectors(rows_src, o_row, m, stride_rows, L, 1, 2, BM, MASKED, ROWS)
             b_g = b_g * power[0] - delta[0] * power[0]
         else:
             b_g -= delta[0]
@@ -140,7 +157,9 @@ def walk_queries(
                 dcs = replaced(dcs, r, dcs[r] + tl.sum(b_ds, 1), M)
                 dks = replaced(dks, r, tl.dot(b_ds.to(b_q.dtype), b_q, dks[r], input_precision=PRECISION), M)
         elif SHIFTED or EXACT:
-            b_p, b_ds, parts = gradients(scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE)
+            b_p, b_ds, parts = gradients(
+                scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE, ONE_SIDE
+            )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
         if WANTED != VALUES and not IN_TURN:
@@ -173,7 +192,7 @@ def walk_queries(
 )
 def gradient_keys(
     q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    do_src, rows_ptr, spread_ptr, flags_ptr,
+    do_src, rows_src, spread_ptr, flags_ptr,
     dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj,
@@ -184,13 +203,15 @@ def gradient_keys(
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
-    WANTED: tl.constexpr, PATH: tl.constexpr,
+    ROWS: tl.constexpr, WANTED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one
     after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == KEYS and PATH == 1 and not SHIFTED
+    # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
+    FACTOR: tl.constexpr = PATH == 1 and HARD
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
@@ -227,7 +248,10 @@ def gradient_keys(
         slot_c += (HK * M).to(tl.int64) * n_slots * TILE
     coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     slack = spread + key_span(high, low) if SHIFTED else tl.maximum(spread, key_span(high, low))
-    if not SHIFTED and PATH == 1 and not IN_TURN:
+    if FACTOR:
+        b_reach = tl.where((o_j < n_k)[:, None], tl.abs(coef[0]), 0.0)
+        slack = tl.max(tl.max(b_reach, 1), 0)
+    elif not SHIFTED and PATH == 1 and not IN_TURN:
         # A masked component is not in the lse, which then bounds nothing.
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
@@ -237,7 +261,9 @@ def gradient_keys(
 
     keys = ()
     for r in tl.static_range(NS):
-        keys = keys + (in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS % 2),)
+        keys = keys + (
+            in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS % 2),
+        )
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS % 2)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     begin = 0
@@ -262,18 +288,23 @@ def gradient_keys(
             dks, dv, dcs, dlams = walk_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
                 full if part == 0 else (whole if part == 1 else n_q),
-                keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_ptr + o_row,
+                keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_src, o_row,
                 mask_head, seed,
                 i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
                 stride_rows, n_q, n_k,
-                M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, PATH != 1,
-                TMA, WANTED, IN_TURN,
+                M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
+                PATH != 1 or HARD, TMA, WANTED, IN_TURN, ROWS, FACTOR,
             )  # fmt: skip
+    if FACTOR:
+        b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
+        dv *= b_factor
+        dks = scaled(dks, b_factor, NS)
+        dcs = scaled(dcs, tl.sum(b_factor, 1), M)
     if WANTED != KEYS:
         store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
     if WANTED == VALUES:
         return
-    if PATH == 1 and not IN_TURN:
+    if PATH == 1 and not IN_TURN and not FACTOR:
         dcs = times(dcs, coef, 0, M)
     if PATH == 1 and not SHIFTED and not IN_TURN:
         dks = times_columns(dks, coef, M)

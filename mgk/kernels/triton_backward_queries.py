@@ -7,7 +7,7 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import component_gradient, gradients, independent_gradients, times
+from .triton_gradients import component_gradient, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
     LOG2E,
     SAFE_RANGE,
@@ -60,7 +60,7 @@ def walk_keys(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     UNEQUAL: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, IN_TURN: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, IN_TURN: tl.constexpr, ONE_SIDE: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
@@ -100,8 +100,9 @@ def walk_keys(
                 )
                 acc = tl.dot(b_ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
         elif SHIFTED or EXACT:
+            addends = coef if ONE_SIDE else alpha
             b_p, b_ds, parts = gradients(
-                scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE
+                scores, b_g, addends, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE, ONE_SIDE
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, coef, coef, lam, M, False)
@@ -144,6 +145,8 @@ def gradient_queries(
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     IN_TURN: tl.constexpr = REGISTERS >= 2 and PATH == 1 and not SHIFTED
+    # The row's term of the exponents is a factor.
+    FACTOR: tl.constexpr = PATH == 1 and (HARD or not SHIFTED)
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -189,7 +192,7 @@ def gradient_queries(
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
         # Independent keys have one row term; the second place is for its power.
-        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(a[r] - lse)
+        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(tl.minimum(a[r] - lse, 126.0))
         tl.store(p_rows + r * stride_rows, b_row, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
@@ -213,11 +216,11 @@ def gradient_queries(
     if not DMASK:
         full = min(full, end)
         last = min(last, end)
-    if SHIFTED:
-        slack = spread + key_span(high, low)
-    else:
+    if FACTOR:
         # No exponent of a row is above its lse.
-        slack = tl.maximum(spread, high)
+        slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(a[0] - lse), 0.0), 0), high)
+    else:
+        slack = spread + key_span(high, low)
     if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
@@ -231,16 +234,17 @@ def gradient_queries(
             stride_vs,
             stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
             DROPOUT, PRECISION,
-            UNEQUAL, MASKED, PATH != 1, TMA, IN_TURN,
+            UNEQUAL, MASKED, PATH != 1 or HARD, TMA, IN_TURN, FACTOR and HARD,
         )  # fmt: skip
-    if PATH == 1 and not SHIFTED:
-        factor = tl.exp2(-lse)
+    if FACTOR:
+        factor = tl.exp2(a[0] - lse)
         total *= factor
+        das = scaled(das, factor, M - FIRST)
         acc *= factor[:, None]
     # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
     # is delta's error.
     tl.store(p_rows + (2 * M - 1) * stride_rows, delta + (total - dlse), mask=m_i)
-    if PATH == 1 and SHIFTED:
+    if PATH == 1 and not FACTOR:
         das = times(das, rho, 1, M)
 
     # The components' gradients of a row add up to that of its lse, so the first is the rest.

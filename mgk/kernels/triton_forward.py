@@ -98,7 +98,23 @@ def walk(
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
-            b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED, PRECISION,
+            b_q,
+            k_src,
+            i_b,
+            i_k,
+            start_k,
+            n,
+            stride_km,
+            stride_ks,
+            S,
+            BN,
+            D,
+            BD,
+            0,
+            NS,
+            MASKED,
+            SHIFTED,
+            PRECISION,
             TMA,
         )
         if MASK:

@@ -36,12 +36,16 @@ def shares(xs, b_top, M: tl.constexpr):
 
 @triton.jit
 def winners(
-    scores, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr
+    scores, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr,
+    ONE_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it."""
+    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it. ONE_SIDE (shifted keys of
+    equal scales): alpha is what is added, the other side's term is a factor that is taken at the end of the walk."""
     if SHIFTED and not UNEQUAL:
         # By how much a component leads the first does not depend on the product.
-        b_top = (scores[0] * (lam[0] * LOG2E) + alpha[0]) + coef[0]
+        b_top = scores[0] * (lam[0] * LOG2E) + alpha[0]
+        if not ONE_SIDE:
+            b_top = b_top + coef[0]
         leads = (tl.zeros_like(b_top),)
         for r in tl.static_range(1, M):
             leads = leads + (rho[r - 1] + coef[r],)
@@ -67,6 +71,7 @@ def winners(
 def gradients(
     scores, b_g, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
     EXACT: tl.constexpr, UNEQUAL: tl.constexpr, FIRST: tl.constexpr, FINE: tl.constexpr,
+    ONE_SIDE: tl.constexpr,
 ):  # fmt: skip
     """Weights p_ij, the score gradients (one tensor for shifted keys, M for independent ones) and, per component r >=
     FIRST,
@@ -85,7 +90,7 @@ def gradients(
         for _ in tl.static_range(FIRST, M):
             parts = parts + (b_ge,)
     elif HARD:
-        b_top, share = winners(scores, alpha, rho, coef, lam, M, SHIFTED, UNEQUAL)
+        b_top, share = winners(scores, alpha, rho, coef, lam, M, SHIFTED, UNEQUAL, ONE_SIDE)
         b_p = exact_exp2(b_top) if FINE else tl.exp2(b_top)
         b_all = b_p * b_g
         b_rest = b_all
@@ -164,4 +169,13 @@ def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
     for r in tl.static_range(FIRST, M):
         b_factor = tl.sum(columns_[r - FIRST], 1)
         out = out + (tl.where(b_factor == 0.0, 0.0, xs[r - FIRST] * b_factor),)
+    return out
+
+
+@triton.jit
+def scaled(xs, factor, N: tl.constexpr):
+    """x_r times one factor for all; 0 where that is 0, whatever x_r."""
+    out = ()
+    for r in tl.static_range(N):
+        out = out + (tl.where(factor == 0.0, 0.0, xs[r] * factor),)
     return out

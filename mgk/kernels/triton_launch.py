@@ -297,7 +297,7 @@ def launch_backward(
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles, *more_tiles = (ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts)
     query_sums = n_seq * (H // HK) * q_tiles
-    rows = lse.new_empty(2 * M, B * H * L)
+    rows = lse.new_empty(2 * M, ceil_div(B * H * L, 4) * 4)[:, : B * H * L]  # a multiple of 16 bytes apart
     spread = lse.new_empty(n_seq * H, q_tiles)
     flags = lse.new_empty(
         n_seq * max(H * q_tiles, HK * k_tiles, *(HK * n for n in more_tiles))
@@ -312,11 +312,11 @@ def launch_backward(
     )  # fmt: skip
     bounded = query.dtype in BOUNDED
     factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
-    # Independent keys: one side's exponents are factors, which fp16 has no range for.
-    apart = not shifted and not hard and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
+    # Soft independent keys, hard shifted ones: one side's exponents are factors, which fp16 has no range for.
+    apart = shifted == hard and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
     paths = (1, 2) if factored or apart else (0,)
-    # dk and dv together have no registers left for them.
-    key_paths = paths if factored or len(parts) > 1 else (0,)
+    # dk and dv of independent keys together have no registers left for them.
+    key_paths = paths if shifted or len(parts) > 1 else (0,)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
@@ -327,16 +327,19 @@ def launch_backward(
         REGISTERS=q_resident), paths, *q_options,
     )  # fmt: skip
     for wanted, kind in parts:
-        k_rows, k_cols, *k_options, k_resident = blocks(hardness + kind, width, M, shifted, size)
+        k_rows, k_cols, *k_options, k_way = blocks(hardness + kind, width, M, shifted, size)
         k_tiles = ceil_div(max_k, k_cols)
+        # Vectors of 128 rows take one copy as they are.
+        by_engine = along_queries and cu_q is None and k_way >= 4
         launch(
             gradient_keys, (k_tiles * n_seq * HK, 1, 1),
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
-            rows, spread, flags, dk, dv, dbias, sums),
+            TensorDescriptor(rows, rows.shape, rows.stride(), [1, k_rows]) if by_engine else rows,
+            spread, flags, dk, dv, dbias, sums),
             (scale, tau, dropout_p), strides,
             (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
-            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_resident,
-            WANTED=wanted.value), key_paths, *k_options,
+            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
+            ROWS=by_engine, WANTED=wanted.value), key_paths, *k_options,
         )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask
