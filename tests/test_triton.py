@@ -229,6 +229,8 @@ BOUNDED_CASES = {
     "mgk": {"variant": "mgk"},
     # dk and dv apart.
     "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"},
+    "smgk-hard": {"hard": True, "prior": False, "causal": "top-left"},
+    "smgk-hard-m3": {"hard": True, "prior": False, "M": 3},
 }
 
 
@@ -243,11 +245,37 @@ def test_first_and_second_kernel(name, monkeypatch, poisoned):
             assert error <= limit * max(size, 1.0), f"{which} at std {std}: {error:.3e} of {size:.3e}"
 
 
+WAYS = {
+    # The ways of a block: components in turn (2), rows' vectors by the copy engine (4), with left operands in registers
+    # (1) or without.
+    "in-turn": (2, {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"}),
+    "in-turn-padding": (3, {"variant": "mgk", "B": 2, "D": 72, "E": 72, "padding": ((0, 40), (3, 21))}),
+    "in-turn-bool": (2, {"variant": "mgk", "D": 72, "mask_shape": (1, 1, 40, 50), "bool_mask": True}),
+    "engine": (4, {"H": 2, "causal": "top-left"}),
+    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2}),
+    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "causal": "bottom-right"}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_of_a_block(name, monkeypatch, poisoned):
+    """What no table may have at the moment gives the same gradients."""
+    way, options = WAYS[name]
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, way))
+    if way >= 4 and not GPU:
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    leaves, options = case(**{"L": 40, "S": 50, **options})
+    for which, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+        assert error <= 1e-5 * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+
+
+@pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
-def test_masked_keys_of_any_size(variant, monkeypatch, poisoned):
+def test_masked_keys_of_any_size(variant, hard, monkeypatch, poisoned):
     """No lse bounds the exponents of a key that is not in it."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
-    leaves, options = case(variant, D=72, E=72, L=40, S=50, padding=((0, 21),))
+    leaves, options = case(variant, D=72, E=72, L=40, S=50, padding=((0, 21),), prior=not hard, hard=hard)
     leaves["keys"][..., 21:, :] *= 200
     for name, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
         assert error <= 1e-5 * max(size, 1.0), f"{name}: {error:.3e} of {size:.3e}"
