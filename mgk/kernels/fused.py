@@ -62,19 +62,27 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         return out, _natural(lse2, query, call) if call.return_lse else None, None
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
     packed = call.packed
-    out, lse2, _, _ = triton_ops.mixture(
+    arguments = (
         query, keys, value, shift, bias, scale_t, tau_t, mask, seed,
         packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k,
         scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard,
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
+    if not _needs_gradients(call):
+        out, found = triton_ops.infer(call.return_lse, *arguments)
+        return out, None if found is None else _natural(found, query, call), None
+    out, lse2, _, _ = triton_ops.mixture(*arguments)
     return out, _natural(lse2, query, call) if call.return_lse else None, None
+
+
+def _needs_gradients(call: MixtureCall) -> bool:
+    tensors = (getattr(call, field) for field in DIFFERENTIABLE)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _decodes(call: MixtureCall) -> bool:
     """Few queries, forward only. The length is asked for last: a compiled training step then does not depend on it."""
-    tensors = (getattr(call, field) for field in DIFFERENTIABLE)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+    if _needs_gradients(call):
         return False
     return call.packed is None and call.dropout_p == 0 and call.query.shape[2] * call.group <= DECODE_ROWS
 

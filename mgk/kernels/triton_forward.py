@@ -224,4 +224,5 @@ def mixture_forward(
         inverse = inverse / (1.0 - dropout_p)
     o_row = (i_bq * H + i_h).to(tl.int64) * L + start_q
     store_rows(out_ptr + o_row * E, acc * inverse[:, None], o_i, E, n_q, E, BE)
-    tl.store(lse_ptr + o_row + o_i, tl.where(empty, float("inf"), m + tl.log2(l) + ref), mask=o_i < n_q)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + o_row + o_i, tl.where(empty, float("inf"), m + tl.log2(l) + ref), mask=o_i < n_q)

@@ -165,18 +165,40 @@ def launch_forward(
     max_k: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, lse, prepared and stats of `triton_ops.forward_op`."""
-    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
-    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
-    n_seq = B if cu_q is None else cu_q.shape[0] - 1
-    slots = slots_of(cu_k, B, S)
+    (B, H, L), (HK, S, E) = query.shape[:3], value.shape[1:]
     out = query.new_empty(B, H, L, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
-    prepared = lse.new_empty(2, HK, M, slots * SLOT)
-    stats = lse.new_empty(HK, slots, 4)
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    prepared, stats = workspace(lse, HK, M, slots_of(cu_k, B, S))
+    forward_into(
+        out, lse, prepared, stats, query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau,
+        constant, dropout_p, causal, hard, max_q, max_k,
+    )  # fmt: skip
+    return out, lse, prepared, stats
+
+
+def workspace(like: Tensor, key_heads: int, components: int, slots: int) -> tuple[Tensor, Tensor]:
+    """`prepared` and `stats`, not filled."""
+    floats = functools.partial(like.new_empty, dtype=torch.float32)
+    return floats(2, key_heads, components, slots * SLOT), floats(key_heads, slots, 4)
+
+
+def forward_into(
+    out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any, shift: Any, bias: Any,
+    scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any,
+    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any,
+) -> None:  # fmt: skip
+    """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], both contiguous."""
+    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
+    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     if out.numel() == 0:
-        return out, lse, prepared, stats
+        return
     if S == 0:
-        return out.zero_(), lse.fill_(float("inf")), prepared, stats
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("inf"))
+        return
+    n_seq, slots = B if cu_q is None else cu_q.shape[0] - 1, stats.shape[1]
     mask = None if mask is None else mask.expand(B, H, L, S)
     key_strides = strides_of_keys(keys, shifted)
     prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k)
@@ -194,13 +216,12 @@ def launch_forward(
     launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
-        lse.new_empty(n_seq * H * n_tiles), out, lse),
+        stats.new_empty(n_seq * H * n_tiles), out, lse),
         (scale, tau, dropout_p),
         (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(mask, 4), H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
         switches, paths, warps, stages, registers,
     )  # fmt: skip
-    return out, lse, prepared, stats
 
 
 DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")

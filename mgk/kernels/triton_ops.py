@@ -8,6 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .direct import differentiable, observed
 from .triton_launch import SLOT, launch_backward, launch_decode, launch_forward, slots_of
+from .triton_parts import launch_inference
 
 
 @torch.library.custom_op("mgk::mixture_forward", mutates_args=())
@@ -123,6 +124,14 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
 
 
 mixture = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
+
+
+def infer(want_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """As `mixture` where no gradient is needed: out and, if wanted, lse."""
+    if not observed():
+        return launch_inference(want_lse, *args)
+    out, lse, _, _ = forward_op(*args)
+    return out, lse if want_lse else None
 
 
 def decode(*args: Any) -> tuple[Tensor, Tensor]:
