@@ -257,6 +257,22 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("M", [2, 4, 5])
+def test_blend_as_a_product(M, monkeypatch, poisoned):
+    """High and low parts in bf16 keep 16 bits of the weights; the general kernel takes what is out of range."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    for std, limit in ((1.0, 1e-4), (20.0, 2e-3)):
+        leaves, options = case(M=M, L=40, S=50, H=2, std=std, causal="top-left")
+        x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+        found = []
+        for way in (1, 3):
+            monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+            found.append(fused.run(make_call(x, **options)))
+        assert std > 1 or not torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[1][0], found[0][0], atol=limit, rtol=limit)
+        torch.testing.assert_close(found[1][1], found[0][1], atol=limit, rtol=limit)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_ways_of_a_block(name, monkeypatch, poisoned):
     """What no table may have at the moment gives the same gradients."""

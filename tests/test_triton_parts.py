@@ -91,11 +91,11 @@ def test_no_lse_where_nobody_asks(monkeypatch):
 
 def test_parts_are_large():
     """One number for each row and head is held, but no part is too small for the device."""
-    count = triton_parts.key_heads_of_part
-    assert count(1, 4, 4, 1 << 17, 1 << 17, 2, 64) == 1
-    assert count(1, 4, 4, 1 << 17, 1 << 17, 1, 64) == 2
-    assert count(2, 8, 4, 1 << 16, 1 << 16, 2, 64) == 4
+    count, block = triton_parts.key_heads_of_part, (64, 64, 4, 3, None, 1)
+    assert count(1, 4, 4, 1 << 17, 1 << 17, 2, block) == 1
+    assert count(1, 4, 4, 1 << 17, 1 << 17, 1, block) == 2
+    assert count(2, 8, 4, 1 << 16, 1 << 16, 2, block) == 4
     # Parts of 512 programs, of less than a millisecond, of a few rows.
-    assert count(1, 4, 4, 1 << 15, 1 << 15, 2, 64) == 4
-    assert count(32, 4, 4, 4096, 4096, 2, 64) == 128
-    assert count(1, 4, 4, 128, 1 << 17, 2, 64) == 4
+    assert count(1, 4, 4, 1 << 15, 1 << 15, 2, block) == 4
+    assert count(32, 4, 4, 4096, 4096, 2, block) == 128
+    assert count(1, 4, 4, 128, 1 << 17, 2, block) == 4

@@ -5,16 +5,18 @@ that could lose
 weights are left to the second, which keeps a running maximum and one exponential a component.
 """
 
-# ruff: noqa: E741  (l is the softmax's denominator)
+# ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
 import triton
 import triton.language as tl
 
 from .triton_powers import exact_exp2, weight
 from .triton_tiles import (
+    INTERPRETED,
     LOG2E,
     SAFE_RANGE,
     TILE,
     blend,
+    blend_operand,
     columns,
     component_scores,
     exponents,
@@ -84,14 +86,15 @@ def weigh(
 
 @triton.jit
 def walk(
-    first, last, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k, start_k, c_ptr, coef_ptr, mask_ptr, seed,
+    first, last, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr,
+    coef_ptr, mask_ptr, seed,
     i_bh, o_i, causal_offset, dropout_p,
     stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     ONLINE: tl.constexpr,
-    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr,
+    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, BLEND: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
@@ -123,8 +126,23 @@ def walk(
             )
         if MASKED and CAUSAL:
             scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
-        coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, FINE)
+        if BLEND:
+            o_slot = (i_k * n_slots + slot) * TILE + n
+            if TMA:
+                b_c = blend_src.load([o_slot, 0])
+            else:
+                p_slot = blend_src + (o_slot + tl.arange(0, BN)).to(tl.int64)[:, None] * 16
+                b_c = tl.load(p_slot + tl.arange(0, 16)[None, :])
+            if INTERPRETED:
+                # It has no products of bf16.
+                b_mix = tl.dot(b_rows.to(tl.float32), tl.trans(b_c.to(tl.float32)))
+            else:
+                b_mix = tl.dot(b_rows, tl.trans(b_c))
+            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * b_mix
+            m_new = m
+        else:
+            coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
+            b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, FINE)
         if ONLINE:
             alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * alpha
@@ -141,7 +159,7 @@ def walk(
 @triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def mixture_forward(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    flags_ptr, out_ptr, lse_ptr,
+    flags_ptr, blend_src, out_ptr, lse_ptr,
     scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
     stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj, GROUP, H, L, S, n_slots, n_tiles, n_heads, SECTION,
@@ -154,6 +172,7 @@ def mixture_forward(
     """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FACTORED: tl.constexpr = not HARD and not UNEQUAL
+    BLEND: tl.constexpr = blend_src is not None and PATH == 1
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -176,7 +195,7 @@ def mixture_forward(
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
 
     o_i = i_m * BM + tl.arange(0, BM)
-    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS)
+    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS % 2)
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     top = largest(a, M)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
@@ -206,15 +225,18 @@ def mixture_forward(
         m = tl.full([BM], -float("inf"), tl.float32)
         row = flat
     rho = ratios(flat, M, HARD)
+    b_rows = b_q
+    if BLEND:
+        b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
     for MASKED in tl.static_range(2):
         acc, l, m = walk(
-            full if MASKED else 0, last if MASKED else full, b_q, row, rho, lam, acc, l, m, k_src, v_src, i_b, i_k,
-            start_k,
+            full if MASKED else 0, last if MASKED else full, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src,
+            blend_src, i_b, i_k, start_k, slot,
             c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
             stride_ml,
             stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION,
             MASKED, PATH != 1,
-            PATH != 1 or not FACTORED, UNEQUAL, TMA,
+            PATH != 1 or not FACTORED, UNEQUAL, TMA, BLEND,
         )  # fmt: skip
 
     empty = l == 0.0

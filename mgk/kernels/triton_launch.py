@@ -28,6 +28,9 @@ BOUNDED = (torch.bfloat16,)
 # one), by pointers, which cost the launcher less than descriptors do.
 SMALL_PAIRS = 1 << 25
 
+# Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
+BLEND_WIDTH = 16
+
 
 def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """bf16 two by two, where that still makes loads of 16 bytes."""
@@ -142,9 +145,9 @@ def _factored(switches: dict[str, Any]) -> bool:
 
 def prepare(
     keys: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, cu_k: Any, prepared: Any, stats: Any, scale: Any,
-    tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any,
+    tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any, operand: Any = None,
 ) -> None:  # fmt: skip
-    """Fills `prepared` and `stats`."""
+    """Fills `prepared` and `stats`, and the keys' side of the blend where the forward takes it as a product."""
     (B, HK), (S, D), M = keys.shape[:2], keys.shape[-2:], prepared.shape[2]
     bias = None if bias is None else bias.expand(B, HK, M, S)
     switches = {
@@ -153,8 +156,8 @@ def prepare(
         "PACKED": cu_k is not None,
     }  # fmt: skip
     launch(
-        prepare_keys, (ceil_div(max_k, SLOT), HK, n_seq), (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats),
-        (scale, tau, constant), (*strides_of_keys(keys, shift is not None), *leading_strides(bias, 4)),
+        prepare_keys, (ceil_div(max_k, SLOT), HK, n_seq), (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats,
+        operand), (scale, tau, constant), (*strides_of_keys(keys, shift is not None), *leading_strides(bias, 4)),
         (HK, S, stats.shape[1]), switches, (0,), 4, 1,
     )  # fmt: skip
 
@@ -200,23 +203,24 @@ def forward_into(
         return
     n_seq, slots = B if cu_q is None else cu_q.shape[0] - 1, stats.shape[1]
     mask = None if mask is None else mask.expand(B, H, L, S)
-    key_strides = strides_of_keys(keys, shifted)
-    prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k)
-    size = query.element_size()
-    rows, cols, warps, stages, registers, resident = blocks(
-        "forward", max(switches["BD"], switches["BE"]), M, shifted, size
-    )
+    key_strides, size = strides_of_keys(keys, shifted), query.element_size()
+    rows, cols, warps, stages, registers, way = blocks("forward", max(switches["BD"], switches["BE"]), M, shifted, size)
     n_tiles = ceil_div(max_q, rows)
     small = n_seq * H * max_q * max_k <= SMALL_PAIRS
     bulk = not small and _bulk(keys, value)
-    switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=resident)
+    switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
     # A float mask has no bound that is known beforehand.
     bounded = query.dtype in BOUNDED and switches["MASK"] != 2
     paths = (1, 2) if bounded and (not small or (_factored(switches) and M > 2)) else (0,)
+    operand = None
+    if way >= 2 and paths[0] == 1 and _factored(switches) and 3 * M <= BLEND_WIDTH:
+        operand = stats.new_empty(HK * slots * SLOT, BLEND_WIDTH, dtype=torch.bfloat16)
+    prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k, operand)
     launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
-        stats.new_empty(n_seq * H * n_tiles), out, lse),
+        stats.new_empty(n_seq * H * n_tiles),
+        *((None,) if operand is None else _sources(bulk, cols, operand)), out, lse),
         (scale, tau, dropout_p),
         (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(mask, 4), H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),

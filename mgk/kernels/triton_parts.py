@@ -7,25 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_blocks import blocks
-from .triton_launch import SLOT, ceil_div, forward_into, padded_width, slots_of, workspace
+from .triton_blocks import Block, blocks
+from .triton_launch import BLEND_WIDTH, SLOT, ceil_div, forward_into, padded_width, slots_of, workspace
 
 # A part keeps the device busy, some three rounds of programs on 132 processors, and takes far longer than its launches.
 PART_PROGRAMS = 1024
 PART_PAIRS = 1 << 31
-# Bytes of c and C, for each key and component.
+# Bytes of c and C, for each key and component, and of a key's side of the blend.
 PREPARED_BYTES = 8
+OPERAND_BYTES = 2 * BLEND_WIDTH
 # What may be held: as much as the lse of the call, which others keep.
 HELD_BYTES = 4
 
 Part = tuple[slice, slice]
 
 
-def key_heads_of_part(batch: int, heads: int, key_heads: int, L: int, S: int, components: int, rows: int) -> int:
+def key_heads_of_part(batch: int, heads: int, key_heads: int, L: int, S: int, components: int, block: Block) -> int:
     """How many key heads, of all batch entries, are taken at a time: all, unless parts that hold no more than they may
-    are large enough. `rows`: of a program."""
+    are large enough."""
+    rows, way = block[0], block[-1]
+    held = PREPARED_BYTES * components + OPERAND_BYTES * (way >= 2)
     group, every = heads // key_heads, batch * key_heads
-    wanted = HELD_BYTES * heads * L * batch // (PREPARED_BYTES * components * S)
+    wanted = HELD_BYTES * heads * L * batch // (held * S)
     enough = max(ceil_div(PART_PROGRAMS, group * ceil_div(L, rows)), ceil_div(PART_PAIRS, group * L * S))
     wanted = max(wanted, 1)
     return wanted if enough <= wanted < every else every
@@ -56,8 +59,8 @@ def launch_inference(
     # Packed sequences share an entry of the batch, and dropout draws by the number of a head in the call.
     at_a_time = B * HK
     if out.numel() and S and cu_q is None and dropout_p == 0:
-        rows = blocks("forward", padded_width(max(query.shape[3], E)), M, shift is not None, query.element_size())[0]
-        at_a_time = key_heads_of_part(B, H, HK, L, S, M, rows)
+        block = blocks("forward", padded_width(max(query.shape[3], E)), M, shift is not None, query.element_size())
+        at_a_time = key_heads_of_part(B, H, HK, L, S, M, block)
     if at_a_time >= B * HK:
         prepared, stats = workspace(query, HK, M, slots_of(cu_k, B, S))
         forward_into(

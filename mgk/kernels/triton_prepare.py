@@ -5,7 +5,7 @@ head, and C_jr = 2^c_jr (hard assignment: c_jr - c_j0)."""
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, TILE, extent, load_scales
+from .triton_tiles import LOG2E, TILE, blend_operand, extent, load_scales
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def squared_norms(
 
 @triton.jit(do_not_specialize=["HK", "S", "n_slots"])
 def prepare_keys(
-    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, scale, tau, constant,
+    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, blend_ptr, scale, tau, constant,
     stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_slots,
     M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     SCALE: tl.constexpr, TAU: tl.constexpr, HARD: tl.constexpr,
@@ -75,6 +75,7 @@ def prepare_keys(
         bias_ptr += i_b.to(tl.int64) * stride_bb + i_h * stride_bh + (start + o_j) * stride_bs
     high = -float("inf")
     low = float("inf")
+    factors = ()
     p_c = c_ptr + (i_h * M).to(tl.int64) * n_slots * TILE + slot * TILE + tl.arange(0, TILE)
     for r in tl.static_range(M):
         b_c = constant - 0.5 * tau * lam[r] * norms[r]
@@ -96,6 +97,11 @@ def prepare_keys(
         else:
             b_second = tl.where(b_c == -float("inf"), 0.0, b_c - b_first)
         tl.store(p_c + (HK * M + r) * n_slots * TILE, b_second)
+        factors = factors + (b_second[:, None],)
+    if blend_ptr is not None:
+        o_c = tl.arange(0, 16)
+        o_slot = (i_h * n_slots + slot).to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(blend_ptr + o_slot[:, None] * 16 + o_c[None, :], blend_operand(factors, o_c, M, False))
     p_stats = stats_ptr + (i_h * n_slots + slot) * 4
     tl.store(p_stats, high)
     tl.store(p_stats + 1, low)
