@@ -231,6 +231,7 @@ BOUNDED_CASES = {
     "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"},
     "smgk-hard": {"hard": True, "prior": False, "causal": "top-left"},
     "smgk-hard-m3": {"hard": True, "prior": False, "M": 3},
+    "mgk-hard-wide": {"variant": "mgk", "hard": True, "prior": False, "D": 72, "E": 72},
 }
 
 

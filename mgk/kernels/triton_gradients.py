@@ -39,8 +39,8 @@ def winners(
     scores, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr,
     ONE_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it. ONE_SIDE (shifted keys of
-    equal scales): alpha is what is added, the other side's term is a factor that is taken at the end of the walk."""
+    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it. ONE_SIDE (equal scales): the
+    other side's term is a factor that is taken at the end of the walk; shifted keys have their own in alpha."""
     if SHIFTED and not UNEQUAL:
         # By how much a component leads the first does not depend on the product.
         b_top = scores[0] * (lam[0] * LOG2E) + alpha[0]
@@ -64,7 +64,7 @@ def winners(
         for r in tl.static_range(M):
             xs = xs + (scores[r] * (lam[0] * LOG2E) + coef[r],)
         b_top = largest(xs, M)
-        return b_top + alpha[0], shares(xs, b_top, M)
+        return b_top if ONE_SIDE else b_top + alpha[0], shares(xs, b_top, M)
 
 
 @triton.jit

@@ -337,11 +337,12 @@ def launch_backward(
     )  # fmt: skip
     bounded = query.dtype in BOUNDED
     factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
-    # Soft independent keys, hard shifted ones: one side's exponents are factors, which fp16 has no range for.
-    apart = shifted == hard and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
+    # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
+    apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
     paths = (1, 2) if factored or apart else (0,)
-    # dk and dv of independent keys together have no registers left for them.
-    key_paths = paths if shifted or len(parts) > 1 else (0,)
+    # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
+    # and dv are together, which have no registers left for it.
+    key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
