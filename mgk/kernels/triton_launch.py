@@ -213,7 +213,7 @@ def forward_into(
     bounded = query.dtype in BOUNDED and switches["MASK"] != 2
     paths = (1, 2) if bounded and (not small or (_factored(switches) and M > 2)) else (0,)
     operand = None
-    if way >= 2 and paths[0] == 1 and _factored(switches) and 3 * M <= BLEND_WIDTH:
+    if way & 2 and paths[0] == 1 and _factored(switches) and 3 * M <= BLEND_WIDTH:
         operand = stats.new_empty(HK * slots * SLOT, BLEND_WIDTH, dtype=torch.bfloat16)
     prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k, operand)
     launch(
@@ -317,7 +317,7 @@ def launch_backward(
     mask = None if mask is None else mask.expand(B, H, L, S)
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
     hardness = "hard " if hard else ""
-    q_rows, q_cols, *q_options, q_resident = blocks(hardness + "queries", width, M, shifted, size)
+    q_rows, q_cols, *q_options, q_way = blocks(hardness + "queries", width, M, shifted, size)
     parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles, *more_tiles = (ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts)
@@ -350,13 +350,13 @@ def launch_backward(
         (scale, tau, dropout_p), strides,
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        REGISTERS=q_resident), paths, *q_options,
+        REGISTERS=q_way % 4), paths, *q_options,
     )  # fmt: skip
     for wanted, kind in parts:
         k_rows, k_cols, *k_options, k_way = blocks(hardness + kind, width, M, shifted, size)
         k_tiles = ceil_div(max_k, k_cols)
         # Vectors of 128 rows take one copy as they are.
-        by_engine = along_queries and cu_q is None and k_way >= 4
+        by_engine = along_queries and cu_q is None and bool(k_way & 4)
         launch(
             gradient_keys, (k_tiles * n_seq * HK, 1, 1),
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),

@@ -26,7 +26,7 @@ def key_heads_of_part(batch: int, heads: int, key_heads: int, L: int, S: int, co
     """How many key heads, of all batch entries, are taken at a time: all, unless parts that hold no more than they may
     are large enough."""
     rows, way = block[0], block[-1]
-    held = PREPARED_BYTES * components + OPERAND_BYTES * (way >= 2)
+    held = PREPARED_BYTES * components + OPERAND_BYTES * bool(way & 2)
     group, every = heads // key_heads, batch * key_heads
     wanted = HELD_BYTES * heads * L * batch // (held * S)
     enough = max(ceil_div(PART_PROGRAMS, group * ceil_div(L, rows)), ceil_div(PART_PAIRS, group * L * S))
