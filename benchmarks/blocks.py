@@ -73,6 +73,7 @@ CANDIDATES = (
     Case("mgk", 2, D64, True, "keys", "table 64,64,4,2,0,4"),
     Case("mgk", 2, D128, True, "queries", "table 64,64,4,2,0,1 64,64,4,2,0,3 64,32,4,2,0,3 128,64,8,2,0,2"),
     Case("mgk", 2, D128, True, "keys", "table 32,64,4,2,0,2 32,64,4,2,0,4 64,64,4,2,0,6 64,64,4,2,0,5"),
+    Case("mgk-hard", 2, D64, True, "queries", "table"),
     Case("mgk-hard", 2, D64, True, "keys", "table 64,64,4,2,0,4"),
     Case("mgk-hard", 2, D128, True, "queries", "table 64,64,4,2,0,1 64,32,4,2,0,1"),
     Case("mgk-hard", 2, D128, True, "keys", "table 32,64,4,2,0,4 64,64,4,2,0,5"),
