@@ -34,7 +34,7 @@ def _classify(model: Any, length: int) -> None:
 def _predict(model: Any, length: int) -> None:
     """Every target a frequent token: how many are not, and pay for a second softmax, only the text can tell."""
     tokens = torch.empty((1, length), dtype=torch.long)
-    model.losses(tokens, tokens, [length, *[0] * len(model.config.cutoffs)])
+    model.losses(tokens, tokens, [0] * len(model.config.cutoffs))
 
 
 FORWARDS: dict[type, Callable[[Any, int], None]] = {Classifier: _classify, LanguageModel: _predict}

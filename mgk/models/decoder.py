@@ -282,9 +282,9 @@ class LanguageModel(nn.Module):
             x = self._run_group(layers[part], x, position_ids, key_padding_mask, caches and caches[part])
         return x
 
-    def losses(self, tokens: Tensor, targets: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """−log p of each target [B, L], in fp32. counts: see TokenTable.losses."""
-        return self.table.losses(self.hidden(tokens), targets, counts)
+    def losses(self, tokens: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
+        """−log p of each target [B, L], in fp32. rooms: see TokenTable.losses."""
+        return self.table.losses(self.hidden(tokens), targets, rooms)
 
     def forward(
         self,
