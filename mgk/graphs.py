@@ -46,14 +46,17 @@ class GraphedGradients:
 
     def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means]) -> None:
         self.parameters, self.measure = list(parameters), measure
-        # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
-        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.gradients: list[Tensor] = []
         self.recorded: dict[tuple[Any, ...], Recorded] = {}
         self.failures = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...] = ()) -> Means:
+        if not self.gradients:
+            # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
+            # Not sooner: the parameters may have moved to the device since.
+            self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         kind = (*(x.shape for x in inputs), fixed)
         if kind not in self.recorded and self.failures < ATTEMPTS and len(self.recorded) < MOST:
             self._record(kind, inputs, fixed)
