@@ -129,6 +129,10 @@ class Bench:
     def prepare(self, config: DecoderConfig, batch: int, length: int) -> Callable[[int], None]:
         """What makes a number of training steps, compiled and warm."""
         device = self.device
+        if device.type == "cuda":
+            # What is recorded takes its memory now.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         torch.manual_seed(0)
         np.random.seed(0)  # the same words for all rows: rare ones cost more
         model = LanguageModel(config).to(device)
@@ -160,8 +164,6 @@ class Bench:
     def time_steps(self, steps: Callable[[int], None]) -> tuple[float, float]:
         """Milliseconds a step, and megabytes at the peak."""
         device = self.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         count = 2 if self.arguments.tiny else 20
         times = [1000 * seconds(lambda: steps(count), device) / count for _ in range(self.arguments.windows)]
         memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")

@@ -71,9 +71,8 @@ class GraphedGradients:
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
             means = self.measure(*inputs, *fixed)
         found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
-        for mine, gradient in zip(self.gradients, found, strict=True):
-            if gradient is not None:
-                mine.copy_(gradient)
+        both = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
+        torch._foreach_copy_([mine for mine, _ in both], [of for _, of in both])
         return {name: value.detach() for name, value in means.items()}
 
     def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:
