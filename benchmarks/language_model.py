@@ -124,7 +124,8 @@ class Bench:
                 )
                 flops = forward_flops(config, length)
                 more = {"batch": batch, "length": length, "step_ms": f"{ms:.4f}", "peak_mem_mb": f"{memory:.0f}"}
-                self.record(row, config, "tokens_per_second", rate, flops=flops, **more)
+                metric = "tokens_per_second" + ("_plain" if self.arguments.plain else "")
+                self.record(row, config, metric, rate, flops=flops, **more)
 
     def prepare(self, config: DecoderConfig, batch: int, length: int) -> Callable[[int], None]:
         """What makes a number of training steps, compiled and warm."""
