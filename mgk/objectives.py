@@ -74,14 +74,14 @@ class Objective(ABC):
     def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
         """Leaves in the run's directory what its model needs beside its weights."""
 
-    def place(self, device: torch.device) -> None:
-        """Examples go to the device; what is to be compiled, is."""
+    def place(self, device: torch.device, compiled: Any = None) -> None:
+        """Examples go to the device; what is to be compiled, is, unless that is at hand for this model."""
         if not self.examples:
             self.device = device
             self.examples = {name: self.hold(split) for name, split in self.splits.items()}
             self.compiles = self.settings.compile and device.type == "cuda"
             if self.compiles:
-                self.network = self.compiled()
+                self.network = compiled or self.compiled()
 
     @abstractmethod
     def hold(self, split: Any) -> Any:
