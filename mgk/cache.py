@@ -30,10 +30,17 @@ class Cache(ABC):
         # is, and leaves `length` to who set it.
         self.place: Place | None = None
 
+    def check_padding(self, given: bool) -> None:  # noqa: B027  (a state has no padding left in it)
+        """What an earlier mask asks of this call."""
+
     @property
     @abstractmethod
     def memory(self) -> Sequence[Tensor]:
         """What it holds, where a step at a `place` reads and writes it."""
+
+    @abstractmethod
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        """Goes on in memory that was its own before, where it still fits; keys and values stay where they are."""
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +119,9 @@ class KeyValueCache(Cache):
     def memory(self) -> Sequence[Tensor]:
         return self._buffers
 
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        return all(part is mine for part, mine in zip(memory, self._buffers, strict=True))
+
     def check_padding(self, given: bool) -> None:
         """A mask given with earlier tokens is of all keys: without it, their padding would be attended to."""
         if self.padded and not given:
@@ -171,11 +181,20 @@ class StateCache(Cache):
     def __init__(self, batch_size: int, max_length: int, state: tuple[Tensor, ...]) -> None:
         super().__init__(batch_size, max_length)
         self._empty = state
-        self.state = state
+        self.reset()
 
     @property
     def memory(self) -> Sequence[Tensor]:
         return self.state
+
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        if any(part.shape != mine.shape for part, mine in zip(memory, self.state, strict=True)):
+            return False
+        if self.state is not memory:
+            for part, mine in zip(memory, self.state, strict=True):
+                part.copy_(mine)
+            self.state = tuple(memory)
+        return True
 
     def replace(self, state: tuple[Tensor, ...], new: int) -> None:
         if self.place is None:
@@ -204,4 +223,5 @@ class StateCache(Cache):
 
     def reset(self) -> None:
         self.length = 0
-        self.state = tuple(torch.zeros_like(part) for part in self._empty[:2]) + self._empty[2:]
+        # Not the empty state itself: a step at a place writes to what it finds.
+        self.state = tuple(part.clone() for part in self._empty)

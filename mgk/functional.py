@@ -270,6 +270,8 @@ def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
 
 
 def run_mixture(call: MixtureCall, backend: str) -> Any:
+    if call.count is not None and (backend not in ("auto", "triton") or fused.refuses(call) is not None):
+        call = call.hiding()
     chosen = _backend(call, backend, MIXTURE_BACKENDS)
     if call.keys.shape[-2] == 0:
         output, lse, weights = _nothing_to_attend(call)

@@ -36,6 +36,7 @@ def blocks(width: int, type_bytes: int) -> Blocks:
     return next(block for limit, block in table.items() if width <= limit)
 
 
+@functools.cache
 def _width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
