@@ -36,6 +36,11 @@ class DecodingStep:
         # What the graph reads and writes.
         self._tokens = self._scores = torch.empty(0, device=device)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether the next call replays a graph, the caches staying where they are."""
+        return self._graph is not None
+
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         held = self.caches[0].length

@@ -134,7 +134,7 @@ def test_recorded_decoding_is_plain_decoding(variant, options, dtype):
         assert not found.isnan().any()
         assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
 
-    assert compare(model, close=close)._graph is not None
+    assert compare(model, close=close).recorded
 
 
 @pytest.mark.gpu
