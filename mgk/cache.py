@@ -178,6 +178,8 @@ class KeyValueCache(Cache):
 class StateCache(Cache):
     """The sums Z and z of linear attention: the same size whatever the length."""
 
+    state: tuple[Tensor, ...]
+
     def __init__(self, batch_size: int, max_length: int, state: tuple[Tensor, ...]) -> None:
         super().__init__(batch_size, max_length)
         self._empty = state

@@ -43,13 +43,14 @@ class DecodingStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        held = self.caches[0].length
-        if not isinstance(tokens, Tensor) or tokens.shape != (self.caches[0].batch_size, 1):
-            fail("tokens", f"must be an integer tensor [B, 1] = [{self.caches[0].batch_size}, 1], one for each sequence")
+        held, batch = self.caches[0].length, self.caches[0].batch_size
+        whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
+        if not whole or tokens.shape != (batch, 1):
+            fail("tokens", f"must be an integer tensor [B, 1] = [{batch}, 1], one for each sequence")
         try:
             for cache in self.caches:
                 cache.check_padding(False)
-                cache.grow(tokens.shape[0], 1)
+                cache.grow(batch, 1)
             self.place.index.fill_(held)
             return self._scored(tokens)
         except Exception:

@@ -89,7 +89,9 @@ def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
         cache.reset()
     scores(model, prompt, caches)
     assert all(cache.move_to(mine) for cache, mine in zip(caches, memory, strict=True))
-    assert all(a is b for cache, mine in zip(caches, memory, strict=True) for a, b in zip(cache.memory, mine))
+    assert all(
+        a is b for cache, mine in zip(caches, memory, strict=True) for a, b in zip(cache.memory, mine, strict=True)
+    )
     token = prompt[:, :1]
     torch.testing.assert_close(scores(model, token, caches), scores(model, token, others))
     caches[0].take(torch.tensor([1, 0, 1]))
