@@ -1,7 +1,7 @@
 """Launches of the fused kernels: grids, workspaces, which paths."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -211,34 +211,17 @@ def launch_forward(
 DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
 
 
-class DecodePlan(NamedTuple):
-    """What the launches of a decoding step share with those of every other length."""
-
-    rows: int
-    cols: int
-    warps: int
-    stages: int
-    per_processor: int
-    switches: dict[str, Any]
-
-
 @functools.cache
-def _decode_plan(
-    switches: tuple[tuple[str, Any], ...], rows: int, single: bool, itemsize: int, bias: int, counted: bool
-) -> DecodePlan:
+def _decode_switches(
+    switches: tuple[tuple[str, Any], ...], rows: int, cols: int, across: int, stages: int, bias: int, counted: bool
+) -> dict[str, Any]:
+    """What a step is compiled for, in the order of the kernels' arguments; rows is 1 for a single row."""
     given = dict(switches)
-    compiled_for = {name: given[name] for name in DECODE_SWITCHES}
-    width, tiles = max(given["BD"], given["BE"]), 1 if given["SHIFTED"] else given["M"]
-    if single:
-        cols, warps, stages, per_processor = row_block(width, tiles + 1, itemsize)
-        # A thread reads 16 bytes.
-        across = min(cols, max(1, warps * 32 * 16 // (width * itemsize)))
-        compiled_for |= {"BN": cols, "BI": across, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
-        return DecodePlan(1, cols, warps, 1, per_processor, compiled_for)
-    cols = min(128, max(16, (1 << 15) // (width * itemsize * tiles)))
-    compiled_for |= {"BN": cols, "BM": padded_width(rows), "MASK": given["MASK"], "BIAS": bias > 0}
-    compiled_for |= {"PRECISION": given["PRECISION"], "COUNTED": counted}
-    return DecodePlan(padded_width(rows), cols, 4, 2, 4, compiled_for)
+    compiled_for = {name: given[name] for name in DECODE_SWITCHES} | {"BN": cols}
+    if rows == 1:
+        return compiled_for | {"BI": across, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
+    general = {"BM": rows, "MASK": given["MASK"], "BIAS": bias > 0, "PRECISION": given["PRECISION"], "COUNTED": counted}
+    return compiled_for | general
 
 
 @functools.cache
@@ -263,8 +246,16 @@ def launch_decode(
     mask = None if mask is None else mask.expand(B, H, L, S)
     bias_strides = (0,) * 4 if bias is None else _broadcast_strides(bias)
     group, single = H // HK, H == HK and L == 1 and mask is None
-    rows, cols, warps, stages, per_processor, compiled_for = _decode_plan(
-        tuple(switches.items()), group * L, single, query.element_size(),
+    width, size, tiles = max(switches["BD"], switches["BE"]), query.element_size(), 1 if shifted else switches["M"]
+    if single:
+        cols, warps, stages, per_processor = row_block(width, tiles + 1, size)
+    else:
+        cols, warps, stages, per_processor = min(128, max(16, (1 << 15) // (width * size * tiles))), 4, 2, 4
+    rows = 1 if single else padded_width(group * L)
+    compiled_for = _decode_switches(
+        tuple(switches.items()), rows, cols,
+        # A thread reads 16 bytes.
+        min(cols, max(1, warps * 32 * 16 // (width * size))), stages,
         0 if bias is None else 1 + (bias_strides[3] != 0), count is not None,
     )  # fmt: skip
     # As many programs as the device holds at once, and at least two blocks of keys for each.
@@ -279,7 +270,7 @@ def launch_decode(
         launch(
             decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums),
             (scale, tau, constant), (*query.stride()[:2], *key_strides, *value.stride()[:3], *bias_strides),
-            (HK, S, chunk, splits), compiled_for, (0,), warps, stages,
+            (HK, S, chunk, splits), compiled_for, (0,), warps, 1,
         )  # fmt: skip
     else:
         launch(

@@ -109,7 +109,7 @@ def _plan(query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_s
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(
+def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...], switches: dict[str, Any],
     warps: int = 4, stages: int = 1,
 ) -> None:  # fmt: skip
@@ -152,14 +152,14 @@ def _sum_states(
     behind = rows[0] is not None
     part_d, part_e = min(PART, _width(plan.D)), min(PART, _width(plan.E))
     parts = _cdiv(plan.D, part_d) * _cdiv(plan.E, part_e)
-    _launch(
+    launch(
         kernels.slot_sums, (plan.slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
         (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, plan.S, plan.slots,
         0 if behind else 1),
         {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
     )  # fmt: skip
     width = plan.D * (plan.E + 1)
-    _launch(
+    launch(
         kernels.running_sums, (_cdiv(width, 128), plan.B * plan.HK), (states, plan.table), (width, plan.slots),
         {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
     )  # fmt: skip
@@ -188,10 +188,10 @@ def launch_forward(
         states[:, :, 0].copy_(initial)
     if out.numel() > 0:
         grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
-        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
+        launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
         _sum_states(plan, states, mixed, value, (None, None), feature_map)
         tiles, switches = _tiles(plan)
-        _launch(
+        launch(
             kernels.outputs, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
             (*query.stride()[:3], *mixed.stride()[:3], *value.stride()[:3], H, H // HK, S, plan.slots),
             {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
@@ -221,19 +221,19 @@ def launch_backward(
     tiles, tile_switches = _tiles(plan)
     strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
     tile_switches |= {"MAP": feature_map, "NORMALISE": normalise}
-    _launch(
+    launch(
         kernels.query_gradients, (tiles, B * H),
         (grad, query, mixed, value, states, inverse, plan.table, dquery, factor), (*strides, H, H // HK, S, plan.slots),
         tile_switches, *plan.size[2:],
     )  # fmt: skip
     _sum_states(plan, behind, query, grad, (inverse, factor), feature_map)
     dmixed = states.new_empty(B, HK, S, D)
-    _launch(
+    launch(
         kernels.key_gradients, (tiles, B * HK),
         (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
         (*strides, HK, H // HK, S, plan.slots), tile_switches, *plan.size[2:],
     )  # fmt: skip
-    _launch(
+    launch(
         kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior), numbers, switches
     )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift

@@ -1,0 +1,89 @@
+"""One token of causal linear attention on the state of those before it, forward only: a single launch, where the kernels
+for many tokens take four and as many copies.
+
+Everything is computed in fp32. B batch, H query heads, HK key heads, D feature width, E value width.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_launch import padded_width
+from .triton_linear import feature, head_of
+from .triton_linear_ops import launch
+
+# Columns of Z that a program has.
+COLUMNS = 32
+
+
+@triton.jit
+def one_token(
+    query, keys, value, shift, prior, total, norm, out, new_total, new_norm,
+    q_b, q_h, k_b, k_h, k_r, v_b, v_h, p_b, p_h, p_r, t_b, t_h, t_d, n_b, n_h, uniform, HK, GROUP, M,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MAP: tl.constexpr, SHIFTED: tl.constexpr,
+    PRIOR: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Adds the token to Z and z, then φ(q)·Z / φ(q)·z for the query heads of a key head, some columns of Z."""
+    head, batch = tl.program_id(1), tl.program_id(2)
+    o_d, o_e = tl.arange(0, BD), tl.program_id(0) * BE + tl.arange(0, BE)
+    m_d, m_e = o_d < D, o_e < E
+    b_mixed = tl.zeros([BD], tl.float32)
+    weight = uniform
+    for r in range(M):
+        b_k = tl.load(head_of(keys, batch, head, k_b, k_h) + r * k_r + o_d, mask=m_d, other=0.0).to(tl.float32)
+        if SHIFTED:
+            b_k += tl.load(shift + (head * M + r) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        if PRIOR:
+            weight = tl.exp(tl.load(head_of(prior, batch, head, p_b, p_h) + r * p_r).to(tl.float32))
+        b_mixed += tl.where(m_d, weight * feature(b_k, MAP), 0.0)
+    b_v = tl.load(head_of(value, batch, head, v_b, v_h) + o_e, mask=m_e, other=0.0).to(tl.float32)
+    inside = m_d[:, None] & m_e[None, :]
+    p_total = head_of(total, batch, head, t_b, t_h) + o_d[:, None] * t_d + o_e[None, :]
+    b_total = tl.load(p_total, mask=inside, other=0.0) + b_mixed[:, None] * b_v[None, :]
+    b_norm = tl.load(head_of(norm, batch, head, n_b, n_h) + o_d, mask=m_d, other=0.0) + b_mixed
+    i_state = (batch * HK + head).to(tl.int64) * D
+    tl.store(new_total + (i_state + o_d[:, None]) * E + o_e[None, :], b_total, mask=inside)
+    tl.store(new_norm + i_state + o_d, b_norm, mask=m_d & (tl.program_id(0) == 0))
+    for g in range(GROUP):
+        i_h = head * GROUP + g
+        b_q = tl.load(head_of(query, batch, i_h, q_b, q_h) + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_f = tl.where(m_d, feature(b_q, MAP), 0.0)
+        b_out = tl.sum(b_f[:, None] * b_total, 0)
+        if NORMALISE:
+            b_sum = tl.sum(b_f * b_norm, 0)
+            b_out = tl.where(b_sum == 0, 0.0, b_out / tl.where(b_sum == 0, 1.0, b_sum))
+        p_out = out + ((batch * HK * GROUP) + i_h).to(tl.int64) * E + o_e
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_e)
+
+
+def linear_step(
+    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None,
+    state: tuple[Tensor, ...], feature_map: int, normalise: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Output [B, H, 1, E] and the state (Z [B, HK, D, E], z [B, HK, D]) in fp32, from query [B, H, 1, D] and the rest
+    as of a LinearCall with a single token."""
+    (B, H, _, D), (HK, _, E) = query.shape, value.shape[1:]
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
+    out = query.new_empty(B, H, 1, E)
+    new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
+    width = min(COLUMNS, padded_width(E))
+    prior_strides: tuple[int, ...] = (0, 0, 0)
+    if prior is not None:
+        prior_strides = tuple(
+            0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
+        )
+    switches: dict[str, Any] = {
+        "D": D, "E": E, "BD": padded_width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
+        "PRIOR": prior is not None, "NORMALISE": normalise,
+    }  # fmt: skip
+    launch(
+        one_token, (-(-E // width), HK, B),
+        (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
+        (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
+        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), switches,
+    )  # fmt: skip
+    return out, (new_total, new_norm)
