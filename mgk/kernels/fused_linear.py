@@ -54,10 +54,8 @@ def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
         if len(call.initial_state) != 2 or call.initial_state[1].shape[-1] != width:
             raise ValueError("initial_state comes from another feature_map: use the state that this one returned")
         if _decodes(call):
-            from mgk.kernels.triton_linear_step import linear_step
-
             shift = None if call.shift is None else call.shift.contiguous()
-            output, state = linear_step(
+            output, state = triton_linear_ops.linear_step(
                 query, keys, value, shift, call.log_prior, call.initial_state, MAPS[call.feature_map], call.normalise
             )
             return output, state, None

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
 from mgk.kernels.direct import differentiable
+from mgk.kernels.triton_linear_step import one_token
 
 
 class Blocks(NamedTuple):
@@ -28,6 +29,8 @@ BLOCKS = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 4, 1), 256: Blocks(256
 WIDE_BLOCKS = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(128, 16, 8, 1)}
 # Columns of a state that a product takes at a time.
 PART = 64
+# Columns of a state that a program has where there is one token alone.
+STEP_COLUMNS = 32
 
 
 @functools.cache
@@ -109,7 +112,7 @@ def _plan(query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_s
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(
+def _launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...], switches: dict[str, Any],
     warps: int = 4, stages: int = 1,
 ) -> None:  # fmt: skip
@@ -152,14 +155,14 @@ def _sum_states(
     behind = rows[0] is not None
     part_d, part_e = min(PART, _width(plan.D)), min(PART, _width(plan.E))
     parts = _cdiv(plan.D, part_d) * _cdiv(plan.E, part_e)
-    launch(
+    _launch(
         kernels.slot_sums, (plan.slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
         (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, plan.S, plan.slots,
         0 if behind else 1),
         {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
     )  # fmt: skip
     width = plan.D * (plan.E + 1)
-    launch(
+    _launch(
         kernels.running_sums, (_cdiv(width, 128), plan.B * plan.HK), (states, plan.table), (width, plan.slots),
         {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
     )  # fmt: skip
@@ -188,10 +191,10 @@ def launch_forward(
         states[:, :, 0].copy_(initial)
     if out.numel() > 0:
         grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
-        launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
+        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
         _sum_states(plan, states, mixed, value, (None, None), feature_map)
         tiles, switches = _tiles(plan)
-        launch(
+        _launch(
             kernels.outputs, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
             (*query.stride()[:3], *mixed.stride()[:3], *value.stride()[:3], H, H // HK, S, plan.slots),
             {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
@@ -221,23 +224,53 @@ def launch_backward(
     tiles, tile_switches = _tiles(plan)
     strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
     tile_switches |= {"MAP": feature_map, "NORMALISE": normalise}
-    launch(
+    _launch(
         kernels.query_gradients, (tiles, B * H),
         (grad, query, mixed, value, states, inverse, plan.table, dquery, factor), (*strides, H, H // HK, S, plan.slots),
         tile_switches, *plan.size[2:],
     )  # fmt: skip
     _sum_states(plan, behind, query, grad, (inverse, factor), feature_map)
     dmixed = states.new_empty(B, HK, S, D)
-    launch(
+    _launch(
         kernels.key_gradients, (tiles, B * HK),
         (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
         (*strides, HK, H // HK, S, plan.slots), tile_switches, *plan.size[2:],
     )  # fmt: skip
-    launch(
+    _launch(
         kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior), numbers, switches
     )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
+
+
+def linear_step(
+    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None,
+    state: tuple[Tensor, ...], feature_map: int, normalise: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Output [B, H, 1, E] and the state (Z [B, HK, D, E], z [B, HK, D]) in fp32, from query [B, H, 1, D] and the rest
+    as of a LinearCall with a single token."""
+    (B, H, _, D), (HK, _, E) = query.shape, value.shape[1:]
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
+    out = query.new_empty(B, H, 1, E)
+    new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
+    width = min(STEP_COLUMNS, _width(E))
+    prior_strides: tuple[int, ...] = (0, 0, 0)
+    if prior is not None:
+        prior_strides = tuple(
+            0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
+        )
+    switches: dict[str, Any] = {
+        "D": D, "E": E, "BD": _width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
+        "PRIOR": prior is not None, "NORMALISE": normalise,
+    }  # fmt: skip
+    _launch(
+        one_token, (-(-E // width), HK, B),
+        (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
+        (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
+        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), switches,
+    )  # fmt: skip
+    return out, (new_total, new_norm)
 
 
 @torch.library.custom_op("mgk::causal_linear", mutates_args=())

@@ -1,22 +1,13 @@
-"""One token of causal linear attention on the state of those before it, forward only: a single launch, where the kernels
-for many tokens take four and as many copies.
+"""One token of causal linear attention on the state of those before it, forward only: a single launch, where the
+kernels for many tokens take four and as many copies.
 
 Everything is computed in fp32. B batch, H query heads, HK key heads, D feature width, E value width.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .triton_launch import padded_width
 from .triton_linear import feature, head_of
-from .triton_linear_ops import launch
-
-# Columns of Z that a program has.
-COLUMNS = 32
 
 
 @triton.jit
@@ -57,33 +48,3 @@ def one_token(
             b_out = tl.where(b_sum == 0, 0.0, b_out / tl.where(b_sum == 0, 1.0, b_sum))
         p_out = out + ((batch * HK * GROUP) + i_h).to(tl.int64) * E + o_e
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_e)
-
-
-def linear_step(
-    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None,
-    state: tuple[Tensor, ...], feature_map: int, normalise: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Output [B, H, 1, E] and the state (Z [B, HK, D, E], z [B, HK, D]) in fp32, from query [B, H, 1, D] and the rest
-    as of a LinearCall with a single token."""
-    (B, H, _, D), (HK, _, E) = query.shape, value.shape[1:]
-    M = keys.shape[2] if shift is None else shift.shape[1]
-    total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
-    out = query.new_empty(B, H, 1, E)
-    new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
-    width = min(COLUMNS, padded_width(E))
-    prior_strides: tuple[int, ...] = (0, 0, 0)
-    if prior is not None:
-        prior_strides = tuple(
-            0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
-        )
-    switches: dict[str, Any] = {
-        "D": D, "E": E, "BD": padded_width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
-        "PRIOR": prior is not None, "NORMALISE": normalise,
-    }  # fmt: skip
-    launch(
-        one_token, (-(-E // width), HK, B),
-        (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
-        (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
-        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), switches,
-    )  # fmt: skip
-    return out, (new_total, new_norm)
