@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mgk
+from mgk.cache import Place
 from mgk.decoding import DecodingStep
 from mgk.generation import Sampling, generate
 from mgk.models import DecoderConfig, LanguageModel
@@ -37,15 +38,15 @@ def scores(model, tokens, caches):
 
 
 def compare(model, batch=2, close=torch.testing.assert_close):
-    """A prompt, some tokens, as many taken back as can be, another prompt and some tokens again."""
+    """Tokens after a prompt; then, on the same caches, after another one and after none."""
     device = model.table.weight.device
     text = torch.randint(V, (batch, ROOM), device=device)
     plain, stepped = (model.make_caches(batch, ROOM) for _ in range(2))
     step = DecodingStep(model, stepped)
-    for again in range(3):
-        for caches in (plain, stepped):
-            scores(model, text[:, :4], caches)
-        for n in range(4, 8 if again else ROOM):
+    for start, stop in ((4, ROOM), (6, 9), (0, 3), (0, 3)):
+        for caches in (plain, stepped) if start else ():
+            scores(model, text[:, :start], caches)
+        for n in range(start, stop):
             close(step(text[:, n : n + 1]), scores(model, text[:, n : n + 1], plain))
             assert stepped[-1].length == plain[-1].length == n + 1
         for cache in (*plain, *stepped):
@@ -64,6 +65,18 @@ def test_priors_of_each_position(variant):
     model = tiny(variant, preset="ref-lm")
     assert model.layers[0].attention.prior.positions == ROOM
     compare(model, batch=3)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "smgk-em", "mlk"])
+def test_a_layer_by_itself_finds_its_positions(variant):
+    layer = mgk.Attention(8, 2, variant=variant, rotary=30.0, max_positions=ROOM, is_causal=True).eval().double()
+    x = torch.randn(2, ROOM, 8, dtype=torch.float64)
+    cache, wanted = layer.make_cache(2, ROOM), layer(x)
+    layer(x[:, :5], cache=cache)
+    for n in range(5, ROOM):
+        cache.place = Place(torch.tensor([n]), torch.tensor([n + 1], dtype=torch.int32))
+        torch.testing.assert_close(layer(x[:, n : n + 1], cache=cache), wanted[:, n : n + 1])
+    assert cache.length == 5
 
 
 def test_it_works_in_the_memory_that_there_is():
@@ -100,7 +113,7 @@ def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
 
 def test_what_a_step_refuses_is_not_remembered():
     model = tiny("smgk")
-    caches = model.make_caches(2, 3)
+    caches = [layer.attention.make_cache(2, room) for layer, room in zip(model.layers, (4, 3), strict=True)]
     step, token = DecodingStep(model, caches), torch.zeros(2, 1, dtype=torch.long)
     for wrong in (token[:1], token.expand(2, 2), [[0], [0]]):
         with pytest.raises(ValueError, match=r"tokens must be an integer tensor \[B, 1\] = \[2, 1\]"):
