@@ -20,9 +20,7 @@ from mgk.arguments import (
     Packed,
     autocasted,
     check_as_many,
-    check_cu_seqlens,
     check_feature_map,
-    check_longest,
     check_mask,
     check_query_keys_value,
     check_scale,
@@ -204,17 +202,7 @@ class Attention(nn.Module):
         check_dtype("query", query, to_query.weight)
         check_dtype("key", key, to_keys.projection.weight)
         check_dtype("value", value, to_value.weight)
-        if how.cache is not None and not isinstance(how.cache, StateCache if self.is_linear else KeyValueCache):
-            fail("cache", f"must come from this layer's make_cache, got {type(how.cache).__name__}")
-        if how.cache is not None and how.cache.batch_size != query.shape[0]:
-            fail("cache", f"was made for a batch of {how.cache.batch_size}, got {query.shape[0]}")
-        if how.cu_seqlens is not None:
-            if not self_attention or how.cache is not None:
-                fail("cu_seqlens", "goes with self-attention without a cache")
-            check_cu_seqlens("cu_seqlens", how.cu_seqlens, query, query.shape[1])
-            check_longest("max_seqlen", how.max_seqlen, how.cu_seqlens)
-        elif how.max_seqlen is not None:
-            fail("max_seqlen", "goes with cu_seqlens, which is not given")
+        how.check(query, self_attention, StateCache if self.is_linear else KeyValueCache)
         positions = self._positions(query, position_ids, how)
         key_positions = positions if self_attention else self._positions(key, None, how)
 

@@ -41,6 +41,12 @@ def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
+@functools.lru_cache(1 << 12)
+def kinds_of(numbers: tuple[Any, ...]) -> tuple[int, ...]:
+    """What Triton specialises on. Most launches are of strides that have been seen before."""
+    return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers)
+
+
 def launch(
     kernel: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
     warps: Any, stages: Any, registers: Any = None,
@@ -50,8 +56,7 @@ def launch(
     divisibility of `numbers`; `floats` and `free` it does not look at."""
     key = (
         kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, registers,
-        *switches.values(),
-        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers],
+        *switches.values(), kinds_of(numbers),
         *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
     )  # fmt: skip
     args = (*tensors, *floats, *numbers, *free)

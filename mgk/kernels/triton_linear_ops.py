@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
 from mgk.kernels.direct import differentiable
+from mgk.kernels.triton_launch import kinds_of
 from mgk.kernels.triton_linear_step import one_token
 
 
@@ -121,7 +122,7 @@ def _launch(
     constants = tuple(switches[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
     key = (
         kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, constants,
-        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers],
+        kinds_of(numbers),
         *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
     )  # fmt: skip
     grid = (*grid, 1, 1)[:3]
