@@ -91,6 +91,54 @@ def test_it_works_in_the_memory_that_there_is():
         assert [part.data_ptr() for cache in caches for part in cache.memory] == before
 
 
+class Remembered:
+    """A recorded step without a GPU: like a graph it knows nothing but the memory that there was when it was made."""
+
+    def __init__(self, step):
+        self.step, self.tokens = step, step._tokens
+
+    def replay(self):
+        assert self.step._tokens is self.tokens
+        for cache, memory in zip(self.step.caches, self.step._memory, strict=True):
+            assert all(a is b for a, b in zip(cache.memory, memory, strict=True))
+        self.step._scores.copy_(self.step._step())
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    def first(self):
+        made.append(self)
+        scores = self._step()
+        self._memory, self._scores = [tuple(cache.memory) for cache in self.caches], scores.clone()
+        self._graph = Remembered(self)
+        return scores
+
+    made = []
+    monkeypatch.setattr(DecodingStep, "_first", first)
+    monkeypatch.setattr(DecodingStep, "recording", property(lambda _: True, lambda *_: None), raising=False)
+    return made
+
+
+@pytest.mark.parametrize("variant", ["softmax", "mgk-em", "mlk"])
+def test_replayed_steps_find_their_memory(variant, without_a_gpu):
+    compare(tiny(variant, preset="ref-lm"))
+    assert len(without_a_gpu) == 1
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mlk"])
+def test_other_rows_or_more_room_are_recorded_anew(variant, without_a_gpu):
+    model = tiny(variant)
+    plain, stepped = (model.make_caches(2, 4) for _ in range(2))
+    step = DecodingStep(model, stepped)
+    for change in (lambda _: None, lambda cache: cache.enlarge(8), lambda cache: cache.take(torch.tensor([1, 0, 1]))):
+        for cache in (*plain, *stepped):
+            change(cache)
+        token = torch.randint(V, (plain[0].batch_size, 1))
+        for _ in range(2):
+            torch.testing.assert_close(step(token), scores(model, token, plain))
+    assert len(without_a_gpu) == (3 if variant == "smgk" else 2)  # a state needs no room
+
+
 @pytest.mark.parametrize("variant", ["smgk", "mlk"])
 def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
     model, prompt = tiny(variant), torch.randint(V, (2, 5))
