@@ -97,15 +97,18 @@ class TokenTable(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] to [..., V]: scores, for the adaptive softmax log probabilities. Meant for few rows."""
-        weights, biases = self._parts()
-        scores = [F.linear(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         if not self.cutoffs:
-            return scores[0]
-        first = _upcast(scores[0]).log_softmax(-1)
-        tails = [
-            first[..., self.cutoffs[0] + n, None] + _upcast(tail).log_softmax(-1) for n, tail in enumerate(scores[1:])
+            return F.linear(hidden, self.weight, self.bias)
+        # One product for all tokens, and scores put side by side rather than weights, which are many more.
+        frequent, *tails = F.linear(hidden, self.weight, self.bias).split(self.sizes, dim=-1)
+        clusters = F.linear(hidden, self.cluster_weight, self.cluster_bias)
+        first = _upcast(torch.cat([frequent, clusters], dim=-1)).log_softmax(-1)
+        frequent, clusters = first.split([self.sizes[0], len(tails)], dim=-1)
+        within = [
+            cluster + _upcast(tail).log_softmax(-1)
+            for cluster, tail in zip(clusters.split(1, dim=-1), tails, strict=True)
         ]
-        return torch.cat([first[..., : self.cutoffs[0]], *tails], dim=-1)
+        return torch.cat([frequent, *within], dim=-1)
 
     def _clusters(self, targets: Tensor) -> Tensor:
         # Comparisons rather than a search: that would copy the cutoffs to the device, and wait.
