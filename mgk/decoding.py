@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mgk.cache import Cache, Place
 from mgk.checks import fail
+from mgk.graphs import NotRecorded, record
 from mgk.models import LanguageModel
 
 
@@ -86,24 +87,16 @@ class DecodingStep:
                 cache.place = None
 
     def _first(self) -> Tensor:
-        """The step as it is, on a stream of its own, so that everything is compiled; recording it then runs nothing."""
+        """The step as it is, which is recorded for the next."""
         self._graph = None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            scores = self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                self._scores = self._step()
-        except RuntimeError as error:
+            graph, scores, self._scores = record(self._step, torch.cuda.Stream())
+        except NotRecorded as error:
             self.recording = False
-            reason = str(error).strip().splitlines()[0]
-            words = f"a decoding step could not be recorded as a CUDA graph ({reason}): steps take longer"
+            words = f"a decoding step could not be recorded as a CUDA graph ({error}): steps take longer"
             warnings.warn(words, stacklevel=3)
-        else:
-            self._graph = graph
-            self._memory = [tuple(cache.memory) for cache in self.caches]
+            found: Tensor = error.found
+            return found
+        self._graph = graph
+        self._memory = [tuple(cache.memory) for cache in self.caches]
         return scores

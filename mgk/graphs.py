@@ -1,4 +1,4 @@
-"""The loss of a batch and its gradients as CUDA graphs.
+"""Work that is the same every time, recorded as a CUDA graph; the loss of a batch and its gradients above all.
 
 A small model is bound by Python and by the launches of its kernels, not by the GPU. A recorded step is one launch.
 """
@@ -9,16 +9,48 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Means = dict[str, Tensor]
 # Kinds of batches that are recorded; those seen first, and so the most frequent. The others run as they come.
 MOST = 64
 # What could not be recorded is tried once more, when all that Python has not yet cleared away is gone.
 ATTEMPTS = 2
+
+
+class NotRecorded(Exception):
+    """Work that no graph can hold, why, and what it gave when it ran."""
+
+    def __init__(self, reason: str, found: Any) -> None:
+        super().__init__(reason)
+        self.found = found
+
+
+def record(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T, T]:
+    """The graph of `run`, what it gave when it ran, and what a replay writes to.
+
+    It runs once as it is, so that everything is compiled. Nothing runs while it is recorded; should that fail,
+    everything but this one run is as before.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    state, graph = torch.cuda.get_rng_state(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            written = run()
+    except RuntimeError as error:
+        # The generator still thinks that it is being recorded: one that does not takes its place.
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda"))
+        torch.cuda.set_rng_state(state)
+        raise NotRecorded(str(error).strip().splitlines()[0], found) from error
+    return graph, found, written
 
 
 @dataclass(frozen=True)
@@ -80,34 +112,19 @@ class GraphedGradients:
         state = torch.cuda.get_rng_state()
         # One stream for all: autograd keeps for every parameter the stream it was first used on, for as long as
         # anything of that pass is alive, and another pass would be made to wait for that stream.
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Once as it is, so that everything is compiled.
-            self._run(held, fixed)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        self._stream = self._stream or torch.cuda.Stream()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                means = self._run(held, fixed)
-        except RuntimeError as error:
-            self._give_up(error)
+            graph, _, means = record(lambda: self._run(held, fixed), self._stream, self._pool)
+        except NotRecorded as error:
+            self.failures += 1
+            # Graphs that know the generator of before would draw the same numbers again and again.
+            self.recorded.clear()
+            self._pool = None
+            gc.collect()
+            if self.failures == ATTEMPTS:
+                words = f"a training step could not be recorded as a CUDA graph ({error}): steps take longer"
+                warnings.warn(words, stacklevel=3)
         else:
             self._pool = graph.pool()
             self.recorded[kind] = Recorded(graph, held, means)
         torch.cuda.set_rng_state(state)
-
-    def _give_up(self, error: RuntimeError) -> None:
-        """Leaves everything as if nothing had been recorded."""
-        self.failures += 1
-        # The generator still thinks that it is being recorded. One that does not takes its place; graphs that know the
-        # old one would draw the same numbers again and again.
-        self.recorded.clear()
-        self._pool = None
-        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda"))
-        gc.collect()
-        if self.failures == ATTEMPTS:
-            reason = str(error).strip().splitlines()[0]
-            words = f"a training step could not be recorded as a CUDA graph ({reason}): steps take longer"
-            warnings.warn(words, stacklevel=4)
