@@ -32,6 +32,12 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (32, 64, 4, 2, None, 0),
         256: (32, 64, 8, 2, None, 0),
     },
+    "hard keys": {
+        32: (128, 64, 4, 3, None, 0),
+        64: (64, 64, 4, 2, None, 0),
+        128: (32, 64, 4, 2, None, 0),
+        256: (32, 64, 8, 2, None, 0),
+    },
 }
 # More than two components: where what is above would not fit the registers.
 MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
@@ -43,8 +49,8 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (128, 64, 8, 2, None, 1),
+        64: (64, 64, 4, 2, None, 1),
+        128: (64, 32, 4, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
     },
 }
