@@ -3,15 +3,18 @@
     python benchmarks/language_model.py --parts throughput,evaluation,decoding
     python benchmarks/language_model.py --tiny --device cpu           # all of it in a small size, to see that it runs
 
-throughput: forward, backward and optimiser at 24,576 tokens a step, layers compiled, against the first row.
+throughput: forward, backward and optimiser at 24,576 tokens a step, layers compiled and steps recorded as CUDA graphs
+as in training (--plain: not recorded), against the first row.
 evaluation: the sliding window over a text against one window at a time, then its time for the whole text.
-decoding: tokens a second and bytes of cache against the length, and a picture of both.
+decoding: tokens a second, by a step as it is and by one recorded as a CUDA graph, and bytes of cache against the
+length, and a picture of both.
 Results are appended to results/language_model.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import statistics
 import sys
@@ -25,8 +28,10 @@ import numpy as np
 import torch
 
 from mgk import results
+from mgk.decoding import DecodingStep
 from mgk.evaluation import forward_flops, parameters
 from mgk.files import replacing
+from mgk.graphs import ATTEMPTS, GraphedGradients
 from mgk.models import DecoderConfig, LanguageModel, load_model
 from mgk.recipes import Row
 from mgk.sliding import sliding_losses
@@ -36,6 +41,8 @@ PAPER = DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000))
 TINY = DecoderConfig(500, 16, embed_dim=16, ffn_dim=32, num_layers=2, head_dim=4, cutoffs=(100, 200, 400))
 # The share of an English text's words in each cluster of the paper's cutoffs, as counted on Wikipedia.
 SHARES = (0.9355, 0.0311, 0.032, 0.0014)
+# The two speeds of decoding, as the results name them.
+PLAIN, RECORDED = "decode_tokens_per_second", "decode_tokens_per_second_recorded"
 # What the throughput must be, in units of the first row's: (variant, length) -> least.
 TARGETS = {("smgk", 256): 1.0, ("mgk", 256): 1.0, ("smgk", 4096): 1.1, ("mgk", 4096): 0.95}
 
@@ -122,26 +129,35 @@ class Bench:
                 )
                 flops = forward_flops(config, length)
                 more = {"batch": batch, "length": length, "step_ms": f"{ms:.4f}", "peak_mem_mb": f"{memory:.0f}"}
-                self.record(row, config, "tokens_per_second", rate, flops=flops, **more)
+                metric = "tokens_per_second" + ("_plain" if self.arguments.plain else "")
+                self.record(row, config, metric, rate, flops=flops, **more)
 
     def prepare(self, config: DecoderConfig, batch: int, length: int) -> Callable[[int], None]:
         """What makes a number of training steps, compiled and warm."""
         device = self.device
+        if device.type == "cuda":
+            # What is recorded takes its memory now.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         torch.manual_seed(0)
+        np.random.seed(0)  # the same words for all rows: rare ones cost more
         model = LanguageModel(config).to(device)
         if device.type == "cuda":
             model.compile_layers()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=1e-8, weight_decay=0.0, fused=device.type == "cuda")
         texts = [words(config, (batch, length + 1), device) for _ in range(4)]
-        counts = [model.table.cluster_counts(text[:, 1:]) for text in texts]
+        rooms = [tuple(model.table.rooms(text[:, 1:])) for text in texts]
+        learn = GraphedGradients(
+            list(model.parameters()), lambda x, y, *rooms: {"loss": model.losses(x, y, rooms).mean()}
+        )
+        if device.type == "cpu" or self.arguments.plain:
+            learn.failures = ATTEMPTS
 
         def steps(count: int) -> None:
             for n in range(count):
                 text = texts[n % 4]
-                optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(device.type, torch.bfloat16):
-                    loss = model.losses(text[:, :-1], text[:, 1:], counts[n % 4]).mean()
-                loss.backward()
+                    learn((text[:, :-1], text[:, 1:]), rooms[n % 4])
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
                 optimizer.step()
 
@@ -154,8 +170,6 @@ class Bench:
     def time_steps(self, steps: Callable[[int], None]) -> tuple[float, float]:
         """Milliseconds a step, and megabytes at the peak."""
         device = self.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         count = 2 if self.arguments.tiny else 20
         times = [1000 * seconds(lambda: steps(count), device) / count for _ in range(self.arguments.windows)]
         memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")
@@ -216,24 +230,33 @@ class Bench:
             config = config_of(row, self.base, max(self.arguments.decode_lengths))
             model = LanguageModel(config).to(self.device, dtype).eval()
             for length in self.arguments.decode_lengths:
-                caches = model.make_caches(1, length + 2 * steps)
+                caches = model.make_caches(1, length + 4 * steps)
                 for chunk in words(config, (1, length), self.device).split(4096, dim=1):
                     model.hidden(chunk, caches=caches)
 
-                def decode(model: LanguageModel = model, caches: list[Any] = caches) -> None:
+                def plain(
+                    token: torch.Tensor, model: LanguageModel = model, caches: list[Any] = caches
+                ) -> torch.Tensor:
+                    return model.table.logits(model.hidden(token, caches=caches)[:, -1])
+
+                def decode(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
                     token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
                     for _ in range(steps):
-                        hidden = model.hidden(token, caches=caches)
-                        token = model.table.logits(hidden[:, -1]).argmax(-1, keepdim=True)
+                        token = step(token).argmax(-1, keepdim=True)
 
-                decode()
-                rate = steps / seconds(decode, self.device)
                 # Room for the steps apart: what holds `length` tokens.
-                held = sum(cache.nbytes for cache in model.make_caches(1, length))
-                print(f"{row!s:12s} length {length:6d} {rate:8.1f} tokens/s {held:12,d} bytes of cache", flush=True)
+                measured: dict[str, float] = {"cache_bytes": sum(c.nbytes for c in model.make_caches(1, length))}
+                recorded = DecodingStep(model, caches)
+                for name, step in ((PLAIN, plain), (RECORDED, recorded)):
+                    decode(step)
+                    measured[name] = steps / seconds(functools.partial(decode, step), self.device)
+                if not recorded.recorded:
+                    del measured[RECORDED]
+                told = [f"{name} {value:,.1f}" for name, value in measured.items()]
+                print(f"{row!s:12s} length {length:6d} {', '.join(told)}", flush=True)
                 more = {"batch": 1, "length": length, "dtype": str(dtype).removeprefix("torch.")}
-                self.record(row, config, "decode_tokens_per_second", rate, **more)
-                self.record(row, config, "cache_bytes", held, **more)
+                for name, value in measured.items():
+                    self.record(row, config, name, value, **more)
 
 
 def draw(path: Path, picture: Path) -> None:
@@ -243,20 +266,24 @@ def draw(path: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines: dict[str, dict[str, dict[int, float]]] = {"decode_tokens_per_second": {}, "cache_bytes": {}}
+    lines: dict[str, dict[str, dict[int, float]]] = {RECORDED: {}, PLAIN: {}, "cache_bytes": {}}
     for row in results.read([path]):
         if row["metric"] in lines:
             name = str(Row(row["variant"], int(row["heads"]), int(row["kv_heads"])))
             name = name.removesuffix(f"/{row['heads']}")
             lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
     figure, both = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    titles = ("tokens a second, one sequence", "bytes of cache, one sequence")
-    for axes, (metric, named), title in zip(both, lines.items(), titles, strict=True):
-        for name, points in named.items():
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker=".", label=name)
+    names = sorted({name for named in lines.values() for name in named})
+    colours = {name: f"C{n % 10}" for n, name in enumerate(names)}
+    for axes, metric, style in ((both[0], RECORDED, "-"), (both[0], PLAIN, "--"), (both[1], "cache_bytes", "-")):
+        for name, points in lines[metric].items():
+            told = {"label": name} if style == "-" or name not in lines[RECORDED] else {}
+            axes.plot(*zip(*sorted(points.items()), strict=True), style, marker=".", color=colours[name], **told)
+    titles = ("tokens a second, one sequence (dashed: step not recorded)", "bytes of cache, one sequence")
+    for axes, title, scale in zip(both, titles, ("linear", "log"), strict=True):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log" if metric == "cache_bytes" else "linear")
-        axes.set_ylim(bottom=None if metric == "cache_bytes" else 0)
+        axes.set_yscale(scale)
+        axes.set_ylim(bottom=None if scale == "log" else 0)
         axes.set_xlabel("tokens held")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
@@ -284,6 +311,7 @@ def main() -> None:
         "--timed", default="bf16,fp32", help="evaluation: precisions to time the whole text in, or none"
     )
     parser.add_argument("--window-batch", type=int, default=1024)
+    parser.add_argument("--plain", action="store_true", help="throughput: steps are not recorded as CUDA graphs")
     parser.add_argument("--warm-only", action="store_true", help="throughput: compile and leave")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

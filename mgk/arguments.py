@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,20 @@ class MixtureCall(_Inputs):
     hard: bool  # Eq. 12: log_prior is ignored
     packed: Packed | None
     return_lse: bool
+    count: Tensor | None = None  # int32 [1]: only so many keys, the first, are there; no gradients
+
+    def hiding(self) -> MixtureCall:
+        """The same call with a mask for what lies beyond `count`."""
+        if self.count is None:
+            return self
+        there = (torch.arange(self.keys.shape[-2], device=self.query.device) < self.count)[None, None, None]
+        if self.attn_mask is None:
+            mask = there
+        elif self.attn_mask.dtype == torch.bool:
+            mask = self.attn_mask & there
+        else:
+            mask = self.attn_mask.masked_fill(~there, -math.inf)
+        return replace(self, attn_mask=mask, count=None)
 
     @property
     def equal_scale(self) -> bool:
@@ -120,6 +134,15 @@ def _spread(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Te
     fail(name, f"must broadcast to [{dims}] = {list(target)}, got {_shape(tensor)}")
 
 
+def autocasted(query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the type that autocast computes in, where it is on."""
+    kind = query.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return query, keys, value
+    dtype = torch.get_autocast_dtype(kind)
+    return query.to(dtype), keys.to(dtype), value.to(dtype)
+
+
 def check_query_keys_value(
     query: Any, keys: Any, value: Any, shift: Any | None, shifted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -127,9 +150,7 @@ def check_query_keys_value(
     query = check_tensor("query", query, "B H L D")
     keys = check_tensor(name, keys, "B Hk S D" if shifted else "B Hk M S D", like=query)
     value = check_tensor("value", value, "B Hk S E", like=query)
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        autocast = torch.get_autocast_dtype(query.device.type)
-        query, keys, value = (x.to(autocast) for x in (query, keys, value))
+    query, keys, value = autocasted(query, keys, value)
     for which, x in ((name, keys), ("value", value)):
         if x.dtype != query.dtype:
             fail(which, f"has dtype {x.dtype} but query has {query.dtype}: give all three the same")
@@ -227,6 +248,11 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> 
         if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
             fail(name, f"must rise from 0 to the total length {length}, got {offsets}")
     return cu_seqlens
+
+
+def check_as_many(name: str, query: Tensor, length: int) -> None:
+    if query.shape[2] != length:
+        fail(name, f"needs as many queries as keys, got {query.shape[2]} and {length}")
 
 
 def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> Packed | None:
@@ -337,12 +363,11 @@ def linear_call(
     components = shift.shape[1] if shifted else keys.shape[2]
     length = keys.shape[-2]
     causal = flag("is_causal", is_causal)
-    if causal and query.shape[2] != length:
-        fail("is_causal", f"needs as many queries as keys, got {query.shape[2]} and {length}")
+    if causal:
+        check_as_many("is_causal", query, length)
     if cu_seqlens is not None:
         cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, query, length)
-        if query.shape[2] != length:
-            fail("cu_seqlens", f"needs as many queries as keys, got {query.shape[2]} and {length}")
+        check_as_many("cu_seqlens", query, length)
         for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
             if given:
                 fail(name, "does not go with cu_seqlens: packed sequences have no common state")

@@ -13,7 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from mgk import functional
-from mgk.arguments import MixtureCall, check_cu_seqlens, check_feature_map, check_longest, linear_call, mixture_call
+from mgk.arguments import (
+    SIMILARITIES,
+    LinearCall,
+    MixtureCall,
+    Packed,
+    autocasted,
+    check_as_many,
+    check_feature_map,
+    check_mask,
+    check_query_keys_value,
+    check_scale,
+    check_state,
+)
 from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.checks import (
     check_dtype,
@@ -182,51 +194,54 @@ class Attention(nn.Module):
         """`forward`, with causality as an argument."""
         check_input("query", query, self.embed_dim)
         self_attention = key is None or key is query
-        key = query if key is None else check_input("key", key, self.kdim, query)
-        value = key if value is None else check_input("value", value, self.vdim, query)
-        if self_attention and (self.kdim != self.embed_dim or self.vdim != self.embed_dim):
-            fail("key", f"is needed: this layer takes keys of width {self.kdim} and values of width {self.vdim}")
-        for name, x, layer in (
-            ("query", query, self.query),
-            ("key", key, self.keys.projection),
-            ("value", value, self.value),
-        ):
-            check_dtype(name, x, layer.weight)
-        if how.cache is not None and not isinstance(how.cache, StateCache if self.is_linear else KeyValueCache):
-            fail("cache", f"must come from this layer's make_cache, got {type(how.cache).__name__}")
-        if how.cache is not None and how.cache.batch_size != query.shape[0]:
-            fail("cache", f"was made for a batch of {how.cache.batch_size}, got {query.shape[0]}")
-        if key.shape[1] != value.shape[1]:
-            fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
-        if how.cu_seqlens is not None:
-            if not self_attention or how.cache is not None:
-                fail("cu_seqlens", "goes with self-attention without a cache")
-            check_cu_seqlens("cu_seqlens", how.cu_seqlens, query, query.shape[1])
-            check_longest("max_seqlen", how.max_seqlen, how.cu_seqlens)
-        elif how.max_seqlen is not None:
-            fail("max_seqlen", "goes with cu_seqlens, which is not given")
+        if self_attention and (value is None or value is query) and self.kdim == self.vdim == self.embed_dim:
+            key = value = query
+        else:
+            key, value = self._check_key_and_value(query, key, value)
+        to_query, to_keys, to_value = self.query, self.keys, self.value
+        check_dtype("query", query, to_query.weight)
+        check_dtype("key", key, to_keys.projection.weight)
+        check_dtype("value", value, to_value.weight)
+        how.check(query, self_attention, StateCache if self.is_linear else KeyValueCache)
         positions = self._positions(query, position_ids, how)
         key_positions = positions if self_attention else self._positions(key, None, how)
 
-        q = self.query(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        keys = self.keys(key)
-        v = self.value(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        (batch, queries), length = query.shape[:2], key.shape[1]
+        q = to_query(query).view(batch, queries, self.num_heads, self.head_dim).transpose(1, 2)
+        keys = to_keys(key)
+        v = to_value(value).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         if self.variant.normalise:
             q, keys = nn.functional.normalize(q, dim=-1), nn.functional.normalize(keys, dim=-1)
         if self.rotary is not None:
             q, keys = self.rotary(q, _count(positions, query)), self.rotary(keys, _count(key_positions, key))
+        q, keys, v = autocasted(q, keys, v)
+        # What the layer has made itself needs no look, unless others had a hand in it.
+        if not (self.rotary is None or isinstance(self.rotary, Rotary)) or not q.dtype == keys.dtype == v.dtype:
+            check_query_keys_value(q, keys, v, to_keys.shift, to_keys.shift is not None)
         output, weights = (self._linear if self.is_linear else self._mixture)(q, keys, v, key_positions, how)
         output = self.out(output.transpose(1, 2).flatten(2))
         return (output, weights) if how.need_weights else output
 
+    def _check_key_and_value(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        self_attention = key is None or key is query
+        key = query if key is None else check_input("key", key, self.kdim, query)
+        value = key if value is None else check_input("value", value, self.vdim, query)
+        if self_attention and (self.kdim != self.embed_dim or self.vdim != self.embed_dim):
+            fail("key", f"is needed: this layer takes keys of width {self.kdim} and values of width {self.vdim}")
+        if key.shape[1] != value.shape[1]:
+            fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
+        return key, value
+
     def _positions(self, x: Tensor, position_ids: Tensor | None, how: How) -> Tensor | None:
-        """Positions of the tokens of x, [L] or [B, L]; None counts from 0."""
+        """Positions of the tokens of x, [L] or [B, L]. None counts from 0, or nobody asks for them."""
         if position_ids is not None:
             return check_positions(position_ids, x)
+        if self.rotary is None and getattr(self.prior, "positions", None) is None:
+            return None
         if how.cu_seqlens is not None:
             return segments(how.cu_seqlens, x.shape[1])[1]
         if how.cache is not None:
-            return torch.arange(how.cache.length, how.cache.length + x.shape[1], device=x.device)
+            return how.cache.next_positions(x)
         return None
 
     def _mixture(
@@ -245,37 +260,38 @@ class Attention(nn.Module):
     def _attend_mixture(
         self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
     ) -> tuple[Tensor, Tensor | None]:
-        causal: bool | str = how.is_causal
+        causal, count = "top-left" if how.is_causal else None, None
         if how.cache is not None:
             cache = _for_inference(how.cache, query, keys, value)
             cache.check_padding(how.key_padding_mask is not None)
             if positions is not None and positions.dim() == 1:
                 positions = positions.expand(query.shape[0], -1)
             keys, value, positions = cache.append(keys, value, positions)
-            causal = "bottom-right" if how.is_causal else False
-        length, shift = keys.shape[-2], self.keys.shift
+            # A single query sees all that is held.
+            causal = "bottom-right" if how.is_causal and query.shape[2] > 1 else None
+            count = cache.count
+        length = keys.shape[-2]
         scale, normaliser = self.variance()
         log_prior = self.prior(length, positions)
         if normaliser is not None:
             log_prior = normaliser if log_prior is None else log_prior + normaliser
-        call = mixture_call(
-            query,
-            keys,
-            value,
-            how.mask(query, length),
-            shift=shift,
-            shifted=shift is not None,
-            is_causal=causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=scale,
-            log_prior=log_prior,
-            similarity=self.variant.similarity if self.tau is None else self.tau,
-            assignment=self.variant.assignment,
-            cu_seqlens_q=how.cu_seqlens,
-            cu_seqlens_k=how.cu_seqlens,
-            max_seqlen_q=how.max_seqlen,
-            max_seqlen_k=how.max_seqlen,
+        heads, cu_seqlens = self.num_kv_heads, how.cu_seqlens
+        call = MixtureCall(
+            query=query,
+            keys=keys,
+            value=value,
+            shift=self.keys.shift,
+            log_prior=_four_dimensional(log_prior),
             return_weights=how.need_weights,
+            attn_mask=check_mask(how.mask(query, length), query, length),
+            causal=causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=check_scale(scale, query, (1, heads, self.num_components, 1)) if isinstance(scale, Tensor) else scale,
+            tau=SIMILARITIES[self.variant.similarity] if self.tau is None else self.tau,
+            hard=self.variant.assignment == "hard",
+            packed=None if cu_seqlens is None else Packed(cu_seqlens, cu_seqlens, how.max_seqlen, how.max_seqlen),
+            return_lse=False,
+            count=count,
         )
         result = functional.run_mixture(call, self.backend)
         if isinstance(how.cache, KeyValueCache):
@@ -285,8 +301,10 @@ class Attention(nn.Module):
 
     def _update(self, call: MixtureCall, positions: Tensor | None) -> None:
         """EM: what this training batch says replaces the prior (and variance) that it has used."""
+        if not self.training or not torch.is_grad_enabled():
+            return
         updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
-        if updated and self.training and torch.is_grad_enabled() and not recomputing():
+        if updated and not recomputing():
             statistics = em_statistics(call, spread=isinstance(self.variance, EMVariance))
             for part in updated:
                 part.update(statistics, positions)
@@ -316,20 +334,21 @@ class Attention(nn.Module):
             log_prior = bias - math.log(self.num_components) if log_prior is None else log_prior + bias
         if form.mix_before_map:
             keys, shift, log_prior = mixed_keys(keys, shift, log_prior), None, None
-        call = linear_call(
-            query,
-            keys,
-            value,
+        if how.is_causal:
+            check_as_many("is_causal", query, length)
+        call = LinearCall(
+            query=query,
+            keys=keys,
+            value=value,
             shift=shift,
-            shifted=shift is not None,
-            log_prior=log_prior,
+            log_prior=_four_dimensional(log_prior),
+            return_weights=how.need_weights,
             feature_map=self.feature_map,
             key_mask=None if padding is None else ~padding,
-            is_causal=how.is_causal,
+            causal=how.is_causal,
             cu_seqlens=how.cu_seqlens,
-            initial_state=None if cache is None else cache.state,
+            initial_state=None if cache is None else check_state(cache.state, query, keys, value),
             return_state=cache is not None,
-            return_weights=how.need_weights,
             normalise=form.normalise,
         )
         results = functional.run_linear(call, self.backend)
@@ -338,8 +357,11 @@ class Attention(nn.Module):
             cache.replace(extras[-1], length)
         factor = (length**-0.5 if form.length_scaled else 1.0) * (self.head_dim**-0.5 if form.width_scaled else 1.0)
         weights = extras[0] * factor if how.need_weights else None
+        output = output if factor == 1 else output * factor
         # There are no weights to drop entries of: the output's are dropped.
-        return nn.functional.dropout(output * factor, self.dropout, self.training), weights
+        if self.training and self.dropout:
+            output = nn.functional.dropout(output, self.dropout)
+        return output, weights
 
     def make_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache for decoding `batch_size` sequences of up to `max_length` tokens."""
@@ -384,6 +406,10 @@ class Attention(nn.Module):
 
 def _count(positions: Tensor | None, x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device) if positions is None else positions
+
+
+def _four_dimensional(log_prior: Tensor | None) -> Tensor | None:
+    return log_prior if log_prior is None or log_prior.dim() == 4 else log_prior.unsqueeze(0)
 
 
 def _for_inference(cache: Any, *tensors: Tensor) -> Any:

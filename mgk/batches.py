@@ -6,7 +6,6 @@ That is what makes a resumed run the same run: nothing about the data has to be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mgk.kernels.masks import segments
+from mgk.models.adaptive import room_for
 
 if TYPE_CHECKING:
     from mgk.tasks.corpus import TokenStream
@@ -134,8 +134,8 @@ class Examples:
 class Segments:
     """A running text in the memory of a device: a batch is some of its segments.
 
-    How many targets of each segment lie in each cluster of an adaptive softmax is counted here, on the host, so that
-    training never waits for the device to count them.
+    How many targets of each segment lie in each tail cluster of an adaptive softmax is counted here, on the host, so
+    that training never waits for the device to count them.
     """
 
     def __init__(self, stream: TokenStream, cutoffs: Sequence[int], device: torch.device) -> None:
@@ -143,16 +143,16 @@ class Segments:
         tokens = np.asarray(stream.tokens)
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
         targets = tokens[1 : 1 + len(stream) * self.length].reshape(len(stream), self.length)
-        beyond = [(targets >= cutoff).sum(1) for cutoff in cutoffs]
-        edges = [np.full(len(stream), self.length), *beyond, np.zeros(len(stream), dtype=np.int64)]
-        self.counts = np.stack([high - low for high, low in pairwise(edges)], axis=1)  # [segments, clusters]
+        beyond = [*((targets >= cutoff).sum(1) for cutoff in cutoffs), np.zeros(len(stream), dtype=np.int64)]
+        self.counts = -np.diff(np.stack(beyond, axis=1), axis=1)  # [segments, tail clusters]
 
     def __len__(self) -> int:
         return len(self.counts)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """tokens and their successors [n, length], and how many successors lie in each cluster."""
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """tokens and their successors [n, length], and room for the successors in each cluster but the first."""
         device = self.tokens.device
         starts = indices.to(device, non_blocking=True) * self.length
         both = self.tokens[starts[:, None] + torch.arange(self.length + 1, device=device)].long()
-        return both[:, :-1], both[:, 1:], self.counts[indices.numpy()].sum(0).tolist()
+        counts = self.counts[indices.numpy()].sum(0).tolist()
+        return both[:, :-1], both[:, 1:], tuple(room_for(count) for count in counts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,16 +12,51 @@ from torch import Tensor
 from mgk.checks import fail
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the next token goes, as numbers on the device: steps that know it from there alone have the same shapes and
+    the same memory whatever the length, and can be recorded once for all tokens."""
+
+    index: Tensor  # int64 [1]: how many tokens are held
+    count: Tensor  # int32 [1]: one more
+
+
 class Cache(ABC):
     """Made by `Attention.make_cache` and passed to every forward; each appends its keys."""
 
     def __init__(self, batch_size: int, max_length: int) -> None:
         self.batch_size, self.max_length, self.length = batch_size, max_length, 0
+        # Where it is set, a forward is of one token: it reads the place, not `length`, works in the memory that there
+        # is, and leaves `length` to who set it.
+        self.place: Place | None = None
+
+    def check_padding(self, given: bool) -> None:  # noqa: B027  (a state has no padding left in it)
+        """What an earlier mask asks of this call."""
 
     @property
     @abstractmethod
+    def memory(self) -> Sequence[Tensor]:
+        """What it holds, where a step at a `place` reads and writes it."""
+
+    @abstractmethod
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        """Goes on in memory that was its own before, where it still fits; keys and values stay where they are."""
+
+    @property
     def nbytes(self) -> int:
         """The memory it holds."""
+        return sum(part.nbytes for part in self.memory)
+
+    @property
+    def count(self) -> Tensor | None:
+        """How many of the keys that `append` returns are there, the new one included, where only the device knows."""
+        return None if self.place is None else self.place.count
+
+    def next_positions(self, x: Tensor) -> Tensor:
+        """Of the tokens of x [B, L, ...], which come next: [L]."""
+        if self.place is not None:
+            return self.place.index
+        return torch.arange(self.length, self.length + x.shape[1], device=x.device)
 
     @abstractmethod
     def reorder(self, rows: Tensor) -> None:
@@ -43,13 +80,14 @@ class Cache(ABC):
     def reset(self) -> None:
         """Forgets everything; the memory is kept."""
 
-    def _grow(self, batch: int, new: int) -> slice:
+    def grow(self, batch: int, new: int) -> int:
+        """Counts new tokens, and returns how many there were."""
         if batch != self.batch_size:
             fail("cache", f"was made for a batch of {self.batch_size}, got {batch}")
         if self.length + new > self.max_length:
             fail("cache", f"holds {self.length} of at most {self.max_length} tokens: {new} more do not fit")
         self.length += new
-        return slice(self.length - new, self.length)
+        return self.length - new
 
     def _check_rows(self, rows: Tensor, *, as_many: bool = True) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
@@ -78,8 +116,11 @@ class KeyValueCache(Cache):
         self._axes = [keys.dim() - 2, 2, 1][: len(self._buffers)]
 
     @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+    def memory(self) -> Sequence[Tensor]:
+        return self._buffers
+
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        return all(part is mine for part, mine in zip(memory, self._buffers, strict=True))
 
     def check_padding(self, given: bool) -> None:
         """A mask given with earlier tokens is of all keys: without it, their padding would be attended to."""
@@ -88,17 +129,26 @@ class KeyValueCache(Cache):
 
     def append(self, keys: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Everything held, the new at the end."""
-        wanted = [x.shape[:axis] + x.shape[axis + 1 :] for x, axis in zip(self._buffers, self._axes, strict=True)]
-        if [wanted[0], wanted[1]] != [keys.shape[:-2] + keys.shape[-1:], value.shape[:2] + value.shape[3:]]:
-            fail("cache", "was made by a layer of other sizes")
-        span = self._grow(keys.shape[0], keys.shape[-2])
-        new = (keys, value, positions)
-        held = []
-        for buffer, axis, part in zip(self._buffers, self._axes, new, strict=False):
-            assert part is not None
-            buffer.narrow(axis, span.start, span.stop - span.start).copy_(part)
-            held.append(buffer.narrow(axis, 0, self.length))
-        return held[0].to(keys.dtype), held[1].to(value.dtype), held[2] if len(held) == 3 else None
+        for buffer, new in ((self._buffers[0], keys), (self._buffers[1], value)):
+            old, given = buffer.shape, new.shape
+            if old[:-2] != given[:-2] or old[-1] != given[-1]:
+                fail("cache", "was made by a layer of other sizes")
+        parts = (keys, value, positions)
+        held = list(self._buffers)
+        if self.place is not None:
+            for buffer, axis, part in zip(self._buffers, self._axes, parts, strict=False):
+                assert part is not None
+                buffer.index_copy_(axis, self.place.index, part.to(buffer.dtype))
+        else:
+            new_tokens = keys.shape[-2]
+            start = self.grow(keys.shape[0], new_tokens)
+            for n, (buffer, axis, part) in enumerate(zip(self._buffers, self._axes, parts, strict=False)):
+                assert part is not None
+                held[n] = buffer.narrow(axis, 0, self.length)
+                held[n].narrow(axis, start, new_tokens).copy_(part)
+        if held[0].dtype != keys.dtype:
+            held[:2] = held[0].to(keys.dtype), held[1].to(value.dtype)
+        return held[0], held[1], held[2] if len(held) == 3 else None
 
     def reorder(self, rows: Tensor) -> None:
         self._check_rows(rows)
@@ -128,18 +178,33 @@ class KeyValueCache(Cache):
 class StateCache(Cache):
     """The sums Z and z of linear attention: the same size whatever the length."""
 
+    state: tuple[Tensor, ...]
+
     def __init__(self, batch_size: int, max_length: int, state: tuple[Tensor, ...]) -> None:
         super().__init__(batch_size, max_length)
         self._empty = state
-        self.state = state
+        self.reset()
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.state)
+    def memory(self) -> Sequence[Tensor]:
+        return self.state
+
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        if any(part.shape != mine.shape for part, mine in zip(memory, self.state, strict=True)):
+            return False
+        if self.state is not memory:
+            for part, mine in zip(memory, self.state, strict=True):
+                part.copy_(mine)
+            self.state = tuple(memory)
+        return True
 
     def replace(self, state: tuple[Tensor, ...], new: int) -> None:
-        self._grow(state[0].shape[0], new)
-        self.state = state
+        if self.place is None:
+            self.grow(state[0].shape[0], new)
+            self.state = state
+        else:
+            for mine, part in zip(self.state, state, strict=True):
+                mine.copy_(part)
 
     def reorder(self, rows: Tensor) -> None:
         self._check_rows(rows)
@@ -160,4 +225,5 @@ class StateCache(Cache):
 
     def reset(self) -> None:
         self.length = 0
-        self.state = tuple(torch.zeros_like(part) for part in self._empty[:2]) + self._empty[2:]
+        # Not the empty state itself: a step at a place writes to what it finds.
+        self.state = tuple(part.clone() for part in self._empty)

@@ -37,6 +37,7 @@ class Shown:
     title: str
     factor: float
     paired: str  # what a difference on the same examples is in
+    decimals: int  # of such a difference
     note: str
 
 
@@ -46,6 +47,7 @@ SHOWN = {
         "accuracy, %",
         100.0,
         "points on the same examples",
+        2,
         "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
         "GFLOPs are one example's forward.",
     ),
@@ -54,6 +56,7 @@ SHOWN = {
         "perplexity",
         1.0,
         "nats a token on the same text",
+        4,
         "Perplexity of the sliding window. "
         "± is the standard deviation over seeds. GFLOPs are one segment's forward, all its targets frequent words.",
     ),

@@ -5,6 +5,7 @@ The trainings of a comparison share the machine, so their own step times say not
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -25,10 +26,14 @@ WARM_UP, WINDOWS, STEPS = 5, 5, 10
 def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     """Rows of results: medians of windows of steps on the task's own batches, each on other examples."""
     torch.compiler.reset()
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     kind = OBJECTIVES[task.objective]
     config, settings = run.model_config(task), run.recipe.training
     splits = {"train": task.split(run.data_dir, "train")}
-    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed).to(device)
+    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed, graphs=True).to(device)
     module.setup("fit")
     optimizer = module.configure_optimizers()["optimizer"]
     order = Order(len(splits["train"]), seed_of(run.seed, 1))
@@ -37,13 +42,20 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     def batch(number: int) -> Tensor:
         return torch.from_numpy(order.take(number * size, size))
 
+    def learn(number: int) -> None:
+        with module.objective.autocast():
+            if module.recorded:
+                module.recorded(batch(number))
+                return
+            loss = module.objective.measure(batch(number), "train")["loss"]
+        (loss / settings.accumulate).backward()
+
     def step(number: int) -> None:
         for part in range(settings.accumulate):
-            with module.objective.autocast():
-                loss = module.objective.measure(batch(number * settings.accumulate + part), "train")["loss"]
-            (loss / settings.accumulate).backward()
+            learn(number * settings.accumulate + part)
+        module.configure_gradient_clipping(optimizer, settings.clip)
         optimizer.step()
-        optimizer.zero_grad()
+        module.optimizer_zero_grad(0, number, optimizer)
 
     def forward(number: int) -> None:
         with torch.no_grad(), module.objective.autocast():
@@ -61,17 +73,16 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
-    """Of windows of steps, after a warm-up, from which on the peak of memory counts; work(number) is one step."""
+    """Of windows of steps, after a warm-up; work(number) is one step."""
 
     def wait() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for number in range(WARM_UP):
+    # On a GPU every shape that will come is compiled, or recorded, when it first does.
+    for number in range(WARM_UP + windows * STEPS if device.type == "cuda" else WARM_UP):
         work(number)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     times = []
     for window in range(windows):
         start = wait()

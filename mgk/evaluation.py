@@ -34,7 +34,7 @@ def _classify(model: Any, length: int) -> None:
 def _predict(model: Any, length: int) -> None:
     """Every target a frequent token: how many are not, and pay for a second softmax, only the text can tell."""
     tokens = torch.empty((1, length), dtype=torch.long)
-    model.losses(tokens, tokens, [length, *[0] * len(model.config.cutoffs)])
+    model.losses(tokens, tokens, [0] * len(model.config.cutoffs))
 
 
 FORWARDS: dict[type, Callable[[Any, int], None]] = {Classifier: _classify, LanguageModel: _predict}
@@ -107,7 +107,9 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
     """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
     config, settings = module.model.config, run.recipe.training
     memory = peak_memory_mb()
-    judge = judge_of(run.directory / "best", settings, task, run.data_dir, record.device)
+    # What was compiled for training also evaluates; of a model that is shared out this process has a part alone.
+    trained = None if module.device_mesh is not None else module.objective
+    judge = judge_of(run.directory / "best", settings, task, run.data_dir, record.device, trained=trained)
     # The first window holds compilation and warm-up.
     windows = record.step_ms[1:] or record.step_ms
     step_ms = statistics.median(windows) if windows else float("nan")
@@ -133,16 +135,28 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
 
 
 def judge_of(
-    directory: Path, settings: Training, task: Any, data_dir: Path, device: torch.device, split: str | None = None
+    directory: Path,
+    settings: Training,
+    task: Any,
+    data_dir: Path,
+    device: torch.device,
+    split: str | None = None,
+    trained: Objective | None = None,
 ) -> Objective:
-    """A saved model, ready to be judged on a split, or on all that a finished model is judged on."""
+    """A saved model, ready to be judged on a split, or on all that a finished model is judged on.
+
+    trained: the objective whose model this was; that model takes the saved weights, and nothing is compiled again.
+    """
     kind = OBJECTIVES[task.objective]
     model = load_model(directory, device)
     if not isinstance(model, kind.model_class):
         raise ValueError(
             f"{directory} holds a {type(model).__name__}, and {task.name} is for a {kind.model_class.__name__}"
         )
+    if trained is not None:
+        trained.model.load_state_dict(model.state_dict())
+        model = trained.model.to(device).eval()
     names = kind.judged_on(task) if split is None else [split]
     judge = kind(model, settings, task, {name: task.split(data_dir, name) for name in names})
-    judge.place(device)
+    judge.place(device, trained and trained.network)
     return judge

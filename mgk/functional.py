@@ -235,14 +235,20 @@ def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
         if chosen:
             reasons[name] = f"{chosen} covers the call and is faster"
             continue
-        reason = backend.refuses(call) or backend.slower(call)
-        if reason is None and name != "eager" and call.query.dtype == torch.float64:
-            reason = "auto computes fp64 by the equations"
+        reason = _passed_over(name, backend, call)
         if reason is None:
             chosen = name
         else:
             reasons[name] = reason
     return BackendChoice(chosen, reasons)
+
+
+def _passed_over(name: str, backend: Backend, call: Any) -> str | None:
+    """Why `auto` asks on, or None."""
+    reason = backend.refuses(call) or backend.slower(call)
+    if reason is None and name != "eager" and call.query.dtype == torch.float64:
+        reason = "auto computes fp64 by the equations"
+    return reason
 
 
 def backend_names(backends: dict[str, Backend]) -> list[str]:
@@ -251,9 +257,12 @@ def backend_names(backends: dict[str, Backend]) -> list[str]:
 
 
 def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
-    one_of("backend", asked, backend_names(backends))
     if asked == "auto":
-        return backends[_choose(call, backends).backend]
+        # As `_choose`, but nobody asks why not the others.
+        for name, backend in backends.items():
+            if (name != "meta" or call.query.is_meta) and _passed_over(name, backend, call) is None:
+                return backend
+    one_of("backend", asked, backend_names(backends))
     reason = backends[asked].refuses(call)
     if reason is not None:
         fail("backend", f"{asked!r} does not cover this call: {reason}. Use 'auto' or 'eager'")
@@ -261,6 +270,8 @@ def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
 
 
 def run_mixture(call: MixtureCall, backend: str) -> Any:
+    if call.count is not None and (backend not in ("auto", "triton") or fused.refuses(call) is not None):
+        call = call.hiding()
     chosen = _backend(call, backend, MIXTURE_BACKENDS)
     if call.keys.shape[-2] == 0:
         output, lse, weights = _nothing_to_attend(call)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mgk.checks import fail, number, positive_integer
+from mgk.decoding import DecodingStep
 from mgk.models import LanguageModel
 
 
@@ -59,11 +60,17 @@ def generate(
     context, device = model.config.max_length, model.table.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.make_caches(1, context)
+    # Elsewhere a step that reads its length on the device saves nothing, and looks at all the room there is for keys.
+    step = DecodingStep(model, caches) if device.type == "cuda" else None
     seen = [int(token) for token in prompt]
     new = seen[-context:]
     for _ in range(max_tokens):
-        hidden = model.hidden(torch.tensor([new], device=device), caches=caches)
-        token = sampling.draw(model.table.logits(hidden[:, -1])[0], generator)
+        tokens = torch.tensor([new], device=device)
+        if step is not None and len(new) == 1:
+            scores = step(tokens)
+        else:
+            scores = model.table.logits(model.hidden(tokens, caches=caches)[:, -1])
+        token = sampling.draw(scores[0], generator)
         yield token
         seen.append(token)
         new = [token]

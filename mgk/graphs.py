@@ -1,21 +1,56 @@
-"""The loss of a batch and its gradients as CUDA graphs.
+"""Work that is the same every time, recorded as a CUDA graph; the loss of a batch and its gradients above all.
 
 A small model is bound by Python and by the launches of its kernels, not by the GPU. A recorded step is one launch.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Means = dict[str, Tensor]
-# Sizes of batches that are recorded; those seen first, and so the most frequent. The others run as they come.
+# Kinds of batches that are recorded; those seen first, and so the most frequent. The others run as they come.
 MOST = 64
+# What could not be recorded is tried once more, when all that Python has not yet cleared away is gone.
+ATTEMPTS = 2
+
+
+class NotRecorded(Exception):
+    """Work that no graph can hold, why, and what it gave when it ran."""
+
+    def __init__(self, reason: str, found: Any) -> None:
+        super().__init__(reason)
+        self.found = found
+
+
+def record(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T, T]:
+    """The graph of `run`, what it gave when it ran, and what a replay writes to.
+
+    It runs once as it is, so that everything is compiled. Nothing runs while it is recorded; should that fail,
+    everything but this one run is as before.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    state, graph = torch.cuda.get_rng_state(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            written = run()
+    except RuntimeError as error:
+        # The generator still thinks that it is being recorded: one that does not takes its place.
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda"))
+        torch.cuda.set_rng_state(state)
+        raise NotRecorded(str(error).strip().splitlines()[0], found) from error
+    return graph, found, written
 
 
 @dataclass(frozen=True)
@@ -33,8 +68,9 @@ class Recorded:
 
 
 class GraphedGradients:
-    """measure(*inputs) gives means, "loss" among them. Called with a batch it leaves the loss's gradients in the
-    parameters and returns the means. Sizes of batches are recorded at their first appearance.
+    """measure(*inputs, *fixed) gives means, "loss" among them; `fixed` are numbers that decide shapes. Called with a
+    batch it leaves the loss's gradients in the parameters and returns the means. A kind of batch, its shapes and fixed
+    numbers, is recorded when it first appears.
 
     The parameters must stay where they are in memory. What happens is the same function of weights, inputs and the
     generator's state whether it is just being recorded or not: recording draws no random numbers.
@@ -42,52 +78,53 @@ class GraphedGradients:
 
     def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means]) -> None:
         self.parameters, self.measure = list(parameters), measure
-        # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
-        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.recorded: dict[tuple[torch.Size, ...], Recorded] = {}
-        self.pool: Any = None
-        self.recording = True
+        self.gradients: list[Tensor] = []
+        self.recorded: dict[tuple[Any, ...], Recorded] = {}
+        self.failures = 0
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, inputs: tuple[Tensor, ...]) -> Means:
-        size = tuple(x.shape for x in inputs)
-        if size not in self.recorded and self.recording and len(self.recorded) < MOST:
-            self._record(size, inputs)
-        means = self.recorded[size].replay(inputs) if size in self.recorded else self._run(inputs)
+    def __call__(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...] = ()) -> Means:
+        if not self.gradients:
+            # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
+            # Not sooner: the parameters may have moved to the device since.
+            self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        kind = (*(x.shape for x in inputs), fixed)
+        if kind not in self.recorded and self.failures < ATTEMPTS and len(self.recorded) < MOST:
+            self._record(kind, inputs, fixed)
+        means = self.recorded[kind].replay(inputs) if kind in self.recorded else self._run(inputs, fixed)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return means
 
-    def _run(self, inputs: tuple[Tensor, ...]) -> Means:
+    def _run(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> Means:
         kind = inputs[0].device.type
         # A cached cast of a weight would be recorded as it is now, and never be made again.
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
-            means = self.measure(*inputs)
+            means = self.measure(*inputs, *fixed)
         found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
-        for mine, gradient in zip(self.gradients, found, strict=True):
-            if gradient is not None:
-                mine.copy_(gradient)
+        both = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
+        torch._foreach_copy_([mine for mine, _ in both], [of for _, of in both])
         return {name: value.detach() for name, value in means.items()}
 
-    def _record(self, size: tuple[torch.Size, ...], inputs: tuple[Tensor, ...]) -> None:
+    def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:
         held = tuple(x.clone() for x in inputs)
         state = torch.cuda.get_rng_state()
-        # Once as it is, on a stream of its own, so that everything is compiled.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run(held)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        # One stream for all: autograd keeps for every parameter the stream it was first used on, for as long as
+        # anything of that pass is alive, and another pass would be made to wait for that stream.
+        self._stream = self._stream or torch.cuda.Stream()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                means = self._run(held)
-        except RuntimeError as error:
-            self.recording = False
-            reason = str(error).strip().splitlines()[0]
-            words = f"a training step could not be recorded as a CUDA graph ({reason}): steps take longer"
-            warnings.warn(words, stacklevel=2)
+            graph, _, means = record(lambda: self._run(held, fixed), self._stream, self._pool)
+        except NotRecorded as error:
+            self.failures += 1
+            # Graphs that know the generator of before would draw the same numbers again and again.
+            self.recorded.clear()
+            self._pool = None
+            gc.collect()
+            if self.failures == ATTEMPTS:
+                words = f"a training step could not be recorded as a CUDA graph ({error}): steps take longer"
+                warnings.warn(words, stacklevel=3)
         else:
-            self.pool = graph.pool()
-            self.recorded[size] = Recorded(graph, held, means)
+            self._pool = graph.pool()
+            self.recorded[kind] = Recorded(graph, held, means)
         torch.cuda.set_rng_state(state)

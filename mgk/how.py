@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mgk.arguments import check_cu_seqlens, check_longest
 from mgk.cache import Cache
 from mgk.checks import check_padding, fail
 
@@ -24,6 +25,21 @@ class How:
     cache: Cache | None = None
     need_weights: bool = False
     max_seqlen: int | None = None
+
+    def check(self, query: Tensor, self_attention: bool, kind: type[Cache]) -> None:
+        """Whether cache, which the layer wants of this kind, and packing go with the query [B, L, ...]."""
+        cache = self.cache
+        if cache is not None and not isinstance(cache, kind):
+            fail("cache", f"must come from this layer's make_cache, got {type(cache).__name__}")
+        if cache is not None and cache.batch_size != query.shape[0]:
+            fail("cache", f"was made for a batch of {cache.batch_size}, got {query.shape[0]}")
+        if self.cu_seqlens is not None:
+            if not self_attention or cache is not None:
+                fail("cu_seqlens", "goes with self-attention without a cache")
+            check_cu_seqlens("cu_seqlens", self.cu_seqlens, query, query.shape[1])
+            check_longest("max_seqlen", self.max_seqlen, self.cu_seqlens)
+        elif self.max_seqlen is not None:
+            fail("max_seqlen", "goes with cu_seqlens, which is not given")
 
     def mask(self, query: Tensor, length: int) -> Tensor | None:
         """key_padding_mask and attn_mask as one mask in SDPA's sense."""

@@ -51,7 +51,7 @@ class IndependentKeys(KeyLayout):
             nn.init.zeros_(self.projection.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        keys = self.projection(x).unflatten(-1, (self.heads, self.components, self.head_dim))
+        keys = self.projection(x).view(*x.shape[:2], self.heads, self.components, self.head_dim)
         return keys.permute(0, 2, 3, 1, 4)
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class ShiftedKeys(KeyLayout):
         return -self.shifts if self.anchored else self.shifts
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.projection(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        return self.projection(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
 
     @torch.no_grad()
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:

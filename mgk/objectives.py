@@ -33,6 +33,11 @@ class Measured(NamedTuple):
     value: float
 
 
+def filled(indices: Tensor, size: int) -> Tensor:
+    """As many as in any other batch, some a second time: one more shape would be compiled for the last."""
+    return torch.from_numpy(np.resize(indices.numpy(), size))
+
+
 class Objective(ABC):
     """A model with the examples it is trained and judged on, in the memory of a device."""
 
@@ -69,14 +74,14 @@ class Objective(ABC):
     def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
         """Leaves in the run's directory what its model needs beside its weights."""
 
-    def place(self, device: torch.device) -> None:
-        """Examples go to the device; what is to be compiled, is."""
+    def place(self, device: torch.device, compiled: Any = None) -> None:
+        """Examples go to the device; what is to be compiled, is, unless that is at hand for this model."""
         if not self.examples:
             self.device = device
             self.examples = {name: self.hold(split) for name, split in self.splits.items()}
             self.compiles = self.settings.compile and device.type == "cuda"
             if self.compiles:
-                self.network = self.compiled()
+                self.network = compiled or self.compiled()
 
     @abstractmethod
     def hold(self, split: Any) -> Any:
@@ -90,10 +95,22 @@ class Objective(ABC):
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
         """Means over these examples: "loss", and what else tells how it goes."""
 
+    @abstractmethod
+    def batch(self, indices: Tensor, split: str) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Examples as tensors on the device, and the numbers that decide shapes beside theirs."""
+
+    @abstractmethod
+    def measure_batch(self, *batch: Any) -> dict[str, Tensor]:
+        """`measure` of the tensors and numbers of a batch."""
+
     def recorder(self) -> Callable[[Tensor], dict[str, Tensor]] | None:
         """What measures training examples and leaves the gradients of their loss in the parameters, by recorded steps;
-        None where steps cannot be recorded."""
-        return None
+        None where steps cannot be recorded: where nothing is compiled, and for EM, which would count a step twice."""
+        layers = [VARIANTS[name] for name in self.model.config.layer_variants]
+        if not self.compiles or any("em" in (v.prior, v.variance) for v in layers):
+            return None
+        graphs = GraphedGradients([p for p in self.model.parameters() if p.requires_grad], self.measure_batch)
+        return lambda indices: graphs(*self.batch(indices, "train"))
 
     @abstractmethod
     def value(self, means: dict[str, float]) -> float:
@@ -171,13 +188,13 @@ class Classification(Objective):
     def packs(self) -> bool:
         return self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda"
 
-    def batch(self, chosen: np.ndarray, split: str) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, indices: Tensor, split: str) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Tokens, where their documents end, labels: packed [T], offsets; else [n, L] or [n, 2, L], lengths."""
-        examples = self.examples[split]
+        chosen, examples = indices.numpy(), self.examples[split]
         if self.packs:
-            return examples.packed(chosen)
+            return examples.packed(chosen), ()
         width = examples.width(chosen) if self.settings.padding == "longest" else examples.max_length
-        return examples.batch(torch.from_numpy(chosen).to(self.device), width)
+        return examples.batch(indices.to(self.device), width), ()
 
     def predict(self, tokens: Tensor, ends: Tensor) -> Tensor:
         if not self.packs:
@@ -186,29 +203,23 @@ class Classification(Objective):
         return self.network(tokens, cu_seqlens=ends)
 
     def logits(self, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        chosen, count = indices.numpy(), len(indices)
+        count = len(indices)
         if self.compiles and split != "train":
-            # One more shape would be compiled for the last batch.
-            chosen = np.resize(chosen, self.settings.eval_batch_size)
-        tokens, ends, labels = self.batch(chosen, split)
+            indices = filled(indices, self.settings.eval_batch_size)
+        (tokens, ends, labels), _ = self.batch(indices, split)
         return self.predict(tokens, ends)[:count], labels[:count]
 
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
         return self.means_of(*self.logits(indices, split))
 
+    def measure_batch(self, *batch: Any) -> dict[str, Tensor]:
+        tokens, ends, labels = batch
+        return self.means_of(self.predict(tokens, ends), labels)
+
     @staticmethod
     def means_of(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         loss = nn.functional.cross_entropy(logits.float(), labels)
         return {"loss": loss, "accuracy": (logits.argmax(-1) == labels).float().mean()}
-
-    def recorder(self) -> Callable[[Tensor], dict[str, Tensor]] | None:
-        """Not for EM, which would count a step twice when it is recorded."""
-        layers = [VARIANTS[name] for name in self.model.config.layer_variants]
-        if not self.compiles or any("em" in (v.prior, v.variance) for v in layers):
-            return None
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        graphs = GraphedGradients(parameters, lambda *batch: self.means_of(self.predict(*batch[:2]), batch[2]))
-        return lambda indices: graphs(self.batch(indices.numpy(), "train"))
 
     def value(self, means: dict[str, float]) -> float:
         return means["accuracy"]
@@ -263,12 +274,24 @@ class LanguageModelling(Objective):
         self.model.compile_layers()
         return self.model
 
+    def batch(self, indices: Tensor, split: str) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Tokens and their successors [n, L], and room for the rare ones."""
+        *tensors, rooms = self.examples[split].batch(indices)
+        return tuple(tensors), rooms
+
+    def losses(self, tokens: Tensor, targets: Tensor, *rooms: int) -> Tensor:
+        losses: Tensor = self.network.losses(tokens, targets, rooms)
+        return losses
+
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
-        if not self.compiles or split == "train":
-            return {"loss": self.network.losses(*self.examples[split].batch(indices)).mean()}
-        # One more shape would be compiled for the last batch.
-        filled = torch.from_numpy(np.resize(indices.numpy(), self.settings.eval_batch_size))
-        return {"loss": self.network.losses(*self.examples[split].batch(filled))[: len(indices)].mean()}
+        count = len(indices)
+        if self.compiles and split != "train":
+            indices = filled(indices, self.settings.eval_batch_size)
+        (tokens, targets), rooms = self.batch(indices, split)
+        return {"loss": self.losses(tokens, targets, *rooms)[:count].mean()}
+
+    def measure_batch(self, *batch: Any) -> dict[str, Tensor]:
+        return {"loss": self.losses(*batch).mean()}
 
     def value(self, means: dict[str, float]) -> float:
         return math.exp(min(means["loss"], 100.0))

@@ -30,7 +30,7 @@ def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list
         each = summary.values.get(splits[0], {})
         cells = [str(summary.row), *(_mean(summary, split, how) for split in splits)]
         cells.append(" ".join(f"{each[seed]:.1f}" for seed in summary.seeds if seed in each))
-        cells += [_difference(summary.difference)] if paired_on else []
+        cells += [_difference(summary.difference, how.decimals)] if paired_on else []
         if recipe.plateau is not None:
             steps = [summary.left_plateau[seed] for seed in summary.seeds if seed in summary.left_plateau]
             cells.append(" ".join(f"{step:,}" if step else "never" for step in steps))
@@ -51,8 +51,8 @@ def _mean(summary: Summary, split: str, how: Shown) -> str:
     return said if counted == seeds else f"{said} ({counted} of {seeds} seeds)"
 
 
-def _difference(found: Difference | str) -> str:
-    return found if isinstance(found, str) else f"{found.mean:+.2f} ± {found.half_width:.2f}"
+def _difference(found: Difference | str, decimals: int) -> str:
+    return found if isinstance(found, str) else f"{found.mean:+.{decimals}f} ± {found.half_width:.{decimals}f}"
 
 
 def without_a_network(rows: list[dict[str, str]], recipe: Recipe) -> dict[str, float]:

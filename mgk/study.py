@@ -21,6 +21,6 @@ def sample(run: Path, out: Path, prompt: str = "The", tokens: int = 120) -> Path
         drawn = generate(model, ids.tolist(), max_tokens=tokens, sampling=Sampling(top_p=0.9, seed=seed))
         joint = " " if vocabulary.spaced else ""
         lines += ["", f"## Seed {seed}", "", prompt + joint + vocabulary.decode(drawn).replace("\n", "\n\n")]
-    path = out / f"samples-{run.name}.md"
+    path = out / f"{run.parent.name}-{run.name}-samples.md"
     write_atomically(path, "\n".join(lines) + "\n")
     return path

@@ -68,6 +68,12 @@ def test_a_callable_as_rotary():
     layer, x = make("mgk", rotary=rotary), randn(2, 4, EMBED)
     close(layer(x), reference(layer, x, rotate=lambda x: x * (1 + torch.arange(4)[:, None]))[0])
     assert calls == [(4, [0, 1, 2, 3]), (5, [0, 1, 2, 3])]
+    for wrong, message in (
+        (lambda x, _: x.float(), "value has dtype"),
+        (lambda x, _: x[..., :1, :], "value must have"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make("mgk", rotary=wrong)(x)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "mgk-hard"])

@@ -43,7 +43,7 @@ OPTIONS = [
     ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
     ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
     ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
-    ("graphs", ["--graphs"], lambda a: a["graphs"], True),
+    ("graphs", ["--no-graphs"], lambda a: a["graphs"], False),
     ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
 ]
 

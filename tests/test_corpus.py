@@ -96,10 +96,11 @@ def test_segments_predict_the_next_token_and_know_their_clusters():
     stream = TokenStream(np.arange(0, 60, 2).astype(np.uint16), 7)
     assert len(stream) == 4
     segments = Segments(stream, (10, 40), torch.device("cpu"))
-    tokens, targets, counts = segments.batch(torch.tensor([3, 0]))
+    tokens, targets, rooms = segments.batch(torch.tensor([3, 0]))
     assert tokens.tolist() == [[42, 44, 46, 48, 50, 52, 54], [0, 2, 4, 6, 8, 10, 12]]
     assert targets.tolist() == [[44, 46, 48, 50, 52, 54, 56], [2, 4, 6, 8, 10, 12, 14]]
-    assert counts == [4, 3, 7]
+    assert segments.counts[[3, 0]].tolist() == [[0, 7], [3, 0]]
+    assert rooms == (64, 64)
 
 
 def test_missing_and_damaged_corpora(own_words, tmp_path_factory):

@@ -1,12 +1,14 @@
 """The language model: one token at a time is the full forward, and the adaptive softmax is a softmax."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import mgk
 from mgk.models import DecoderConfig, LanguageModel, adaptive, decoder, load_model, save_model
-from mgk.models.adaptive import TokenTable
+from mgk.models.adaptive import TokenTable, room_for
 from mgk.models.decoder import FORMS
 
 CUTOFFS = {"paper": (10, 30), "modern": ()}
@@ -87,8 +89,9 @@ def dense(table: TokenTable, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cutoffs", [(), (7,), (7, 20, 33)])
-@pytest.mark.parametrize("counted", [True, False])
-def test_adaptive_softmax_against_the_definition(cutoffs, counted, monkeypatch):
+@pytest.mark.parametrize("room", [None, 0, 3])
+def test_adaptive_softmax_against_the_definition(cutoffs, room, monkeypatch):
+    """With the room that it finds, with just enough, and with some to spare."""
     # Three rows at a time, so that chunks end inside.
     monkeypatch.setattr(adaptive, "ELEMENTS", 40)
     table = TokenTable(50, 6, cutoffs).double()
@@ -99,7 +102,9 @@ def test_adaptive_softmax_against_the_definition(cutoffs, counted, monkeypatch):
     targets = torch.randint(50, (2, 11))
     slope = torch.rand(2, 11, dtype=torch.double)
     wanted = -dense(table, hidden).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    found = table.losses(hidden, targets, table.cluster_counts(targets) if counted else None)
+    edges = [*cutoffs, 50]
+    rooms = [((targets >= low) & (targets < high)).sum().item() + (room or 0) for low, high in pairwise(edges)]
+    found = table.losses(hidden, targets, None if room is None else rooms)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(table.logits(hidden).log_softmax(-1), dense(table, hidden))
     inputs = [hidden, *table.parameters()] if cutoffs else [hidden, table.weight, table.bias]
@@ -109,6 +114,22 @@ def test_adaptive_softmax_against_the_definition(cutoffs, counted, monkeypatch):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_no_target_is_lost_for_want_of_room():
+    table = TokenTable(50, 6, (7, 20))
+    hidden, targets = torch.randn(9, 6), torch.tensor([1, 2, 8, 9, 10, 30, 31, 3, 4])
+    assert table.rooms(targets) == [64, 64]
+    assert table.losses(hidden, targets, (3, 2)).isfinite().all()
+    assert table.losses(hidden, targets, (2, 2)).isnan().any()
+    with pytest.raises(ValueError, match="rooms must be 2 numbers, one for each tail cluster"):
+        table.losses(hidden, targets, (9, 9, 9))
+
+
+def test_room_is_one_of_few_numbers_and_no_more_than_a_quarter_stays_empty():
+    assert [room_for(n) for n in (0, 1, 64, 65, 600, 1024, 1025)] == [0, 64, 64, 128, 640, 1024, 1280]
+    assert all(n <= room_for(n) <= max(64, 1.25 * n + 1) for n in range(256, 5000))
+    assert len({room_for(n) for n in range(256, 5000)}) < 20
 
 
 def test_a_cluster_without_targets_has_no_gradient_but_its_own_output():
@@ -133,10 +154,7 @@ def test_mixed_precision_keeps_the_gradient_of_the_table_in_fp32():
     torch.testing.assert_close(*gradients, atol=2e-4, rtol=0.05)
 
 
-def test_wrong_counts_and_cutoffs():
-    table = TokenTable(50, 6, (7, 20))
-    with pytest.raises(ValueError, match="counts"):
-        table.losses(torch.randn(4, 6), torch.randint(50, (4,)), [1, 1, 1])
+def test_wrong_cutoffs():
     for cutoffs in ((20, 7), (50,), (0,), (7, 7)):
         with pytest.raises(ValueError, match="cutoffs"):
             TokenTable(50, 6, cutoffs)

@@ -160,17 +160,17 @@ def test_one_seed_is_not_enough(tmp_path):
 
 
 def test_less_perplexity_is_better(tmp_path):
-    recipe = recipes.load("enwiki-lm").training
+    recipe = recipes.load("enwiki-lm-2").training
     for row, seed, perplexity in (("mgk:8", 0, 98.0), ("softmax:8", 0, 100.0), ("softmax:8", 1, 100.1)):
-        record(tmp_path, "enwiki-lm", row, seed, 0.5)
-        results.append(tmp_path / "enwiki-lm.csv", [
-            {"recipe": "enwiki-lm", "variant": row.split(":")[0], "preset": "paper", "heads": 8, "kv_heads": 8,
+        record(tmp_path, "enwiki-lm-2", row, seed, 0.5)
+        results.append(tmp_path / "enwiki-lm-2.csv", [
+            {"recipe": "enwiki-lm-2", "variant": row.split(":")[0], "preset": "paper", "heads": 8, "kv_heads": 8,
              "seed": seed, "steps": recipe.steps, "lr": recipe.lr, "batch": recipe.batch_size, "split": "dev",
              "n_examples": 9000, "metric": "perplexity", "value": perplexity, "params": 1, "flops": 1, "setup": "lm"},
         ])  # fmt: skip
         losses = np.log(perplexity) + 0.1 * np.sin(np.arange(20 * answers.BLOCK))
-        answers.keep(tmp_path, Place("enwiki-lm", Row.parse(row), "paper", seed, "dev", "lm"), losses)
-    own = part(tmp_path, "enwiki-lm")
+        answers.keep(tmp_path, Place("enwiki-lm-2", Row.parse(row), "paper", seed, "dev", "lm"), losses)
+    own = part(tmp_path, "enwiki-lm-2")
     judged = next(each for each in claims.same(own) if str(each) == "mgk:8 − softmax:8")
     assert judged.compared.difference == pytest.approx(100 * np.log(100.05 / 98.0), abs=0.01)
     assert judged.verdict == HOLDS

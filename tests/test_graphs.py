@@ -7,53 +7,52 @@ from torch import nn
 
 from mgk import training
 from mgk.graphs import GraphedGradients
-from mgk.objectives import Classification
+from mgk.objectives import Objective
 from mgk.recipes import Recipe, Row, Training
 
 
 class Remembered:
     """A recorded step without a GPU: like a graph it writes to the memory that the gradients had when it was made."""
 
-    def __init__(self, graphs):
-        self.run, self.places = graphs._run, list(graphs.gradients)
+    def __init__(self, graphs, fixed):
+        self.graphs, self.fixed, self.places = graphs, fixed, list(graphs.gradients)
 
     def replay(self, inputs):
-        parameters = self.run.__self__.parameters
-        means = self.run.__self__.measure(*inputs)
-        for place, gradient in zip(self.places, torch.autograd.grad(means["loss"], parameters), strict=True):
+        means = self.graphs.measure(*inputs, *self.fixed)
+        for place, gradient in zip(
+            self.places, torch.autograd.grad(means["loss"], self.graphs.parameters), strict=True
+        ):
             place.copy_(gradient)
         return means
 
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    def record(self, size, inputs):
-        self.recorded[size] = Remembered(self)
+    def record(self, kind, inputs, fixed):
+        self.recorded[kind] = Remembered(self, fixed)
 
     def recorder(self):
-        graphs = GraphedGradients(
-            list(self.model.parameters()), lambda *batch: self.means_of(self.predict(*batch[:2]), batch[2])
-        )
-        return lambda indices: graphs(self.batch(indices.numpy(), "train"))
+        graphs = GraphedGradients(list(self.model.parameters()), self.measure_batch)
+        return lambda indices: graphs(*self.batch(indices, "train"))
 
     monkeypatch.setattr(GraphedGradients, "_record", record)
-    monkeypatch.setattr(Classification, "recorder", recorder)
+    monkeypatch.setattr(Objective, "recorder", recorder)
 
 
-def trained(tmp_path, graphs):
+def trained(task, tmp_path, graphs):
     """The weights after a few steps, with two evaluations, for which Lightning drops all gradients."""
     settings = Training(steps=6, warmup=1, eval_every=2, precision="fp32", clip=0.5, padding="longest")
-    run = training.Run(
-        Recipe("tiny", "", "tiny", training=settings), Row("smgk", 2), "paper", 0, tmp_path, tmp_path / str(graphs)
-    )
-    module, _ = training.fit(run, tiny_training.TinyTask(), resume=False, accelerator="cpu", graphs=graphs)
+    recipe = Recipe("tiny", "", "tiny", model=tiny_training.MODELS[task], training=settings)
+    run = training.Run(recipe, Row("smgk", 2), "paper", 0, tmp_path, tmp_path / str(graphs))
+    module, _ = training.fit(run, tiny_training.TASKS[task](), resume=False, accelerator="cpu", graphs=graphs)
     assert (module.recorded is not None) == graphs
     rows = (tmp_path / str(graphs) / "metrics.csv").read_text().splitlines()
     return module.model.state_dict(), [row.rsplit(",", 1)[0] for row in rows]
 
 
-def test_a_run_of_recorded_steps_is_the_plain_run(tmp_path, without_a_gpu):
-    (plain, told), (recorded, also_told) = (trained(tmp_path, graphs) for graphs in (False, True))
+@pytest.mark.parametrize("task", ["classes", "text"])
+def test_a_run_of_recorded_steps_is_the_plain_run(task, tmp_path, without_a_gpu):
+    (plain, told), (recorded, also_told) = (trained(task, tmp_path, graphs) for graphs in (False, True))
     assert all(torch.equal(plain[name], recorded[name]) for name in plain)
     assert told == also_told
     assert len(told) == 7  # the header, and at steps 2, 4 and 6 the last step's loss and the development set
@@ -76,7 +75,6 @@ def batch(size, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
     network, measure = network_and_loss(0.0)
     parameters = list(network.parameters())
@@ -89,6 +87,8 @@ def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
         truth = torch.autograd.grad(loss, parameters)
         assert torch.equal(means["loss"], loss)
         assert all(torch.equal(p.grad, g) for p, g in zip(parameters, truth, strict=True))
+        # As long as a pass on another stream is alive, its parameters belong to that stream.
+        del loss
         with torch.no_grad():
             for p in parameters:
                 p -= 0.5 * p.grad
@@ -118,21 +118,25 @@ def test_what_cannot_be_recorded_runs_and_says_so():
     graphs = GraphedGradients(list(network.parameters()), waits)
     x = batch(4, 0)
     with pytest.warns(UserWarning, match="could not be recorded"):
-        means = graphs(x)
-    assert torch.equal(means["loss"], graphs(x)["loss"])
+        means = [graphs(x), graphs(x), graphs(x)]
     assert not graphs.recorded
+    assert torch.equal(means[0]["loss"], means[2]["loss"])
+    assert torch.rand(3, device="cuda").unique().numel() == 3  # random numbers are still to be had
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("error:a training step could not be recorded")
+@pytest.mark.parametrize("task", ["classes", "text"])
 @pytest.mark.parametrize("row", ["softmax:2", "smgk:2", "mgk:2", "mlk:2"])
-def test_a_run_on_a_gpu_is_the_same_with_recorded_steps(tmp_path, row):
-    """Without dropout, over several evaluations: the losses of the same weights."""
+def test_a_run_on_a_gpu_is_the_same_with_recorded_steps(tmp_path, row, task):
+    """Over several evaluations, for which Lightning drops all gradients: the losses of the same weights."""
     losses = []
     for graphs in (True, False):
-        recipe = Recipe("tiny", "", "tiny", model={"dropout": 0.0}, training=Training(steps=24, warmup=1, eval_every=4))
+        model = {**tiny_training.MODELS[task], "dropout": 0.0}
+        recipe = Recipe("tiny", "", "tiny", model=model, training=Training(steps=24, warmup=1, eval_every=4))
         run = training.Run(recipe, Row.parse(row), "paper", 0, tmp_path, tmp_path / str(graphs))
-        module, _ = training.fit(run, tiny_training.TinyTask(), resume=False, graphs=graphs)
+        module, _ = training.fit(run, tiny_training.TASKS[task](), resume=False, graphs=graphs)
         assert (module.recorded is not None) == graphs
         rows = (tmp_path / str(graphs) / "metrics.csv").read_text().splitlines()[1:]
         losses.append([float(line.split(",")[2]) for line in rows])

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from mgk import recipes, training
 from mgk.batches import Examples, Order, Stream
+from mgk.evaluation import finish, judge_of
+from mgk.models import LanguageModel, save_model
 from mgk.recipes import Recipe, Row, Training
 from mgk.tasks.store import Split
 
@@ -274,3 +276,18 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
 def test_a_training_that_diverges_says_so(tmp_path):
     with pytest.raises(ValueError, match="not finite at step 3"):
         fit_here(tmp_path, lr=1e30)
+
+
+def test_the_best_model_is_judged_not_the_last(tmp_path, monkeypatch):
+    """The model in memory is what training ended with: it must take the weights of the best one."""
+    monkeypatch.setattr(tiny_training.TinyText, "baselines", lambda self, data_dir: {}, raising=False)
+    monkeypatch.setattr(tiny_training.TinyText, "dataset", "tiny", raising=False)
+    task, config = tiny_training.TinyText(), tiny_training.MODELS["text"]
+    recipe = Recipe("tiny", "", "tiny", model=config, training=Training(steps=4, warmup=1, eval_every=2, stride=6))
+    described = training.Run(recipe, Row("smgk", 2), "paper", 0, tmp_path, tmp_path / "run")
+    module, record = training.fit(described, task, resume=False, accelerator="cpu")
+    torch.manual_seed(1)
+    save_model(LanguageModel(module.model.config), described.directory / "best")
+    found = {row["metric"]: row["value"] for row in finish(described, task, module, record) if row["split"] == "test"}
+    judge = judge_of(described.directory / "best", recipe.training, task, tmp_path, torch.device("cpu"), "test")
+    assert found["loss_stride_6"] == next(m.value for m in judge.judge("test", None) if m.metric == "loss_stride_6")

@@ -1,5 +1,7 @@
 """Few queries against many keys: the keys split over programs, without gradients, by the 2x rule."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ pytest.importorskip("triton")
 
 from test_triton import DEVICE, DTYPES, GPU, case, make_call, truth
 
+from mgk import functional
+from mgk.decoding import DecodingStep
 from mgk.kernels import fused, triton_launch, triton_ops
+from mgk.models import DecoderConfig, LanguageModel
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 
@@ -106,6 +111,67 @@ def test_gradients_are_not_lost(monkeypatch):
     assert len(seen) == 1
     assert torch.autograd.grad(out.sum(), x["shift"])[0].any()
     torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
+
+
+def roomy(x, axis, room=57):
+    """x along the keys with room behind them, and nothing there that could be used."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    shape = list(x.shape)
+    shape[axis] = room
+    nothing = x.new_ones(shape) if x.dtype == torch.bool else x.new_full(shape, torch.nan)
+    return torch.cat([x, nothing], axis)
+
+
+@pytest.mark.parametrize("name", ["shifted", "bottom-right-row", "gqa-bottom-right", "unequal", "mask", "independent"])
+def test_only_so_many_keys_are_there(name, monkeypatch, poisoned):
+    """A number on the device says how many; what lies behind them is not read."""
+    monkeypatch.setattr(triton_launch, "_processors", lambda device: 4)
+    leaves, options = case(**{"L": 1, **CASES[name]})
+    x = {key: t.to(DEVICE, torch.float32) for key, t in leaves.items()}
+    call = make_call(x, **options)
+    wanted = fused.run(call)[:2]
+    length = call.value.shape[2]
+    longer = replace(
+        call,
+        keys=roomy(call.keys, -2),
+        value=roomy(call.value, 2),
+        log_prior=roomy(call.log_prior, 3),
+        attn_mask=roomy(call.attn_mask, 3),
+        count=torch.tensor([length], dtype=torch.int32, device=DEVICE),
+    )
+    assert fused.refuses(longer) is None
+    for found, want in zip(fused.run(longer), wanted, strict=False):
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    hiding = replace(longer, keys=call.keys, value=call.value, log_prior=call.log_prior, attn_mask=call.attn_mask)
+    torch.testing.assert_close(fused.run(hiding.hiding())[0], wanted[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant, kv_heads", [("softmax", None), ("smgk", None), ("mgk", 2), ("mlk", None)])
+def test_a_model_decodes_with_it(variant, kv_heads, monkeypatch):
+    """No mask is made where the kernel can count."""
+    calls, run = [], fused.run
+
+    def note(call):
+        calls.append(call)
+        return run(call)
+
+    monkeypatch.setitem(functional.MIXTURE_BACKENDS, "triton", functional.Backend(fused.refuses, note))
+    config = DecoderConfig(20, 9, 16, 16, 1, 4, kv_heads, 16, variant)
+    model = LanguageModel(config).to(DEVICE).eval()
+    text = torch.randint(20, (2, 9), device=DEVICE)
+    with torch.no_grad():
+        caches, others = (model.make_caches(2, 9) for _ in range(2))
+        for given in (caches, others):
+            model.hidden(text[:, :6], caches=given)
+        calls.clear()
+        step = DecodingStep(model, caches)
+        for n in range(6, 9):
+            wanted = model(text[:, n : n + 1], caches=others)[:, 0]
+            torch.testing.assert_close(step(text[:, n : n + 1]), wanted, atol=1e-4, rtol=1e-4)
+    counted = [call for call in calls if call.count is not None]
+    assert counted or variant == "mlk"
+    assert all(call.attn_mask is None and call.keys.shape[-2] == 9 for call in counted)
 
 
 def test_operator_is_registered():

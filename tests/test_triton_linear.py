@@ -303,3 +303,57 @@ def test_no_host_synchronisation():
             (out[0] if isinstance(out, tuple) else out).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+STEPS = {
+    "shifted": ("smlk", {"B": 2, "H": 2, "Hk": 2, "D": 16, "E": 16}),
+    "groups-wide": ("mlk", {"B": 2, "H": 4, "Hk": 2, "M": 3, "D": 24, "E": 70, "prior": "position"}),
+    "one": ("mlk", {"B": 1, "H": 1, "Hk": 1, "M": 1, "D": 5, "E": 3, "prior": None}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("feature_map", ["elu", "relu"])
+@pytest.mark.parametrize("name", STEPS)
+def test_one_token_more(name, feature_map, normalise, dtype, monkeypatch, poisoned):
+    """... takes a launch of its own where no gradient is asked for, and goes on from any state."""
+    op, sizes = STEPS[name]
+    B, H, Hk, D, E, M = (sizes.get(key, 2) for key in ("B", "H", "Hk", "D", "E", "M"))
+    prior = None if sizes.get("prior", "head") is None else torch.randn(1, Hk, M, 1).log_softmax(2)
+    shift = torch.randn(Hk, M, D) if op == "smlk" else None
+    taken = []
+    launch = ops._launch
+    monkeypatch.setattr(ops, "_launch", lambda *args: (taken.append(args[0].__name__), launch(*args)))
+    state = None
+    for length in (3, 1, 1):
+        keys = torch.randn(B, Hk, length, D) if op == "smlk" else torch.randn(B, Hk, M, length, D)
+        given = {
+            "query": torch.randn(B, length, H, D).transpose(1, 2), "keys": keys, "value": torch.randn(B, Hk, length, E),
+            "shift": shift, "log_prior": prior,
+        }  # fmt: skip
+        there = {name: x if x is None else x.to(DEVICE, dtype) for name, x in given.items()}
+        exact = {name: x if x is None else x.double() for name, x in there.items()}
+        options = {"shifted": op == "smlk", "feature_map": feature_map, "is_causal": True, "return_state": True}
+        with torch.no_grad():
+            found, found_state, _ = fused_linear.run(
+                linear_call(**there, **options, initial_state=state, normalise=normalise)
+            )
+            before = None if state is None else tuple(x.double() for x in state)
+            call = linear_call(**exact, **options, initial_state=before, normalise=normalise)
+            wanted, wanted_state, _ = linear.run_eager(call)
+        tolerance = 20 * torch.finfo(dtype).eps
+        for x, y in ((found, wanted), *zip(found_state, wanted_state, strict=True)):
+            assert x.shape == y.shape
+            assert (x.double() - y).abs().max() <= tolerance * y.abs().max()
+        state = found_state
+    assert taken[-2:] == ["one_token"] * 2
+    assert taken.count("one_token") == 2
+
+
+def test_one_token_keeps_its_gradients():
+    x = {"query": (1, 1, 1, 4), "keys": (1, 1, 2, 1, 4), "value": (1, 1, 1, 4)}
+    given = {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in x.items()}
+    state = (torch.rand(1, 1, 4, 4, device=DEVICE), torch.rand(1, 1, 4, device=DEVICE))
+    out, _, _ = fused_linear.run(linear_call(**given, is_causal=True, initial_state=state, return_state=True))
+    assert all(g.any() for g in torch.autograd.grad(out.square().sum(), list(given.values())))

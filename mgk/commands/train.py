@@ -47,8 +47,8 @@ def train(
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp, fsdp.")] = "auto",
     graphs: Annotated[
-        bool, typer.Option(help="Classifiers on one GPU: record steps as CUDA graphs; for small models; experimental.")
-    ] = False,
+        bool, typer.Option(help="On one GPU, record steps as CUDA graphs: small models learn several times faster.")
+    ] = True,
     results_file: Annotated[Path | None, typer.Option("--results", help="A CSV file to add the result to.")] = None,
 ) -> None:
     """Train one model and evaluate the best checkpoint on the test set."""

@@ -19,6 +19,7 @@ STANDS_FOR = {
     "retrieval-peerread": "retrieval-aan",
     "retrieval-peerread-30k": "retrieval-aan",
     "enwiki-lm": "wikitext-103",
+    "enwiki-lm-2": "wikitext-103",
 }
 
 

@@ -46,6 +46,8 @@ def differentiable(
             return gradients(ctx, *grads, launch=launch_backward)
 
     def call(*args: Any) -> Tensors:
-        return operator(*args) if observed() else Direct.apply(*args)
+        if observed():
+            return operator(*args)
+        return Direct.apply(*args) if torch.is_grad_enabled() else launch_forward(*args)
 
     return call

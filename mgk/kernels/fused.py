@@ -37,6 +37,8 @@ def refuses(call: MixtureCall) -> str | None:
         return f"more than {MAX_COMPONENTS} components are not covered"
     if isinstance(call.scale, Tensor) and (call.scale.shape[0] > 1 or call.scale.shape[3] > 1):
         return "a scale per batch entry or per position is not covered"
+    if call.count is not None and not decodes(call):
+        return f"a count of keys goes with at most {DECODE_ROWS} queries and no gradients"
     if call.packed is not None and call.attn_mask is not None:
         return "attn_mask together with cu_seqlens is not covered"
     return None
@@ -55,10 +57,11 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         bias, mask = _fold(bias, mask), None
     scale, scale_t, tau, tau_t = _numbers(call)
     shift = None if call.shift is None else call.shift.contiguous()
-    if _decodes(call):
+    if decodes(call):
         out, lse2 = triton_ops.decode(
-            query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard
-        )
+            query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard,
+            call.count,
+        )  # fmt: skip
         return out, _natural(lse2, query, call) if call.return_lse else None, None
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
     packed = call.packed
@@ -80,7 +83,7 @@ def _needs_gradients(call: MixtureCall) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-def _decodes(call: MixtureCall) -> bool:
+def decodes(call: MixtureCall) -> bool:
     """Few queries, forward only. The length is asked for last: a compiled training step then does not depend on it."""
     if _needs_gradients(call):
         return False

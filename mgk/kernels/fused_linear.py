@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mgk.arguments import LinearCall
 from mgk.features import FEATURE_MAPS
+from mgk.kernels.direct import observed
 from mgk.kernels.fused import HAS_TRITON, MAX_WIDTH
 
 # The numbers by which the kernels know them.
@@ -35,6 +36,13 @@ def refuses(call: LinearCall) -> str | None:
     return None
 
 
+def _decodes(call: LinearCall) -> bool:
+    """One token more, without gradients. Who looks on sees the operator for any number of tokens."""
+    if call.query.shape[2] != 1 or torch.is_grad_enabled() or call.key_mask is not None or call.cu_seqlens is not None:
+        return False
+    return call.query.shape[0] > 0 and not observed()
+
+
 def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
     """Output [B, H, L, E], the state (Z, z) or None, and no weights."""
     from mgk.kernels import triton_linear_ops
@@ -45,6 +53,12 @@ def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
     if call.initial_state is not None:
         if len(call.initial_state) != 2 or call.initial_state[1].shape[-1] != width:
             raise ValueError("initial_state comes from another feature_map: use the state that this one returned")
+        if _decodes(call):
+            shift = None if call.shift is None else call.shift.contiguous()
+            output, state = triton_linear_ops.linear_step(
+                query, keys, value, shift, call.log_prior, call.initial_state, MAPS[call.feature_map], call.normalise
+            )
+            return output, state, None
         initial = torch.cat([call.initial_state[0].flatten(2), call.initial_state[1]], dim=-1).float()
     output, final = triton_linear_ops.causal_linear(
         query, keys, value, None if call.shift is None else call.shift.contiguous(), call.log_prior,

@@ -19,6 +19,8 @@ def refuses(call: MixtureCall) -> str | None:
         return "it returns the output alone"
     if call.packed is not None:
         return "it has no packed sequences"
+    if call.count is not None:
+        return "it reads all keys, also those beyond the count"
     if call.causal and call.attn_mask is not None:
         return "it takes a mask or is_causal, not both"
     if _bottom_right(call):

@@ -22,21 +22,32 @@ from .triton_tiles import (
 )
 
 
+@triton.jit
+def share(count_ptr, S, n_splits, BN: tl.constexpr):
+    """How many keys there are, where only the device knows, and how many of them a split has."""
+    S = tl.minimum(S, tl.load(count_ptr))
+    return S, tl.cdiv(tl.cdiv(S, n_splits), BN) * BN
+
+
 @triton.jit(do_not_specialize=["H", "L", "S", "CHUNK", "n_splits"])
 def decode_split(
-    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, mask_ptr, scale_ptr, tau_ptr, acc_ptr, ml_ptr, scale, tau, constant,
+    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, mask_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr,
+    scale, tau, constant,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_bb, stride_bh, stride_bm, stride_bs, stride_mb, stride_mh, stride_ml, stride_mj, GROUP,
     H, L, S, CHUNK, n_splits,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, PATH: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
+    CAUSAL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, COUNTED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Over one split of the keys of a key head, for the queries of all heads of its group: the sum of weights times
     values [B, Hk, splits, BM, E], its largest exponent and the sum of weights [2, B, Hk, splits, BM]."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if COUNTED:
+        S, CHUNK = share(count_ptr, S, n_splits, BN)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -179,12 +190,13 @@ def walk_row(
 
 @triton.jit(do_not_specialize=["HK", "S", "CHUNK", "n_splits"])
 def decode_row(
-    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, acc_ptr, ml_ptr, scale, tau, constant,
+    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr, scale, tau, constant,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_bb, stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
-    BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PATH: tl.constexpr,
+    BN: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, COUNTED: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
     """As `decode_split` for a single row. BI keys are read side by side, the BN / BI groups of a block one after
     another by the same threads. Each of the BI places has a running maximum and sums of its own until the end: no
@@ -192,6 +204,8 @@ def decode_row(
     its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) and what does not depend on j. BIAS: 1 the same for all
     keys, 2 for each its own."""
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if COUNTED:
+        S, CHUNK = share(count_ptr, S, n_splits, BN)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)

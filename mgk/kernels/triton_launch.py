@@ -44,6 +44,12 @@ def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
+@functools.lru_cache(1 << 12)
+def kinds_of(numbers: tuple[Any, ...]) -> tuple[int, ...]:
+    """What Triton specialises on. Most launches are of strides that have been seen before."""
+    return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers)
+
+
 def launch(
     kernel: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
     warps: Any, stages: Any, registers: Any = None,
@@ -53,8 +59,7 @@ def launch(
     divisibility of `numbers`; `floats` and `free` it does not look at."""
     key = (
         kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, registers,
-        *switches.values(),
-        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers],
+        *switches.values(), kinds_of(numbers),
         *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
     )  # fmt: skip
     args = (*tensors, *floats, *numbers, *free)
@@ -105,6 +110,11 @@ def _sources(bulk: bool, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
 
 def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
     return (0,) * n if x is None else x.stride()[:n]
+
+
+def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """As of x expanded to a larger shape."""
+    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def strides_of_keys(keys: Tensor, shifted: bool) -> tuple[int, ...]:
@@ -232,6 +242,19 @@ DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU",
 
 
 @functools.cache
+def _decode_switches(
+    switches: tuple[tuple[str, Any], ...], rows: int, cols: int, across: int, stages: int, bias: int, counted: bool
+) -> dict[str, Any]:
+    """What a step is compiled for, in the order of the kernels' arguments; rows is 1 for a single row."""
+    given = dict(switches)
+    compiled_for = {name: given[name] for name in DECODE_SWITCHES} | {"BN": cols}
+    if rows == 1:
+        return compiled_for | {"BI": across, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
+    general = {"BM": rows, "MASK": given["MASK"], "BIAS": bias > 0, "PRECISION": given["PRECISION"], "COUNTED": counted}
+    return compiled_for | general
+
+
+@functools.cache
 def _processors(device: torch.device) -> int:
     # Without a GPU, a few splits for the interpreter to merge.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -239,7 +262,7 @@ def _processors(device: torch.device) -> int:
 
 def launch_decode(
     query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, scale: Any,
-    tau: Any, constant: Any, causal: Any, hard: Any,
+    tau: Any, constant: Any, causal: Any, hard: Any, count: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of `triton_ops.decode_op`."""
     (B, H, L), (HK, S, E), shifted = query.shape[:3], value.shape[1:], shift is not None
@@ -250,45 +273,41 @@ def launch_decode(
     if S == 0:
         return out.zero_(), lse.fill_(float("inf"))
     switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, None, 0.0, causal, hard)
-    bias = None if bias is None else bias.expand(B, HK, switches["M"], S)
     mask = None if mask is None else mask.expand(B, H, L, S)
-    group, width, single = H // HK, max(switches["BD"], switches["BE"]), H == HK and L == 1 and mask is None
-    rows = 1 if single else padded_width(group * L)
+    bias_strides = (0,) * 4 if bias is None else _broadcast_strides(bias)
+    group, single = H // HK, H == HK and L == 1 and mask is None
+    width, size, tiles = max(switches["BD"], switches["BE"]), query.element_size(), 1 if shifted else switches["M"]
     if single:
-        tiles = 2 if shifted else switches["M"] + 1
-        cols, warps, stages, per_processor = row_block(width, tiles, query.element_size())
+        cols, warps, stages, per_processor = row_block(width, tiles + 1, size)
     else:
-        bytes_of_key = width * query.element_size() * (1 if shifted else switches["M"])
-        cols, per_processor = min(128, max(16, (1 << 15) // bytes_of_key)), 4
+        cols, warps, stages, per_processor = min(128, max(16, (1 << 15) // (width * size * tiles))), 4, 2, 4
+    rows = 1 if single else padded_width(group * L)
+    compiled_for = _decode_switches(
+        tuple(switches.items()), rows, cols,
+        # A thread reads 16 bytes.
+        min(cols, max(1, warps * 32 * 16 // (width * size))), stages,
+        0 if bias is None else 1 + (bias_strides[3] != 0), count is not None,
+    )  # fmt: skip
     # As many programs as the device holds at once, and at least two blocks of keys for each.
     splits = max(1, min(per_processor * _processors(query.device) // (B * HK), ceil_div(S, 2 * cols)))
     chunk = ceil_div(ceil_div(S, splits), cols) * cols
     splits = ceil_div(S, chunk)
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
-    compiled_for = {name: switches[name] for name in DECODE_SWITCHES} | {"BN": cols}
     if single:
         keys, value = _in_pairs(keys, value)
     key_strides = strides_of_keys(keys, shifted)
     if single:
-        # A thread reads 16 bytes.
-        across = min(cols, max(1, warps * 32 * 16 // (width * query.element_size())))
         launch(
-            decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, parts, sums),
-            (scale, tau, constant),
-            (*query.stride()[:2], *key_strides, *value.stride()[:3], *leading_strides(bias, 4)),
-            (HK, S, chunk, splits),
-            compiled_for | {"BI": across, "BIAS": 0 if bias is None else 1 + (bias.stride(3) != 0),
-            "STAGES": stages}, (0,), warps, 1,
+            decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums),
+            (scale, tau, constant), (*query.stride()[:2], *key_strides, *value.stride()[:3], *bias_strides),
+            (HK, S, chunk, splits), compiled_for, (0,), warps, 1,
         )  # fmt: skip
     else:
         launch(
-            decode_split, (splits, HK, B), (query, keys, value, shift, bias, mask, scale_t, tau_t, parts, sums),
-            (scale, tau, constant),
-            (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(bias, 4),
-            *leading_strides(mask, 4), group),
-            (H, L, S, chunk, splits),
-            compiled_for | {"BM": rows, "MASK": switches["MASK"], "BIAS": bias is not None,
-            "PRECISION": switches["PRECISION"]}, (0,), 4, 2,
+            decode_split, (splits, HK, B),
+            (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums), (scale, tau, constant),
+            (*query.stride()[:3], *key_strides, *value.stride()[:3], *bias_strides, *leading_strides(mask, 4), group),
+            (H, L, S, chunk, splits), compiled_for, (0,), warps, stages,
         )  # fmt: skip
     launch(
         decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
 from mgk.kernels.direct import differentiable
+from mgk.kernels.triton_launch import kinds_of
+from mgk.kernels.triton_linear_step import one_token
 
 
 class Blocks(NamedTuple):
@@ -28,6 +30,8 @@ BLOCKS = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 4, 1), 256: Blocks(256
 WIDE_BLOCKS = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(128, 16, 8, 1)}
 # Columns of a state that a product takes at a time.
 PART = 64
+# Columns of a state that a program has where there is one token alone.
+STEP_COLUMNS = 32
 
 
 @functools.cache
@@ -36,6 +40,7 @@ def blocks(width: int, type_bytes: int) -> Blocks:
     return next(block for limit, block in table.items() if width <= limit)
 
 
+@functools.cache
 def _width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -117,7 +122,7 @@ def _launch(
     constants = tuple(switches[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
     key = (
         kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, constants,
-        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers],
+        kinds_of(numbers),
         *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
     )  # fmt: skip
     grid = (*grid, 1, 1)[:3]
@@ -237,6 +242,36 @@ def launch_backward(
     )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
+
+
+def linear_step(
+    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None,
+    state: tuple[Tensor, ...], feature_map: int, normalise: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Output [B, H, 1, E] and the state (Z [B, HK, D, E], z [B, HK, D]) in fp32, from query [B, H, 1, D] and the rest
+    as of a LinearCall with a single token."""
+    (B, H, _, D), (HK, _, E) = query.shape, value.shape[1:]
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
+    out = query.new_empty(B, H, 1, E)
+    new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
+    width = min(STEP_COLUMNS, _width(E))
+    prior_strides: tuple[int, ...] = (0, 0, 0)
+    if prior is not None:
+        prior_strides = tuple(
+            0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
+        )
+    switches: dict[str, Any] = {
+        "D": D, "E": E, "BD": _width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
+        "PRIOR": prior is not None, "NORMALISE": normalise,
+    }  # fmt: skip
+    _launch(
+        one_token, (-(-E // width), HK, B),
+        (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
+        (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
+        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), switches,
+    )  # fmt: skip
+    return out, (new_total, new_norm)
 
 
 @torch.library.custom_op("mgk::causal_linear", mutates_args=())

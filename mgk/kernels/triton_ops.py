@@ -45,10 +45,12 @@ def _forward_fake(
 def decode_op(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, bias: Tensor | None, scale_t: Tensor | None,
     tau_t: Tensor | None, mask: Tensor | None, scale: float, tau: float, constant: float, causal: int, hard: bool,
+    count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, H, L, E] and base-2 lse [B, H, L] for few queries; no gradient."""
+    """out [B, H, L, E] and base-2 lse [B, H, L] for few queries; no gradient. count: int32 [1], so many of the keys are
+    there."""
     return launch_decode(
-        query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, causal, hard
+        query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, causal, hard, count
     )  # fmt: skip
 
 

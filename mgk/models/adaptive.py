@@ -55,46 +55,60 @@ class TokenTable(nn.Module):
         """[...] to [..., d]."""
         return lookup(tokens, self.weight)
 
-    def cluster_counts(self, targets: Any) -> list[int]:
-        """How many targets lie in each cluster, the frequent tokens first. Asks the device."""
+    def rooms(self, targets: Any) -> list[int]:
+        """Room for the targets in each tail cluster, as `losses` wants it. Asks the device."""
         clusters = self._clusters(torch.as_tensor(targets).reshape(-1))
-        return [int(count) for count in torch.bincount(clusters, minlength=len(self.sizes)).tolist()]
+        return [room_for(int(count)) for count in torch.bincount(clusters, minlength=len(self.sizes)).tolist()[1:]]
 
-    def losses(self, hidden: Tensor, targets: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    def losses(self, hidden: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
         """−log p(target) in fp32 for each position: [..., d] and [...] to [...].
 
-        counts: `cluster_counts(targets)` where the caller knows them. Without them the device is asked, and waited for.
+        rooms: for each tail cluster a number that its targets do not exceed, where the caller knows one (`rooms`, or
+        `room_for` of their count). The shapes depend on nothing else. Without it the device is asked, and waited for.
         """
         shape = targets.shape
         hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         weights, biases = self._parts()
         if not self.cutoffs:
             return cross_entropy(hidden, weights[0], biases[0], targets).view(shape)
+        rooms = self.rooms(targets) if rooms is None else rooms
+        if len(rooms) != len(self.cutoffs):
+            fail("rooms", f"must be {len(self.cutoffs)} numbers, one for each tail cluster, got {list(rooms)}")
         clusters = self._clusters(targets)
-        counts = self.cluster_counts(targets) if counts is None else counts
-        if len(counts) != len(self.sizes) or sum(counts) != len(targets):
-            fail("counts", f"must be {len(self.sizes)} numbers with the sum {len(targets)}, got {list(counts)}")
         # In the first softmax a rare token is its cluster.
         frequent = torch.where(clusters == 0, targets, self.cutoffs[0] + clusters - 1)
         losses = cross_entropy(hidden, weights[0], biases[0], frequent)
-        rows_of = torch.argsort(clusters, stable=True).split(list(counts))
-        for low, weight, bias, rows in zip(self.cutoffs, weights[1:], biases[1:], rows_of[1:], strict=True):
-            if len(rows):
-                within = cross_entropy(hidden[rows], weight, bias, targets[rows] - low)
-                losses = losses.index_add(0, rows, within)
+        order = torch.argsort(clusters, stable=True)
+        for n, (low, weight, bias, room) in enumerate(
+            zip(self.cutoffs, weights[1:], biases[1:], rooms, strict=True), 1
+        ):
+            room = min(room, len(targets))
+            if not room:
+                continue
+            places = torch.arange(room, device=targets.device)
+            filled = (clusters == n).sum()
+            rows = order[(places + (clusters < n).sum()).clamp(max=len(targets) - 1)]
+            within = (targets.index_select(0, rows) - low).clamp(0, len(weight) - 1)
+            further = cross_entropy(hidden.index_select(0, rows), weight, bias, within)
+            # What has no room must not be lost unnoticed, and the host shall not wait to see it.
+            further = torch.where(filled > room, math.nan, further)
+            losses = losses.index_add(0, rows, torch.where(places < filled, further, 0))
         return losses.view(shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] to [..., V]: scores, for the adaptive softmax log probabilities. Meant for few rows."""
-        weights, biases = self._parts()
-        scores = [F.linear(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         if not self.cutoffs:
-            return scores[0]
-        first = _upcast(scores[0]).log_softmax(-1)
-        tails = [
-            first[..., self.cutoffs[0] + n, None] + _upcast(tail).log_softmax(-1) for n, tail in enumerate(scores[1:])
+            return F.linear(hidden, self.weight, self.bias)
+        # One product for all tokens, and scores put side by side rather than weights, which are many more.
+        frequent, *tails = F.linear(hidden, self.weight, self.bias).split(self.sizes, dim=-1)
+        clusters = F.linear(hidden, self.cluster_weight, self.cluster_bias)
+        first = _upcast(torch.cat([frequent, clusters], dim=-1)).log_softmax(-1)
+        frequent, clusters = first.split([self.sizes[0], len(tails)], dim=-1)
+        within = [
+            cluster + _upcast(tail).log_softmax(-1)
+            for cluster, tail in zip(clusters.split(1, dim=-1), tails, strict=True)
         ]
-        return torch.cat([first[..., : self.cutoffs[0]], *tails], dim=-1)
+        return torch.cat([frequent, *within], dim=-1)
 
     def _clusters(self, targets: Tensor) -> Tensor:
         # Comparisons rather than a search: that would copy the cutoffs to the device, and wait.
@@ -113,6 +127,13 @@ class TokenTable(nn.Module):
             biases = [torch.cat([first, self.cluster_bias]), *tails]
         weights[0] = torch.cat([weights[0], self.cluster_weight]) if self.cutoffs else weights[0]
         return weights, biases
+
+
+def room_for(count: int) -> int:
+    """The next of a few round numbers: so many shapes are there, whatever the texts. At most a quarter is left empty
+    above 64."""
+    step = max(64, 1 << max(0, count.bit_length() - 3))
+    return count + -count % step
 
 
 def check_cutoffs(cutoffs: Any, vocab_size: int) -> tuple[int, ...]:

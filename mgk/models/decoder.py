@@ -27,9 +27,9 @@ from mgk.variants import PRESETS, VARIANTS
 GROUP = 4
 
 # Before and after a part: x + f(norm(x)), or norm(x + f(x)) as in the first transformer.
-NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module, nn.Module]]] = {
-    "pre": lambda norm: (norm(), nn.Identity()),
-    "post": lambda norm: (nn.Identity(), norm()),
+NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module | None, nn.Module | None]]] = {
+    "pre": lambda norm: (norm(), None),
+    "post": lambda norm: (None, norm()),
 }
 NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": lambda width: nn.RMSNorm(width, eps=1e-6)}
 
@@ -60,8 +60,18 @@ class Gated(nn.Module):
         return down
 
 
+class Plain(nn.Sequential):
+    """Up, an activation, dropout, down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, activation, dropout, down = self
+        x = activation(up(x))
+        result: Tensor = down(dropout(x) if self.training else x)
+        return result
+
+
 def _plain(activation: Callable[[], nn.Module]) -> Callable[[int, int, float], nn.Module]:
-    return lambda width, hidden, dropout: nn.Sequential(
+    return lambda width, hidden, dropout: Plain(
         nn.Linear(width, hidden), activation(), nn.Dropout(dropout), nn.Linear(hidden, width)
     )
 
@@ -171,21 +181,30 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, padding: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        seen = self.before_attention(x)
+        seen = _through(self.before_attention, x)
         attended = self.attention(seen, key_padding_mask=padding, position_ids=positions, cache=cache)
         return self._rest(x, attended)
 
     def last(self, x: Tensor) -> Tensor:
         """The layer's output at the last position alone, [B, 1, d]: one query over all keys, nothing to hide."""
-        seen = self.before_attention(x)
+        seen = _through(self.before_attention, x)
         position = torch.full((1,), x.shape[1] - 1, device=x.device)
         attended = self.attention.attend(seen[:, -1:], seen, None, How(is_causal=False), position)
         return self._rest(x[:, -1:], attended)
 
     def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = self.after_attention(x + self.dropout(attended))
-        result: Tensor = self.after_mlp(x + self.dropout(self.mlp(self.before_mlp(x))))
+        x = _through(self.after_attention, x + self._dropped(attended))
+        return _through(self.after_mlp, x + self._dropped(self.mlp(_through(self.before_mlp, x))))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        result: Tensor = self.dropout(x) if self.training else x
         return result
+
+
+def _through(part: nn.Module | None, x: Tensor) -> Tensor:
+    """Calling a module that does nothing takes the host as long as a small one that does something."""
+    result: Tensor = x if part is None else part(x)
+    return result
 
 
 def run_group(
@@ -255,15 +274,13 @@ class LanguageModel(nn.Module):
             fail("caches", f"must be {len(self.layers)}, one for each layer, got {len(caches)}")
         held = caches[0].length if caches else 0
         x = self.embed(tokens, position_ids, held) if inputs is None else inputs
-        result: Tensor = self.norm(self._run(self._layers(), x, position_ids, key_padding_mask, caches))
-        return result
+        return _through(self.norm, self._run(self._layers(), x, position_ids, key_padding_mask, caches))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """`hidden` at the last position alone, [B, d]: the last layer works for that position only."""
         self._check_tokens(tokens)
         *layers, last = self._layers()
-        result: Tensor = self.norm(last.last(self._run(layers, self.embed(tokens))))
-        return result[:, 0]
+        return _through(self.norm, last.last(self._run(layers, self.embed(tokens))))[:, 0]
 
     def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """From now on layers run compiled. All groups of them run the same code, so that one is compiled for all."""
@@ -282,9 +299,9 @@ class LanguageModel(nn.Module):
             x = self._run_group(layers[part], x, position_ids, key_padding_mask, caches and caches[part])
         return x
 
-    def losses(self, tokens: Tensor, targets: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """−log p of each target [B, L], in fp32. counts: see TokenTable.losses."""
-        return self.table.losses(self.hidden(tokens), targets, counts)
+    def losses(self, tokens: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
+        """−log p of each target [B, L], in fp32. rooms: see TokenTable.losses."""
+        return self.table.losses(self.hidden(tokens), targets, rooms)
 
     def forward(
         self,
