@@ -111,7 +111,7 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
         return out, lse
     return triton_launch.launch_backward(
         torch.randn_like(out), None, out, lse, prepared, stats, query, keys, value, shift, *nothing, scale, 1.0,
-        0.0, int(case.causal), hard, N, N, False,
+        0.0, int(case.causal), hard, N, N, False, 0 if prior is None else triton_launch.SUMMED,
     )  # fmt: skip
 
 

@@ -203,10 +203,10 @@ def gradient_keys(
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
-    ROWS: tl.constexpr, WANTED: tl.constexpr, PATH: tl.constexpr,
+    ROWS: tl.constexpr, WANTED: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, dc (the gradient of log pi) and this tile's part of d shift, d tau, d scale; a group's query heads one
-    after another."""
+    """dk, dv, this tile's part of d shift, d tau, d scale, and dc, the gradient of log pi (PRIOR 1: this tile's part of
+    its sum, 2: of each key); a group's query heads one after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == KEYS and PATH == 1 and not SHIFTED
@@ -311,8 +311,9 @@ def gradient_keys(
     if HARD and not UNEQUAL:
         dcs = without_others(dcs, M)
 
+    SUMS: tl.constexpr = M * D + 1 + M + (M if PRIOR == 1 else 0)
     o_d = tl.arange(0, BD)
-    p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * (M * D + 1 + M)
+    p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * SUMS
     p_dk = dk_ptr + ((i_b * HK + i_k) * NS).to(tl.int64) * S * D + start_k * D
     p_dbias = dbias_ptr + ((i_b * HK + i_k) * M).to(tl.int64) * S + start_k + o_j
     dtau = 0.0
@@ -329,7 +330,10 @@ def gradient_keys(
         b_pull = dcs[r][:, None] * b_kr
         square = tl.sum(tl.sum(b_pull * b_kr, 1), 0)
         dtau -= 0.5 * lam[r] * square
-        tl.store(p_dbias + r * S, dcs[r], mask=o_j < n_k)
+        if PRIOR == 1:
+            tl.store(p_sums + M * D + 1 + M + r, tl.sum(tl.where(o_j < n_k, dcs[r], 0.0), 0))
+        elif PRIOR == 2:
+            tl.store(p_dbias + r * S, dcs[r], mask=o_j < n_k)
         if SHIFTED:
             total += b_pull * (lam[r] if UNEQUAL else 1.0)
             tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_pull, 0), mask=o_d < D)

@@ -138,7 +138,7 @@ def gradient_queries(
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     DMASK: tl.constexpr, DLSE: tl.constexpr,
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
-    PATH: tl.constexpr,
+    PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta) and this tile's
     part of d shift, d tau, d scale."""
@@ -257,7 +257,11 @@ def gradient_queries(
     b_x = (b_q if REGISTERS % 2 else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
     o_d = tl.arange(0, BD)
     i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m
-    p_sums = sums_ptr + (i_row * (H // GROUP) + i_k).to(tl.int64) * (M * D + 1 + M)
+    SUMS: tl.constexpr = M * D + 1 + M + (M if PRIOR == 1 else 0)
+    p_sums = sums_ptr + (i_row * (H // GROUP) + i_k).to(tl.int64) * SUMS
+    # The sums of d log pi are the keys' to write.
+    for r in tl.static_range(SUMS - (M * D + 1 + M)):
+        tl.store(p_sums + M * D + 1 + M + r, 0.0)
     if SHIFTED:
         for r in tl.static_range(M):
             b_r = load_shift(shift_ptr, i_k, r, M, D, BD)

@@ -316,10 +316,19 @@ def launch_decode(
     return out, lse
 
 
+# Of the gradient of log pi: nothing, its sum over batch and keys, or all of it.
+NOTHING, SUMMED, EACH = 0, 1, 2
+
+
+def sums_of(components: int, width: int, prior_grad: int) -> int:
+    """How many sums over all rows a head has: of d shift, d tau, d scale and, where its sum is asked for, d log pi."""
+    return components * width + 1 + components + (components if prior_grad == SUMMED else 0)
+
+
 def launch_backward(
     grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
     shift: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any,
-    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any,
+    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any, prior_grad: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients that `triton_ops.backward_op` returns."""
     switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
@@ -327,10 +336,11 @@ def launch_backward(
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     slots = stats.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
-    dbias = lse.new_empty(B, HK, M, S)
+    dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
+    columns = sums_of(M, D, prior_grad)
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
     if query.numel() == 0 or S == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), dbias.zero_(), lse.new_zeros(HK, M * D + 1 + M), dmask.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), dbias.zero_(), lse.new_zeros(HK, columns), dmask.zero_()
     if mask_grad and causal:
         dmask.zero_()
     mask = None if mask is None else mask.expand(B, H, L, S)
@@ -346,7 +356,7 @@ def launch_backward(
     flags = lse.new_empty(
         n_seq * max(H * q_tiles, HK * k_tiles, *(HK * n for n in more_tiles))
     )  # one launch after another
-    sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, M * D + 1 + M)
+    sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, columns)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     small = n_seq * H * max_q * max_k <= SMALL_PAIRS
     along_keys, along_queries = (not small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
@@ -369,7 +379,7 @@ def launch_backward(
         (scale, tau, dropout_p), strides,
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        REGISTERS=q_way % 4), paths, *q_options,
+        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, *q_options,
     )  # fmt: skip
     for wanted, kind in parts:
         k_rows, k_cols, *k_options, k_way = blocks(hardness + kind, width, M, shifted, size)
@@ -385,6 +395,6 @@ def launch_backward(
             (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
             dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
-            ROWS=by_engine, WANTED=wanted.value), key_paths, *k_options,
+            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, *k_options,
         )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask

@@ -7,7 +7,17 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .direct import differentiable, observed
-from .triton_launch import SLOT, launch_backward, launch_decode, launch_forward, slots_of
+from .triton_launch import (
+    EACH,
+    NOTHING,
+    SLOT,
+    SUMMED,
+    launch_backward,
+    launch_decode,
+    launch_forward,
+    slots_of,
+    sums_of,
+)  # fmt: skip
 from .triton_parts import launch_inference
 
 
@@ -67,13 +77,14 @@ def backward_op(
     shift: Tensor | None, scale_t: Tensor | None, tau_t: Tensor | None, mask: Tensor | None, seed: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None,
     scale: float, tau: float, dropout_p: float, causal: int, hard: bool, max_q: int, max_k: int, mask_grad: bool,
+    prior_grad: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys, value, log prior [B, Hk, M, S]; [Hk, M * D + 1 + M] of shift, tau and scale; [B, H, L,
-    S] of a float mask or empty."""
+    """Gradients of query, keys, value; of log prior [B, Hk, M, S] if prior_grad is EACH, or empty; [Hk, M * D + 1 + M]
+    of shift, tau and scale, and M more of log prior if prior_grad is SUMMED; [B, H, L, S] of a float mask or empty."""
     return launch_backward(
         grad, grad_lse, out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k,
         scale, tau, dropout_p, causal, hard,
-        max_q, max_k, mask_grad,
+        max_q, max_k, mask_grad, prior_grad,
     )  # fmt: skip
 
 
@@ -81,14 +92,15 @@ def backward_op(
 def _backward_fake(
     grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
     shift: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any,
-    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any,
+    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any, prior_grad: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     B, H, L, D = query.shape
     HK, S = value.shape[1:3]
     M = prepared.shape[2]
     same = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
-    return same(query), same(keys), same(value), lse.new_empty(B, HK, M, S), lse.new_empty(HK, M * D + 1 + M), dmask
+    dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
+    return same(query), same(keys), same(value), dbias, lse.new_empty(HK, sums_of(M, D, prior_grad)), dmask
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -107,13 +119,19 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
         grad = torch.zeros_like(out)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    need = ctx.needs_input_grad
+    prior_grad = NOTHING
+    if need[4]:
+        shape = ctx.bias_like[0]
+        prior_grad = SUMMED if shape[0] == shape[3] == 1 else EACH
     dq, dk, dv, dbias, sums, dmask = (launch or backward_op)(
         grad, grad_lse, out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k,
         scale, tau, dropout_p, causal, hard,
-        max_q, max_k, ctx.needs_input_grad[7],
+        max_q, max_k, need[7], prior_grad,
     )  # fmt: skip
-    need = ctx.needs_input_grad
     M, D = prepared.shape[2], query.shape[3]
+    if prior_grad == SUMMED:
+        dbias = sums[None, :, M * D + 1 + M :, None]
     return (
         dq, dk, dv,
         sums[:, : M * D].reshape(shift.shape).to(shift.dtype) if need[3] else None,
