@@ -26,8 +26,8 @@ from mgk.batches import Examples, Order
 from mgk.checks import one_of
 from mgk.models import Classifier, EncoderConfig
 from mgk.recipes import Training
+from mgk.steps import SCHEDULERS
 from mgk.tasks.baselines import logistic_regression
-from mgk.training import SCHEDULERS
 
 RECIPE, TASK = "retrieval-probe", "retrieval-peerread"
 HASHED = 4096  # buckets of n-grams, n > 1

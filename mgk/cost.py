@@ -17,7 +17,8 @@ from torch import Tensor
 from mgk.batches import Order, seed_of
 from mgk.evaluation import description, peak_memory_mb
 from mgk.objectives import OBJECTIVES
-from mgk.training import Fit, Run
+from mgk.steps import Fit
+from mgk.training import Run
 
 METRICS = ("step_ms_alone", "forward_ms_alone", "peak_mem_mb_alone")
 WARM_UP, WINDOWS, STEPS = 5, 5, 10

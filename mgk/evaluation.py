@@ -22,7 +22,9 @@ from mgk.models import Classifier, LanguageModel, load_model
 from mgk.models.storage import KINDS
 from mgk.objectives import OBJECTIVES, Measured, Objective
 from mgk.recipes import Training
-from mgk.training import Fit, Record, Run
+from mgk.record import Record
+from mgk.steps import Fit
+from mgk.training import Run
 from mgk.variants import VARIANTS
 
 

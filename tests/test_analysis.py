@@ -10,6 +10,7 @@ from torch import nn
 import mgk
 from mgk.analysis import analyse
 from mgk.analysis.ranking import matrices_at_once
+from mgk.analysis.removal import remove_heads
 from mgk.analysis.watching import at_rest, watching
 from mgk.analysis.weights import sample_weights
 from mgk.models import Classifier, EncoderConfig
@@ -206,7 +207,9 @@ def test_progress_is_told_to_the_end():
     told = []
     analyse(model_of(), samples(3), removal=2, progress=lambda *stage: told.append(stage))
     assert [done for stage, done, total in told if (stage, total) == ("looking at the heads", 3)] == [1, 2, 3]
-    assert [done for stage, done, total in told if (stage, total) == ("silencing one head at a time", 8)][-1] == 8
+    assert [done for stage, done, total in told if (stage, total) == ("silencing one head at a time, 2 samples", 8)][
+        -1
+    ] == 8
 
 
 def test_removal_is_what_the_models_answer_changes():
@@ -222,6 +225,25 @@ def test_removal_is_what_the_models_answer_changes():
     flipped = (before.argmax(-1) != after.argmax(-1)).double().mean()
     assert removal.flipped[1] == pytest.approx(flipped.item())
     assert analyse(model, inputs, removal=0).layers[0].removal is None
+
+
+def test_samples_are_tried_together_and_as_many_as_there_is_memory_for():
+    model, inputs = model_of().eval(), [torch.randint(1, 16, (1, n)) for n in (9, 12, 9, 9, 12, 7)]
+    told, answer = [], 4 * 4  # bytes
+
+    @torch.no_grad()
+    def removal(inputs, **more):
+        heads = {"layers.0.attention": 4, "layers.1.attention": 4}
+        found = remove_heads(model, inputs, heads, watching, lambda *stage: told.append(stage[0]), **more)
+        return [found[name] for name in heads]
+
+    wanted = removal(inputs, memory=1 << 20)
+    for alone, joint in zip(wanted, removal(inputs, memory=1 << 20, together=2), strict=True):
+        np.testing.assert_allclose(alone.change, joint.change, rtol=1e-5)
+        np.testing.assert_array_equal(alone.flipped, joint.flipped)
+    few = removal(inputs, memory=3 * 4 * answer)
+    np.testing.assert_allclose(few[1].change, removal(inputs[:4], memory=1 << 20)[1].change, rtol=1e-5)
+    assert set(told) == {f"silencing one head at a time, {count} samples" for count in (6, 4)}
 
 
 def mixture_layer(prior, shift):

@@ -14,7 +14,7 @@ import tiny_training
 import torch
 from safetensors.torch import load_file
 
-from mgk import recipes, training
+from mgk import recipes, record, training
 from mgk.batches import Examples, Order, Stream
 from mgk.evaluation import finish, judge_of
 from mgk.models import LanguageModel, save_model
@@ -230,7 +230,7 @@ def test_gradients_are_clipped_also_for_a_fused_optimizer():
 
     from mgk.models import Classifier, EncoderConfig
     from mgk.objectives import Classification
-    from mgk.training import Fit
+    from mgk.steps import Fit
 
     model = Classifier(EncoderConfig(16, 4, 24, embed_dim=8))
     fit = Fit(Classification(model, Training(clip=0.25), TinyTask(), {}), seed=0)
@@ -267,7 +267,7 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
         with pytest.raises(ValueError, match=r"other settings \(data\)"):
             fit_here(tmp_path, resume=True)
     assert fit_here(tmp_path, resume=True)[1].steps == 0
-    (tmp_path / training.CHECKPOINT).write_bytes(b"half a file")
+    (tmp_path / record.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
         fit_here(tmp_path, resume=True)
 
@@ -285,9 +285,9 @@ def test_the_best_model_is_judged_not_the_last(tmp_path, monkeypatch):
     task, config = tiny_training.TinyText(), tiny_training.MODELS["text"]
     recipe = Recipe("tiny", "", "tiny", model=config, training=Training(steps=4, warmup=1, eval_every=2, stride=6))
     described = training.Run(recipe, Row("smgk", 2), "paper", 0, tmp_path, tmp_path / "run")
-    module, record = training.fit(described, task, resume=False, accelerator="cpu")
+    module, kept = training.fit(described, task, resume=False, accelerator="cpu")
     torch.manual_seed(1)
     save_model(LanguageModel(module.model.config), described.directory / "best")
-    found = {row["metric"]: row["value"] for row in finish(described, task, module, record) if row["split"] == "test"}
+    found = {row["metric"]: row["value"] for row in finish(described, task, module, kept) if row["split"] == "test"}
     judge = judge_of(described.directory / "best", recipe.training, task, tmp_path, torch.device("cpu"), "test")
     assert found["loss_stride_6"] == next(m.value for m in judge.judge("test", None) if m.metric == "loss_stride_6")

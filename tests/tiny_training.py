@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mgk import training
+from mgk import record, training
 from mgk.models import save_model
 from mgk.recipes import Recipe, Row, Training
 from mgk.tasks.corpus import TokenStream
@@ -85,23 +85,23 @@ def main() -> None:
     parser.add_argument("--strategy", default="auto")
     given = parser.parse_args()
     if given.kill_at:
-        keep_going = training.Record.on_train_batch_end
+        keep_going = record.Record.on_train_batch_end
 
         def die(self, trainer, *arguments):
             keep_going(self, trainer, *arguments)
             if trainer.global_step == given.kill_at:
                 os.kill(os.getpid(), given.kill_with)
 
-        training.Record.on_train_batch_end = die
+        record.Record.on_train_batch_end = die
     settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
     described = run(given.out, dropout=given.dropout, **settings)
-    module, record = training.fit(
+    module, kept = training.fit(
         described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
     )
-    weights = training.whole_weights(module.model)
+    weights = record.whole_weights(module.model)
     training.leave()
-    if record.stopped_by is not None:
-        sys.exit(128 + record.stopped_by)
+    if kept.stopped_by is not None:
+        sys.exit(128 + kept.stopped_by)
     if module.global_rank == 0:
         save_model(module.model, Path(given.out) / "final", weights)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,56 @@ class Removal:
 
 
 def remove_heads(
-    model: nn.Module, inputs: Sequence[Any], heads: dict[str, int], watch: Watch, tell: Progress
+    model: nn.Module,
+    inputs: Sequence[Any],
+    heads: dict[str, int],
+    watch: Watch,
+    tell: Progress,
+    *,
+    memory: int,
+    together: int = 1,
 ) -> dict[str, Removal]:
-    """For each layer, what removing one of its heads changes. heads: how many each layer has."""
+    """For each layer, what removing one of its heads changes. heads: how many each layer has.
 
-    def answers(watcher: Watcher) -> list[tuple[Tensor, bool]]:
+    memory: bytes that the answers may take; as many samples are tried as they suffice for. together: samples of a call,
+    where they can be joined along their first axis.
+    """
+
+    def answers(samples: Sequence[Any], watcher: Watcher) -> list[tuple[Tensor, bool]]:
         with watch(model, watcher):
-            return [_answer(run(model, sample)) for sample in inputs]
+            return [_answer(run(model, sample)) for sample in samples]
 
-    whole = answers(lambda name, call, output: output)
+    def as_it_is(name: str, call: Call, output: Tensor) -> Tensor:
+        return output
+
+    first = answers(inputs[:1], as_it_is)[0][0]
+    # The answers with all heads are kept, and compared with as many at a time as belong to one call.
+    count = min(len(inputs), max(1, memory // max(1, 3 * first.nbytes)))
+    tried = joined(inputs[:count], min(together, count))
+    whole = answers(tried, as_it_is)
     total, done, found = sum(heads.values()), 0, {}
-    for layer, count in heads.items():
-        change, flipped = np.zeros(count), np.zeros(count)
-        for head in range(count):
-            change[head], flipped[head] = _compare(whole, answers(_silence(layer, head)))
+    for layer, number in heads.items():
+        change, flipped = np.zeros(number), np.zeros(number)
+        for head in range(number):
+            with watch(model, _silence(layer, head)):
+                change[head], flipped[head] = _compare(whole, (_answer(run(model, sample)) for sample in tried))
             done += 1
-            tell("silencing one head at a time", done, total)
+            tell(f"silencing one head at a time, {count} samples", done, total)
         found[layer] = Removal(change, flipped if whole[0][1] else None)
     return found
+
+
+def joined(inputs: Sequence[Any], together: int) -> list[Any]:
+    """Samples that are tensors of the same shape, up to `together` of them, as one."""
+    groups: dict[Any, list[Tensor]] = {}
+    others = []
+    for sample in inputs:
+        if isinstance(sample, Tensor) and sample.dim():
+            groups.setdefault((sample.shape, sample.dtype, sample.device), []).append(sample)
+        else:
+            others.append(sample)
+    parts = [group[start : start + together] for group in groups.values() for start in range(0, len(group), together)]
+    return [*(torch.cat(part) for part in parts), *others]
 
 
 def _silence(layer: str, head: int) -> Watcher:
@@ -68,12 +100,11 @@ def _answer(output: Any) -> tuple[Tensor, bool]:
     return first, False
 
 
-def _compare(whole: list[tuple[Tensor, bool]], without: list[tuple[Tensor, bool]]) -> tuple[float, float]:
+def _compare(whole: list[tuple[Tensor, bool]], without: Iterable[tuple[Tensor, bool]]) -> tuple[float, float]:
     moved = norm = flips = places = 0.0
     for (before, _), (after, _) in zip(whole, without, strict=True):
-        before, after = before.double(), after.double()
-        moved += float((before - after).square().sum())
-        norm += float(before.square().sum())
+        moved += float(torch.linalg.vector_norm(before - after, dtype=torch.float64)) ** 2
+        norm += float(torch.linalg.vector_norm(before, dtype=torch.float64)) ** 2
         flips += float((before.argmax(-1) != after.argmax(-1)).sum())
         places += before[..., 0].numel()
     return (moved / max(norm, torch.finfo(torch.float64).tiny)) ** 0.5, flips / max(places, 1)

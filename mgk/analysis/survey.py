@@ -214,6 +214,7 @@ def analyse(
     map_size: int = 256,
     tiles: Path | None = None,
     removal: int = 16,
+    together: int = 1,
     progress: Progress | None = None,
     watch: Watch = watching,
 ) -> Analysis:
@@ -230,7 +231,9 @@ def analyse(
             computed, and as few at once as fit.
         map_size: the sides of the pooled maps.
         tiles: a directory; maps that had to be pooled are also written there in full, as PNG tiles.
-        removal: samples to run without each head in turn, to see how much it matters; 0 leaves this out.
+        removal: samples to run without each head in turn, to see how much it matters, as far as `memory` holds their
+            answers; 0 leaves this out.
+        together: so many of those samples in a call, if they are tensors of one shape whose first axis is the batch.
         progress: told (stage, done, total).
         watch: how to look at the calls; Transformers models need their own (`mgk.analysis.foreign`).
     """
@@ -265,7 +268,7 @@ def analyse(
         removed: dict[str, Removal] = {}
         if removal:
             counts = {name: sums.heads for name, sums in layers.items()}
-            removed = remove_heads(model, inputs[:removal], counts, watch, tell)
+            removed = remove_heads(model, inputs[:removal], counts, watch, tell, memory=memory, together=together)
     found = [sums.layer(removed.get(name)) for name, sums in layers.items()]
     lengths = next(iter(layers.values())).lengths
     return Analysis(found, len(lengths), min(lengths), max(lengths), threshold, time.perf_counter() - started)

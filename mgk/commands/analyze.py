@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LONG = 512
 # More heads than these get smaller maps.
 MANY = 48
+# Samples that go through the model in one call while its heads are silenced one by one.
+TOGETHER = 16
 
 
 @app.command()
@@ -196,7 +198,7 @@ def _run(
     inputs = samples.to_device(found.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
     settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
-    analysis = analyse(model, inputs, matrices=wanted, **settings)
+    analysis = analyse(model, inputs, matrices=wanted, together=TOGETHER, **settings)
     costs, own = _costs(config)
     return Subject(name, found.about, analysis, found.tokens, costs, own, tiles=tiles)
 
