@@ -76,8 +76,11 @@ class GraphedGradients:
     generator's state whether it is just being recorded or not: recording draws no random numbers.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means]) -> None:
-        self.parameters, self.measure = list(parameters), measure
+    def __init__(
+        self, parameters: Sequence[Tensor], measure: Callable[..., Means], buffers: Sequence[Tensor] = ()
+    ) -> None:
+        """buffers: what a step changes in place beside the gradients."""
+        self.parameters, self.measure, self.buffers = list(parameters), measure, list(buffers)
         self.gradients: list[Tensor] = []
         self.recorded: dict[tuple[Any, ...], Recorded] = {}
         self.failures = 0
@@ -109,7 +112,7 @@ class GraphedGradients:
 
     def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:
         held = tuple(x.clone() for x in inputs)
-        state = torch.cuda.get_rng_state()
+        state, before = torch.cuda.get_rng_state(), [buffer.clone() for buffer in self.buffers]
         # One stream for all: autograd keeps for every parameter the stream it was first used on, for as long as
         # anything of that pass is alive, and another pass would be made to wait for that stream.
         self._stream = self._stream or torch.cuda.Stream()
@@ -127,4 +130,7 @@ class GraphedGradients:
         else:
             self._pool = graph.pool()
             self.recorded[kind] = Recorded(graph, held, means)
+        # The run that everything was compiled by does not count.
         torch.cuda.set_rng_state(state)
+        for buffer, old in zip(self.buffers, before, strict=True):
+            buffer.copy_(old)

@@ -22,7 +22,6 @@ from mgk.graphs import GraphedGradients
 from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel
 from mgk.recipes import Recipe, Row, Training
 from mgk.sliding import sliding_losses
-from mgk.variants import VARIANTS
 
 
 class Measured(NamedTuple):
@@ -105,11 +104,11 @@ class Objective(ABC):
 
     def recorder(self) -> Callable[[Tensor], dict[str, Tensor]] | None:
         """What measures training examples and leaves the gradients of their loss in the parameters, by recorded steps;
-        None where steps cannot be recorded: where nothing is compiled, and for EM, which would count a step twice."""
-        layers = [VARIANTS[name] for name in self.model.config.layer_variants]
-        if not self.compiles or any("em" in (v.prior, v.variance) for v in layers):
+        None where steps cannot be recorded: where nothing is compiled."""
+        if not self.compiles:
             return None
-        graphs = GraphedGradients([p for p in self.model.parameters() if p.requires_grad], self.measure_batch)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        graphs = GraphedGradients(parameters, self.measure_batch, list(self.model.buffers()))
         return lambda indices: graphs(*self.batch(indices, "train"))
 
     @abstractmethod
