@@ -18,7 +18,18 @@ from matplotlib.axes import Axes
 
 from mgk import results
 from mgk.benchmark import goals
-from mgk.benchmark.goals import GOAL_SHAPES, MEANS, NAMES, SMALL_SHAPE, Row, geometric_mean, ratios, select, shape_of
+from mgk.benchmark.goals import (
+    GOAL_SHAPES,
+    MEANS,
+    NAMES,
+    SMALL_SHAPE,
+    Row,
+    geometric_mean,
+    plain_ratios,
+    ratios,
+    select,
+    shape_of,
+)
 from mgk.benchmark.timing import PASSES
 from mgk.files import replacing, write_atomically
 from mgk.markdown import markdown, number
@@ -36,8 +47,13 @@ def speed_table(rows: list[Row]) -> str:
         values = [found[shape] for shape in GOAL_SHAPES if shape in found]
         means.append(f"**{geometric_mean(values):.2f}**" if len(values) == len(GOAL_SHAPES) else "–")
         largest.append(number(max(values, default=None)))
+    plain = ["mean in plain calls, with their Python"]
+    for name, which in columns:
+        found = plain_ratios(rows, name, which)
+        values = [found[shape] for shape in GOAL_SHAPES if shape in found]
+        plain.append(number(geometric_mean(values) if len(values) == len(GOAL_SHAPES) else None))
     wanted = ["goal of the mean", *(number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
-    return markdown([*lines, means, largest, wanted])
+    return markdown([*lines, means, largest, wanted, plain])
 
 
 def peers_table(rows: list[Row]) -> str:

@@ -184,7 +184,7 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
                     told = time.time()
                     console.print(_stand(queue.running))
                 for job in queue.ended():
-                    outcome = f"FAILED: {_last_line(job)} (see {job.directory / 'log.txt'})"
+                    outcome = f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.directory / 'log.txt'})"
                     outcome = outcome if job in queue.failed else "done"
                     done = len(jobs) - len(queue.waiting) - len(queue.running)
                     seconds = time.time() - started

@@ -22,6 +22,7 @@ from mgk.training import Run
 
 METRICS = ("step_ms_alone", "forward_ms_alone", "peak_mem_mb_alone")
 WARM_UP, WINDOWS, STEPS = 5, 5, 10
+COUNT = WARM_UP + WINDOWS * STEPS
 
 
 def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:

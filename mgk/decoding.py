@@ -21,11 +21,17 @@ from mgk.models import LanguageModel
 class DecodingStep:
     """Tokens [B, 1] to the scores [B, V] of what follows them; they are appended to the caches.
 
-    The caches may be used, cropped and reset in between by other calls. The scores are the next call's to write over.
-    The model's parameters must stay where they are in memory.
+    caches: `model.make_caches(batch_size, max_length)`, filled by a prompt with model(prompt, caches=caches). They
+    may be used, cropped and reset in between by other calls. The next call writes over the scores: clone them to keep
+    them. The model must be in eval mode, and its parameters must stay where they are in memory.
     """
 
     def __init__(self, model: LanguageModel, caches: Sequence[Cache]) -> None:
+        if not isinstance(model, LanguageModel):
+            fail("model", f"must be a LanguageModel, got {type(model).__name__}")
+        of_layers = isinstance(caches, (list, tuple)) and all(isinstance(cache, Cache) for cache in caches)
+        if not of_layers or len(caches) != len(model.layers):
+            fail("caches", f"must be {len(model.layers)}, one for each layer, as model.make_caches makes them")
         self.model, self.caches = model, caches
         device = model.table.weight.device
         self.place = Place(
@@ -44,10 +50,16 @@ class DecodingStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
+        if self.model.training:
+            fail("model", "must be in eval mode: call model.eval()")
         held, batch = self.caches[0].length, self.caches[0].batch_size
+        if any((cache.length, cache.batch_size) != (held, batch) for cache in self.caches):
+            lengths = [cache.length for cache in self.caches]
+            fail("caches", f"must hold the same tokens of the same sequences, got lengths {lengths}")
         whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
         if not whole or tokens.shape != (batch, 1):
-            fail("tokens", f"must be an integer tensor [B, 1] = [{batch}, 1], one for each sequence")
+            got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            fail("tokens", f"must be an integer tensor [B, 1] = [{batch}, 1], one for each sequence, got {got}")
         try:
             for cache in self.caches:
                 cache.check_padding(False)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mgk.files import write_atomically
 from mgk.models import save_model
 from mgk.recipes import Training
+from mgk.runs import CHECKPOINT
 from mgk.steps import Fit
 
-CHECKPOINT = "last.ckpt"
 # Steps between two points of the curves that TensorBoard shows.
 LOG_EVERY = 50
 

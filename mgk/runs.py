@@ -13,6 +13,9 @@ from mgk.models import LanguageModel, load_model
 from mgk.tasks.corpus import Corpus
 from mgk.tasks.vocabulary import Vocabulary
 
+# In the directory of a run: what it goes on from.
+CHECKPOINT = "last.ckpt"
+
 
 def read_run(directory: Path, *needed: str) -> dict[str, Any]:
     """The description of a run, from its directory. needed: what it must tell beside its task."""
@@ -29,12 +32,23 @@ def read_run(directory: Path, *needed: str) -> dict[str, Any]:
     return dict(description)
 
 
+def best_of(directory: Path) -> Path:
+    """Where a run keeps its best model."""
+    best = directory / "best"
+    if not best.exists() and (directory / CHECKPOINT).exists():
+        raise ValueError(
+            f"{directory} has no model yet: it was stopped before it was first evaluated. "
+            "Go on with the command that began it and --resume auto"
+        )
+    return best
+
+
 def load_language_model(directory: Path, device: torch.device) -> tuple[LanguageModel, Vocabulary]:
     """The best model of a run and its vocabulary; the data it was trained on is not needed."""
     task = tasks.task(read_run(directory)["task"])
     if not isinstance(task, Corpus):
         raise ValueError(f"{directory} is a run of {task.name}: it holds no language model")
-    model = load_model(directory / "best", device)
+    model = load_model(best_of(directory), device)
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{directory / 'best'} holds a {type(model).__name__}, not a language model")
     return model, task.vocabulary_in(directory)

@@ -21,7 +21,8 @@ from mgk.files import write_atomically
 from mgk.objectives import OBJECTIVES
 from mgk.progress import Told
 from mgk.recipes import Recipe, Row
-from mgk.record import CHECKPOINT, LOG_EVERY, Record
+from mgk.record import LOG_EVERY, Record
+from mgk.runs import CHECKPOINT
 from mgk.steps import Fit, in_company
 
 
@@ -89,7 +90,7 @@ def _check_same(directory: Path, found: dict[str, Any], wanted: dict[str, Any]) 
     if other or found.keys() != wanted.keys():
         raise ValueError(
             f"{directory} holds a run with other settings ({', '.join(other)}): "
-            "remove it, or take another directory (train --out, compare --runs)"
+            "remove it, or take another directory (train --out, compare and study --runs)"
         )
 
 

@@ -121,9 +121,30 @@ def test_no_target_is_lost_for_want_of_room():
     hidden, targets = torch.randn(9, 6), torch.tensor([1, 2, 8, 9, 10, 30, 31, 3, 4])
     assert table.rooms(targets) == [64, 64]
     assert table.losses(hidden, targets, (3, 2)).isfinite().all()
-    assert table.losses(hidden, targets, (2, 2)).isnan().any()
-    with pytest.raises(ValueError, match="rooms must be 2 numbers, one for each tail cluster"):
-        table.losses(hidden, targets, (9, 9, 9))
+    for too_small in ((2, 2), (0, 2), (3, 0), (0, 0)):
+        assert table.losses(hidden, targets, too_small).isnan().any()
+    for wrong in ((9, 9, 9), 9, (9, -1), (9.0, 9)):
+        with pytest.raises(ValueError, match="rooms must be 2 numbers, one for each tail cluster"):
+            table.losses(hidden, targets, wrong)
+
+
+@pytest.mark.parametrize("cutoffs", [(), (7, 20)])
+def test_targets_that_are_no_tokens(cutoffs, monkeypatch):
+    table, hidden = TokenTable(50, 6, cutoffs), torch.randn(2, 3, 6)
+    targets = torch.tensor([[1, 2, 49], [8, 30, 0]])
+    for wrong in (50, 1000, -1, -100):
+        changed = targets.clone()
+        changed[0, 1] = wrong
+        with pytest.raises(ValueError, match=rf"targets must be token ids from 0 to 49 .* got {wrong}"):
+            table.losses(hidden, changed)
+        # On a GPU the host does not wait to see it.
+        with monkeypatch.context() as patched:
+            patched.setattr(TokenTable, "_check", lambda *_: None)
+            found = table.losses(hidden, changed)
+        assert found.isnan().tolist() == [[False, True, False], [False, False, False]]
+    for wrong in (targets.float(), targets.tolist(), targets.flatten(), targets[:, :2]):
+        with pytest.raises(ValueError, match="targets must"):
+            table.losses(hidden, wrong)
 
 
 def test_room_is_one_of_few_numbers_and_no_more_than_a_quarter_stays_empty():

@@ -159,6 +159,27 @@ def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
     assert not caches[0].move_to(memory[0])
 
 
+def test_what_no_step_is_made_of():
+    model = tiny("smgk")
+    caches = model.make_caches(2, 8)
+    for wrong in ([], None, caches[0], caches[:1], [None, None]):
+        with pytest.raises(ValueError, match=r"caches must be 2, one for each layer, as model\.make_caches makes them"):
+            DecodingStep(model, wrong)
+    with pytest.raises(ValueError, match="model must be a LanguageModel, got Linear"):
+        DecodingStep(torch.nn.Linear(2, 2), caches)
+    step, token = DecodingStep(model, caches), torch.zeros(2, 1, dtype=torch.long)
+    step(token)
+    step(token)
+    caches[1].crop(1)
+    with pytest.raises(ValueError, match=r"caches must hold the same tokens .* got lengths \[2, 1\]"):
+        step(token)
+    assert [cache.length for cache in caches] == [2, 1]
+    caches[0].crop(1)
+    model.train()
+    with pytest.raises(ValueError, match="model must be in eval mode"):
+        step(token)
+
+
 def test_what_a_step_refuses_is_not_remembered():
     model = tiny("smgk")
     caches = [layer.attention.make_cache(2, room) for layer, room in zip(model.layers, (4, 3), strict=True)]

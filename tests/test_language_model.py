@@ -252,3 +252,13 @@ def test_a_study_leaves_everything_but_the_weights(own_text, tmp_path):
     assert {table, curves, samples, "bytes-analysis/report.html", "bytes-analysis/ranks.csv"} <= left
     assert not any(name.endswith((".safetensors", ".ckpt")) for name in left)
     assert "## Seed 2" in (tmp_path / "out" / samples).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "the"], ["eval"], ["analyze"]], ids=lambda each: each[0])
+def test_a_run_that_was_stopped_early_says_how_to_go_on(command, tmp_path):
+    (tmp_path / "run.json").write_text(
+        json.dumps({"task": "bytes", "recipe": "bytes", "row": "smgk:2", "seed": 0, "training": {}})
+    )
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no model yet: .* --resume auto"):
+        commands.app([command[0], str(tmp_path), *command[1:]], standalone_mode=False)

@@ -14,7 +14,7 @@ import tiny_training
 import torch
 from safetensors.torch import load_file
 
-from mgk import recipes, record, training
+from mgk import recipes, runs, training
 from mgk.batches import Examples, Order, Stream
 from mgk.evaluation import finish, judge_of
 from mgk.models import LanguageModel, save_model
@@ -267,7 +267,7 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
         with pytest.raises(ValueError, match=r"other settings \(data\)"):
             fit_here(tmp_path, resume=True)
     assert fit_here(tmp_path, resume=True)[1].steps == 0
-    (tmp_path / record.CHECKPOINT).write_bytes(b"half a file")
+    (tmp_path / runs.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
         fit_here(tmp_path, resume=True)
 

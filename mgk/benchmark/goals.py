@@ -68,6 +68,16 @@ def ratios(rows: list[Row], variant: str, which: str, components: str = "2") -> 
     return {shape_of(row): float(row["ratio"]) for row in found}
 
 
+def plain_ratios(rows: list[Row], variant: str, which: str) -> dict[str, float]:
+    """As `ratios`, of calls as one writes them, with their Python and their launches."""
+    best: dict[str, float] = {}
+    for row in select(rows, "speed", which, variant="softmax"):
+        if row["heads"] == row["kv_heads"] == row["full_heads"] and row["step_ms"]:
+            best[shape_of(row)] = min(best.get(shape_of(row), math.inf), float(row["step_ms"]))
+    found = select(rows, "speed", which, variant=variant, components="2", backend="triton")
+    return {shape_of(row): float(row["step_ms"]) / best[shape_of(row)] for row in found if shape_of(row) in best}
+
+
 def _speed(rows: list[Row]) -> Iterable[Goal]:
     for variant, means in MEANS.items():
         for which, mean in zip(PASSES, means, strict=True):

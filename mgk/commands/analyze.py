@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 LONG = 512
 # More heads than these get smaller maps.
 MANY = 48
+# Seconds between two lines where there is no terminal.
+LINE_EVERY = 10.0
 # Samples that go through the model in one call while its heads are silenced one by one.
 TOGETHER = 16
 
@@ -173,11 +176,11 @@ def _run(
     from mgk.analysis import analyse, samples
     from mgk.analysis.report import Subject
     from mgk.models import load_model
-    from mgk.runs import read_run
+    from mgk.runs import best_of, read_run
 
     description = read_run(run, "recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(run / "best", device)
+    model = load_model(best_of(run), device)
     config: Any = model.config
     wanted = _default_matrices(matrices, given.length or config.max_length, device)
     if given.images:
@@ -268,7 +271,7 @@ def _transformers(
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """A progress bar on the terminal, one line a stage."""
+    """A progress bar on the terminal, one line a stage; elsewhere a plain line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -276,8 +279,13 @@ def _bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         stages: dict[str, Any] = {}
+        told = time.monotonic()
 
         def tell(stage: str, done: int, total: int) -> None:
+            nonlocal told
+            if not console.is_terminal and time.monotonic() - told > LINE_EVERY:
+                told = time.monotonic()
+                print(f"{stage}: {done:,} of {total:,}", file=sys.stderr, flush=True)
             # A second model goes through the same stages again.
             if stage not in stages or bar.tasks[stages[stage]].finished:
                 stages[stage] = bar.add_task(stage, total=total)

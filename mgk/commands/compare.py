@@ -115,7 +115,7 @@ def compare(
         known = results.read(sorted(out.glob("*.csv")))
         for row in untimed:
             if not comparison.timed(known, chosen, row, preset, setups[row]):
-                print(f"timing {row} alone", file=sys.stderr)
+                print(f"timing {row} alone, {cost.COUNT} steps (--no-alone leaves this out)", file=sys.stderr)
                 results.append(own, cost.measure(first[row], task, device))
     _show(chosen, models, preset, out, setups)
     if failed:

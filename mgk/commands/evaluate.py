@@ -30,7 +30,7 @@ def evaluate(
     from mgk import tasks
     from mgk.evaluation import judge_of
     from mgk.recipes import PRECISIONS, Training
-    from mgk.runs import read_run
+    from mgk.runs import best_of, read_run
 
     for name, count in (("--batch-size", batch_size), ("--stride", stride)):
         if count is not None:
@@ -47,7 +47,7 @@ def evaluate(
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = Training(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    judge = judge_of(run / "best", settings, task, data_directory(data_dir, description), device, split)
+    judge = judge_of(best_of(run), settings, task, data_directory(data_dir, description), device, split)
     for name in judge.splits:
         found = list(judge.judge(name, None))
         values = {each.metric: each.value for each in found}

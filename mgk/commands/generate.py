@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mgk.checks import positive_integer
 from mgk.commands.common import app
 
 
@@ -28,7 +29,13 @@ def generate(
     from mgk.generation import generate as tokens_of
     from mgk.runs import load_language_model
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    positive_integer("--max-tokens", max_tokens)
+    try:
+        sampling = Sampling(temperature, top_k, top_p, seed)
+    except ValueError as error:
+        # The options are called as the fields are, but for their dashes.
+        name, _, rest = str(error).partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {rest}") from None
     model, vocabulary = load_language_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     ids, unknown = vocabulary.encode(prompt)
     if not len(ids):

@@ -25,6 +25,9 @@ def study(
     data_dir: DataDir = None,
     matrices: Annotated[int | None, typer.Option(min=1, help="Attention matrices to rank in each layer.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Trainings at once; default 1, or 4 on a GPU.")] = None,
+    alone: Annotated[
+        bool | None, typer.Option(help="Time each model by itself; default: if its training did not.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where everything worth keeping goes: no weights.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
 ) -> None:
@@ -37,7 +40,7 @@ def study(
     if not isinstance(tasks.task(chosen.task), Corpus):
         raise ValueError(f"recipe {recipe} trains no language model: use mgk compare")
     models = chosen_rows(rows, chosen)
-    compare(recipe, rows, seeds, preset, steps, settings, data_dir, jobs, out=out, runs=runs)
+    compare(recipe, rows, seeds, preset, steps, settings, data_dir, jobs, alone, out=out, runs=runs)
     directories = [run_directory(runs, chosen.name, row, preset, seed) for row in models for seed in range(seeds)]
     # A run whose result was already known has not been trained again, and may not be here.
     found = [directory for directory in directories if (directory / "best").is_dir()]

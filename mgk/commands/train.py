@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,10 @@ def train(
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp, fsdp.")] = "auto",
     graphs: Annotated[
-        bool, typer.Option(help="On one GPU, record steps as CUDA graphs: small models learn several times faster.")
+        bool,
+        typer.Option(
+            help="On one GPU: record steps as CUDA graphs, by which small models train up to 3 times as fast."
+        ),
     ] = True,
     results_file: Annotated[Path | None, typer.Option("--results", help="A CSV file to add the result to.")] = None,
 ) -> None:
@@ -56,7 +60,7 @@ def train(
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from mgk import tasks
-    from mgk.evaluation import finish
+    from mgk.evaluation import finish, parameters
     from mgk.training import Run, fit, leave
 
     chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
@@ -85,6 +89,9 @@ def train(
         check_file("--results", results_file)
     task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
+    if os.environ.get("RANK", "0") == "0":
+        size = f"{parameters(run.model_config(task)):,} parameters"
+        print(f"{row}, {size}, on {task.dataset}: {chosen.training.steps:,} steps", file=sys.stderr)
     try:
         module, record = fit(
             run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs
@@ -93,7 +100,8 @@ def train(
         raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
     leave()
     if record.stopped_by is not None:
-        print(f"stopped at step {module.trainer.global_step}; go on with: --resume auto --out {where}", file=sys.stderr)
+        again = shlex.join(["mgk", *sys.argv[1:], *(["--resume", "auto"] if resume is None else [])])
+        print(f"stopped at step {module.trainer.global_step}; go on with: {again}", file=sys.stderr)
         raise typer.Exit(128 + record.stopped_by)
     if module.global_rank != 0:
         return

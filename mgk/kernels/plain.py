@@ -12,7 +12,7 @@ from mgk.kernels import fused
 
 def refuses(call: MixtureCall) -> str | None:
     if call.components != 1 or isinstance(call.tau, Tensor) or call.tau != 0:
-        return "it computes plain softmax attention: one component and similarity 'dot'"
+        return "it is for plain softmax attention alone: one component and similarity 'dot'"
     if call.shift is not None or call.log_prior is not None or isinstance(call.scale, Tensor):
         return "it takes no shift, log_prior or tensor of scales"
     if call.return_weights or call.return_lse:

@@ -61,36 +61,41 @@ class TokenTable(nn.Module):
         return [room_for(int(count)) for count in torch.bincount(clusters, minlength=len(self.sizes)).tolist()[1:]]
 
     def losses(self, hidden: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
-        """−log p(target) in fp32 for each position: [..., d] and [...] to [...].
+        """−log p(target) in fp32 for each position: [..., d] and [...] to [...]. No target is ignored.
 
         rooms: for each tail cluster a number that its targets do not exceed, where the caller knows one (`rooms`, or
         `room_for` of their count). The shapes depend on nothing else. Without it the device is asked, and waited for.
+        Where there are more targets than room, or a target is no token, the losses are NaN: the host does not wait to
+        see it.
         """
+        self._check(hidden, targets, rooms)
         shape = targets.shape
         hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        nothing = (targets < 0) | (targets >= self.vocab_size)
+        targets = targets.clamp(0, self.vocab_size - 1)
         weights, biases = self._parts()
         if not self.cutoffs:
-            return cross_entropy(hidden, weights[0], biases[0], targets).view(shape)
+            losses = cross_entropy(hidden, weights[0], biases[0], targets)
+            return torch.where(nothing, math.nan, losses).view(shape)
         rooms = self.rooms(targets) if rooms is None else rooms
-        if len(rooms) != len(self.cutoffs):
-            fail("rooms", f"must be {len(self.cutoffs)} numbers, one for each tail cluster, got {list(rooms)}")
         clusters = self._clusters(targets)
         # In the first softmax a rare token is its cluster.
         frequent = torch.where(clusters == 0, targets, self.cutoffs[0] + clusters - 1)
         losses = cross_entropy(hidden, weights[0], biases[0], frequent)
+        losses = torch.where(nothing, math.nan, losses)
         order = torch.argsort(clusters, stable=True)
         for n, (low, weight, bias, room) in enumerate(
             zip(self.cutoffs, weights[1:], biases[1:], rooms, strict=True), 1
         ):
             room = min(room, len(targets))
             if not room:
+                losses = torch.where(clusters == n, math.nan, losses)
                 continue
             places = torch.arange(room, device=targets.device)
             filled = (clusters == n).sum()
             rows = order[(places + (clusters < n).sum()).clamp(max=len(targets) - 1)]
             within = (targets.index_select(0, rows) - low).clamp(0, len(weight) - 1)
             further = cross_entropy(hidden.index_select(0, rows), weight, bias, within)
-            # What has no room must not be lost unnoticed, and the host shall not wait to see it.
             further = torch.where(filled > room, math.nan, further)
             losses = losses.index_add(0, rows, torch.where(places < filled, further, 0))
         return losses.view(shape)
@@ -109,6 +114,21 @@ class TokenTable(nn.Module):
             for cluster, tail in zip(clusters.split(1, dim=-1), tails, strict=True)
         ]
         return torch.cat([frequent, *within], dim=-1)
+
+    def _check(self, hidden: Tensor, targets: Any, rooms: Any) -> None:
+        if not isinstance(targets, Tensor) or targets.dtype not in (torch.int32, torch.int64):
+            fail("targets", "must be an integer tensor of token ids")
+        if targets.shape != hidden.shape[:-1]:
+            fail("targets", f"must have the tokens' shape {list(hidden.shape[:-1])}, got {list(targets.shape)}")
+        if targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
+            low, high = (int(each) for each in targets.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                ids = f"token ids from 0 to {self.vocab_size - 1} (there is none that is ignored)"
+                fail("targets", f"must be {ids}, got {low if low < 0 else high}")
+        if rooms is not None:
+            whole = isinstance(rooms, (list, tuple)) and all(isinstance(room, int) and room >= 0 for room in rooms)
+            if not whole or len(rooms) != len(self.cutoffs):
+                fail("rooms", f"must be {len(self.cutoffs)} numbers, one for each tail cluster, got {rooms!r}")
 
     def _clusters(self, targets: Tensor) -> Tensor:
         # Comparisons rather than a search: that would copy the cutoffs to the device, and wait.

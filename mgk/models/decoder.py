@@ -300,7 +300,11 @@ class LanguageModel(nn.Module):
         return x
 
     def losses(self, tokens: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
-        """−log p of each target [B, L], in fp32. rooms: see TokenTable.losses."""
+        """−log p of each target [B, L], in fp32; no target is ignored.
+
+        rooms: for the adaptive softmax, one number for each cluster of rare words that there are at most so many
+        targets in, where the caller knows one; `model.table.rooms(targets)` finds them. More targets give NaN.
+        """
         return self.table.losses(self.hidden(tokens), targets, rooms)
 
     def forward(
