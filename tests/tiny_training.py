@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mgk import record, training
+from mgk.cli import end
 from mgk.models import save_model
 from mgk.recipes import Recipe, Row, Training
 from mgk.tasks.corpus import TokenStream
@@ -100,10 +101,12 @@ def main() -> None:
     )
     weights = record.whole_weights(module.model)
     training.leave()
-    if kept.stopped_by is not None:
-        sys.exit(128 + kept.stopped_by)
-    if module.global_rank == 0:
+    if kept.stopped_by is None and module.global_rank == 0:
         save_model(module.model, Path(given.out) / "final", weights)
+    status = 0 if kept.stopped_by is None else 128 + kept.stopped_by
+    if "WORLD_SIZE" in os.environ:
+        end(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
