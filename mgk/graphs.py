@@ -76,8 +76,9 @@ class GraphedGradients:
     generator's state whether it is just being recorded or not: recording draws no random numbers.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means]) -> None:
-        self.parameters, self.measure = list(parameters), measure
+    def __init__(self, parameters: Sequence[Tensor], measure: Callable[..., Means], *, recording: bool = True) -> None:
+        """recording: False runs every batch as it comes, to compare with."""
+        self.parameters, self.measure, self.recording = list(parameters), measure, recording
         self.gradients: list[Tensor] = []
         self.recorded: dict[tuple[Any, ...], Recorded] = {}
         self.failures = 0
@@ -90,7 +91,7 @@ class GraphedGradients:
             # Not sooner: the parameters may have moved to the device since.
             self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         kind = (*(x.shape for x in inputs), fixed)
-        if kind not in self.recorded and self.failures < ATTEMPTS and len(self.recorded) < MOST:
+        if kind not in self.recorded and self.recording and len(self.recorded) < MOST:
             self._record(kind, inputs, fixed)
         means = self.recorded[kind].replay(inputs) if kind in self.recorded else self._run(inputs, fixed)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
@@ -122,6 +123,7 @@ class GraphedGradients:
             self._pool = None
             gc.collect()
             if self.failures == ATTEMPTS:
+                self.recording = False
                 words = f"a training step could not be recorded as a CUDA graph ({error}): steps take longer"
                 warnings.warn(words, stacklevel=3)
         else:
