@@ -31,7 +31,7 @@ from mgk import results
 from mgk.decoding import DecodingStep
 from mgk.evaluation import forward_flops, parameters
 from mgk.files import replacing
-from mgk.graphs import ATTEMPTS, GraphedGradients
+from mgk.graphs import GraphedGradients
 from mgk.models import DecoderConfig, LanguageModel, load_model
 from mgk.recipes import Row
 from mgk.sliding import sliding_losses
@@ -148,10 +148,10 @@ class Bench:
         texts = [words(config, (batch, length + 1), device) for _ in range(4)]
         rooms = [tuple(model.table.rooms(text[:, 1:])) for text in texts]
         learn = GraphedGradients(
-            list(model.parameters()), lambda x, y, *rooms: {"loss": model.losses(x, y, rooms).mean()}
+            list(model.parameters()),
+            lambda x, y, *rooms: {"loss": model.losses(x, y, rooms).mean()},
+            recording=device.type == "cuda" and not self.arguments.plain,
         )
-        if device.type == "cpu" or self.arguments.plain:
-            learn.failures = ATTEMPTS
 
         def steps(count: int) -> None:
             for n in range(count):

@@ -44,17 +44,11 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     def batch(number: int) -> Tensor:
         return torch.from_numpy(order.take(number * size, size))
 
-    def learn(number: int) -> None:
-        with module.objective.autocast():
-            if module.recorded:
-                module.recorded(batch(number))
-                return
-            loss = module.objective.measure(batch(number), "train")["loss"]
-        (loss / settings.accumulate).backward()
-
     def step(number: int) -> None:
-        for part in range(settings.accumulate):
-            learn(number * settings.accumulate + part)
+        for part in range(number * settings.accumulate, (number + 1) * settings.accumulate):
+            with module.objective.autocast():
+                loss = module.training_step(batch(part), part)
+            module.backward(loss / settings.accumulate)
         module.configure_gradient_clipping(optimizer, settings.clip)
         optimizer.step()
         module.optimizer_zero_grad(0, number, optimizer)

@@ -77,10 +77,17 @@ class GraphedGradients:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], measure: Callable[..., Means], buffers: Sequence[Tensor] = ()
+        self,
+        parameters: Sequence[Tensor],
+        measure: Callable[..., Means],
+        *,
+        buffers: Sequence[Tensor] = (),
+        recording: bool = True,
     ) -> None:
-        """buffers: what a step changes in place beside the gradients."""
-        self.parameters, self.measure, self.buffers = list(parameters), measure, list(buffers)
+        """buffers: what a step changes in place beside the gradients. recording: False runs every batch as it comes,
+        to compare with."""
+        self.parameters, self.measure, self.recording = list(parameters), measure, recording
+        self.buffers = list(buffers)
         self.gradients: list[Tensor] = []
         self.recorded: dict[tuple[Any, ...], Recorded] = {}
         self.failures = 0
@@ -93,7 +100,7 @@ class GraphedGradients:
             # Not sooner: the parameters may have moved to the device since.
             self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         kind = (*(x.shape for x in inputs), fixed)
-        if kind not in self.recorded and self.failures < ATTEMPTS and len(self.recorded) < MOST:
+        if kind not in self.recorded and self.recording and len(self.recorded) < MOST:
             self._record(kind, inputs, fixed)
         means = self.recorded[kind].replay(inputs) if kind in self.recorded else self._run(inputs, fixed)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
@@ -125,6 +132,7 @@ class GraphedGradients:
             self._pool = None
             gc.collect()
             if self.failures == ATTEMPTS:
+                self.recording = False
                 words = f"a training step could not be recorded as a CUDA graph ({error}): steps take longer"
                 warnings.warn(words, stacklevel=3)
         else:
