@@ -80,7 +80,8 @@ class Objective(ABC):
             self.examples = {name: self.hold(split) for name, split in self.splits.items()}
             self.compiles = self.settings.compile and device.type == "cuda"
             if self.compiles:
-                self.network = compiled or self.compiled()
+                # Not by its truth: what PyTorch compiled would be asked for its length.
+                self.network = self.compiled() if compiled is None else compiled
 
     @abstractmethod
     def hold(self, split: Any) -> Any:

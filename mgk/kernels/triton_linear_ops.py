@@ -291,7 +291,8 @@ def _forward_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
     dtype = feature_type(query.dtype)
-    slots = _slots(S, blocks(max(_width(D), _width(E)), dtype.itemsize).slot, cu_seqlens)
+    # Head widths are numbers, also where a compiler keeps other sizes open.
+    slots = _slots(S, blocks(max(_width(int(D)), _width(int(E))), dtype.itemsize).slot, cu_seqlens)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
