@@ -13,7 +13,7 @@ Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, 128, 1),
+        64: (64, 64, 4, 3, None, 3),
         128: (64, 64, 4, 3, None, 1),
         256: (64, 32, 4, 2, None, 0),
     },
@@ -32,22 +32,22 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (128, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
+        128: (64, 64, 4, 2, None, 4),
         256: (32, 64, 8, 2, None, 0),
     },
     "hard keys": {
         32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
+        64: (64, 64, 4, 2, None, 4),
+        128: (64, 64, 4, 2, None, 4),
         256: (32, 64, 8, 2, None, 0),
     },
 }
 # More than two components: where what is above would not fit the registers.
 MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (64, 64, 4, 3, None, 1),
+        32: (64, 64, 4, 3, None, 3),
+        64: (64, 64, 4, 3, None, 3),
+        128: (64, 64, 4, 3, None, 3),
         256: (64, 32, 4, 2, None, 0),
     },
     "queries": {
@@ -78,7 +78,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "keys": {
         32: (64, 64, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
+        64: (64, 64, 4, 2, None, 4),
+        128: (64, 64, 4, 2, None, 6),
+        256: (16, 32, 8, 1, None, 0),
+    },
+    "hard keys": {
+        32: (64, 64, 4, 2, None, 1),
+        64: (64, 64, 4, 2, None, 4),
         128: (32, 64, 4, 2, None, 0),
         256: (16, 32, 8, 1, None, 0),
     },
