@@ -18,6 +18,7 @@ from mgk import recipes, runs, training
 from mgk.batches import Examples, Order, Stream
 from mgk.evaluation import finish, judge_of
 from mgk.models import LanguageModel, save_model
+from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row, Training
 from mgk.tasks.store import Split
 
@@ -291,3 +292,17 @@ def test_the_best_model_is_judged_not_the_last(tmp_path, monkeypatch):
     found = {row["metric"]: row["value"] for row in finish(described, task, module, kept) if row["split"] == "test"}
     judge = judge_of(described.directory / "best", recipe.training, task, tmp_path, torch.device("cpu"), "test")
     assert found["loss_stride_6"] == next(m.value for m in judge.judge("test", None) if m.metric == "loss_stride_6")
+
+
+def test_a_network_compiled_for_training_also_judges(monkeypatch):
+    """PyTorch's compiled modules answer a question for their truth with an error."""
+
+    class Compiled:
+        def __len__(self):
+            raise TypeError("does not support len()")
+
+    kind, network = OBJECTIVES["classification"], Compiled()
+    monkeypatch.setattr(kind, "hold", lambda self, split: split)
+    judge = kind(None, recipes.load("listops").training, None, {"test": Split})
+    judge.place(torch.device("cuda"), network)
+    assert judge.network is network
