@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mgk.kernels import triton_blocks, triton_launch
+from mgk.kernels import triton_blocks, triton_launch, triton_launcher, triton_plans
 from mgk.kernels.triton_backward_keys import VALUES
 from mgk.results import environment
 
@@ -113,7 +113,7 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
         return out, lse
     gradients = triton_launch.launch_backward(
         torch.randn_like(out), None, out, lse, prepared, stats, query, keys, value, shift, *nothing, scale, 1.0,
-        0.0, int(case.causal), hard, N, N, False, 0 if prior is None else triton_launch.SUMMED,
+        0.0, int(case.causal), hard, N, N, False, 0 if prior is None else triton_plans.SUMMED,
     )  # fmt: skip
     # Of the sums, those that a variant has no use for are never written.
     return gradients[:3]
@@ -122,17 +122,15 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
 def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], tuple[Tensor, ...]]:
     """The first path's launches of a kernel with this block, everything before them has run; and the results."""
     name, kinds = KERNELS[case.kernel]
-    launch = triton_launch.launch
     found: list[Launch] = []
 
-    def note(
-        of: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
-        warps: int, stages: int, registers: int | None = None,
-    ) -> None:  # fmt: skip
-        if of.__name__ == name:
-            options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
-            found.append((of, grid, (*tensors, *floats, *numbers, *free), dict(switches), paths[0], options))
-        launch(of, grid, tensors, floats, numbers, free, switches, paths, warps, stages, registers)
+    def note(step: Any, tensors: Any, floats: Any) -> None:
+        if step.kernel.__name__ == name:
+            options = {"num_warps": step.warps, "num_stages": step.stages}
+            options |= {} if step.registers is None else {"maxnreg": step.registers}
+            arguments = (*tensors, *floats, *step.numbers, *step.free)
+            found.append((step.kernel, step.grid, arguments, dict(step.switches), step.paths[0], options))
+        triton_launcher.launch(step, tensors, floats)
 
     def block_of(kind: str, *rest: Any) -> Any:
         return block if block and kind in kinds else triton_blocks.blocks(kind, *rest)

@@ -9,7 +9,7 @@ import torch._dynamo.testing
 pytest.importorskip("triton")
 
 from mgk.arguments import MixtureCall, Packed
-from mgk.kernels import fused, triton_launch
+from mgk.kernels import fused, triton_launch, triton_plans
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -354,9 +354,9 @@ def test_small_calls(variant, monkeypatch, poisoned):
     monkeypatch.undo()
     paths, original = [], triton_launch.launch
 
-    def launch(kernel, *args):
-        paths.append(args[6])
-        original(kernel, *args)
+    def launch(step, *args):
+        paths.append(step.paths)
+        original(step, *args)
 
     monkeypatch.setattr(triton_launch, "launch", launch)
     leaves, options = case(variant, causal="top-left")
@@ -379,10 +379,10 @@ def test_every_call_has_blocks(shifted):
         for width in (16, 32, 64, 128, 256):
             for components in (1, 2, 3, 8):
                 for itemsize in (2, 4):
-                    if kind == "values" and width <= triton_launch.SPLIT_WIDTH:
+                    if kind == "values" and width <= triton_plans.SPLIT_WIDTH:
                         continue
                     rows, keys, *_ = BLOCKS(kind, width, components, shifted, itemsize)
-                    assert triton_launch.SLOT % keys == 0, (kind, width, components)
+                    assert triton_plans.SLOT % keys == 0, (kind, width, components)
                     assert rows % 16 == 0, (kind, width, components)
 
 

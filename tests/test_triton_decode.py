@@ -36,10 +36,10 @@ def splits(monkeypatch):
     """The number of splits of each call."""
     seen = []
 
-    def launch(kernel, grid, *args):
-        if kernel.__name__ in ("decode_split", "decode_row"):
-            seen.append(grid[0])
-        original(kernel, grid, *args)
+    def launch(step, *args):
+        if step.kernel.__name__ in ("decode_split", "decode_row"):
+            seen.append(step.grid[0])
+        original(step, *args)
 
     original = triton_launch.launch
     monkeypatch.setattr(triton_launch, "launch", launch)

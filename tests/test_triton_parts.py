@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from mgk.arguments import MixtureCall
-from mgk.kernels import fused, triton_launch, triton_parts
+from mgk.kernels import fused, triton_launch, triton_parts, triton_plans
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -59,7 +59,7 @@ def test_parts_give_the_same_bits(name, monkeypatch):
     held = []
 
     def into(out, lse, prepared, *rest):
-        held.append(prepared.shape[1] * prepared.shape[3] // triton_launch.SLOT)
+        held.append(prepared.shape[1] * prepared.shape[3] // triton_plans.SLOT)
         triton_launch.forward_into(out, lse, prepared, *rest)
 
     monkeypatch.setattr(triton_parts, "key_heads_of_part", lambda *_: at_a_time)

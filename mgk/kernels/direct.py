@@ -22,7 +22,7 @@ def observed() -> bool:
 def differentiable(
     operator: Any,
     launch_forward: Callable[..., Tensors],
-    launch_backward: Callable[..., Tensors],
+    launch_backward: Callable[..., tuple[Tensor | None, ...]],
     save: Callable[[Any, Any, Any], None],
     gradients: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., Tensors]:

@@ -1,35 +1,40 @@
-"""Launches of the fused kernels: grids, workspaces, which paths."""
+"""Launches of the fused kernels: workspaces, and what each kernel is given."""
 
 import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
-from .triton_backward_queries import gradient_queries
-from .triton_blocks import SPLIT_WIDTH, blocks, row_block
+from .triton_blocks import blocks, row_block
 from .triton_decode import decode_merge, decode_row, decode_split
-from .triton_forward import mixture_forward
-from .triton_prepare import prepare_keys
-from .triton_tiles import TILE
+from .triton_launcher import Launch, launch
+from .triton_plans import (
+    BLEND_WIDTH,
+    EACH,
+    SLOT,
+    Flags,
+    backward_plan,
+    broadcast_strides,
+    ceil_div,
+    forward_plan,
+    key_strides,
+    layouts,
+    padded_width,
+    preparation,
+    sums_of,
+    switches_of,
+)  # fmt: skip
 
-SLOT = TILE.value
-L2_BYTES = 24 << 20
 # Types whose forward may take a bound of the row for its maximum. Weights in fp16 need their true maximum near 1, or
-# they flush; fp32 would
-# lose digits to the bound.
+# they flush; fp32 would lose digits to the bound.
 BOUNDED = (torch.bfloat16,)
 
 # Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
 # general kernels alone, one launch instead of two (unless they take more than two exponentials where the first takes
 # one), by pointers, which cost the launcher less than descriptors do.
 SMALL_PAIRS = 1 << 25
-
-# Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
-BLEND_WIDTH = 16
 
 
 def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -39,48 +44,6 @@ def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
     ):
         return tensors
     return tuple(x.view(torch.int32) for x in tensors)
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-@functools.lru_cache(1 << 12)
-def kinds_of(numbers: tuple[Any, ...]) -> tuple[int, ...]:
-    """What Triton specialises on. Most launches are of strides that have been seen before."""
-    return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers)
-
-
-def launch(
-    kernel: Any, grid: Any, tensors: Any, floats: Any, numbers: Any, free: Any, switches: Any, paths: Any,
-    warps: Any, stages: Any, registers: Any = None,
-) -> None:  # fmt: skip
-    """Launches a kernel for each of `paths`; past the first time without Triton's examination of every argument, which
-    takes longer than small problems do. The key has what Triton specialises on: types and alignment of `tensors`,
-    divisibility of `numbers`; `floats` and `free` it does not look at."""
-    key = (
-        kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, registers,
-        *switches.values(), kinds_of(numbers),
-        *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
-    )  # fmt: skip
-    args = (*tensors, *floats, *numbers, *free)
-    for path in paths:
-        compiled = _compiled.get((path, key))
-        if compiled is not None:
-            compiled[grid](*args, *switches.values(), path)
-        else:
-            options = {} if registers is None or path != 1 else {"maxnreg": registers}
-            _compiled[path, key] = kernel[grid](
-                *args, **switches, PATH=path, num_warps=warps, num_stages=stages, **options
-            )
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@functools.cache
-def padded_width(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
 
 
 def precision_of(x: Tensor) -> str:
@@ -112,64 +75,19 @@ def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
     return (0,) * n if x is None else x.stride()[:n]
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    """As of x expanded to a larger shape."""
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def strides_of_keys(keys: Tensor, shifted: bool) -> tuple[int, ...]:
-    b, h, *rest = keys.stride()
-    return (b, h, 0, rest[0]) if shifted else (b, h, rest[0], rest[1])
-
-
-def _section(n_heads: int, bytes_per_head: int) -> int:
-    return max(1, min(n_heads, L2_BYTES // max(1, bytes_per_head)))
-
-
 def slots_of(cu_k: Tensor | None, batch: int, keys: int) -> int:
     """Tiles of prepared keys: a sequence begins a new one."""
     return batch * ((keys + SLOT - 1) // SLOT) if cu_k is None else keys // SLOT + cu_k.shape[0] - 1
 
 
-def _switches(
-    query: Any, keys: Any, value: Any, shift: Any, mask: Any, scale_t: Any, tau_t: Any, cu_q: Any, dropout_p: Any,
-    causal: Any, hard: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """What the attention kernels are compiled for; a launch adds its block sizes."""
-    D, E = query.shape[3], value.shape[3]
-    return {
-        "M": keys.shape[2] if shift is None else shift.shape[1], "D": D, "E": E, "BD": padded_width(D),
-        "BE": padded_width(E),
-        "SHIFTED": shift is not None, "HARD": hard,
-        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "CAUSAL": causal,
-        "MASK": 0 if mask is None else 1 + mask.is_floating_point(), "DROPOUT": dropout_p > 0,
-        "PACKED": cu_q is not None,
-        "PRECISION": precision_of(query),
-    }  # fmt: skip
-
-
-def _factored(switches: dict[str, Any]) -> bool:
-    """Whether the first kernel takes one exponential a pair, where the general one takes one a component."""
-    return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
-
-
 def prepare(
     keys: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, cu_k: Any, prepared: Any, stats: Any, scale: Any,
-    tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any, operand: Any = None,
+    tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any,
 ) -> None:  # fmt: skip
-    """Fills `prepared` and `stats`, and the keys' side of the blend where the forward takes it as a product."""
-    (B, HK), (S, D), M = keys.shape[:2], keys.shape[-2:], prepared.shape[2]
-    bias = None if bias is None else bias.expand(B, HK, M, S)
-    switches = {
-        "M": M, "D": D, "BC": min(64, padded_width(D)), "SHIFTED": shift is not None, "BIAS": bias is not None,
-        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "HARD": hard,
-        "PACKED": cu_k is not None,
-    }  # fmt: skip
-    launch(
-        prepare_keys, (ceil_div(max_k, SLOT), HK, n_seq), (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats,
-        operand), (scale, tau, constant), (*strides_of_keys(keys, shift is not None), *leading_strides(bias, 4)),
-        (HK, S, stats.shape[1]), switches, (0,), 4, 1,
-    )  # fmt: skip
+    """Fills `prepared` and `stats`."""
+    step = preparation(layouts(keys, shift, bias, scale_t, tau_t, cu_k), hard, n_seq, max_k, stats.shape[1])
+    tensors = (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, None)
+    launch(step, tensors, (scale, tau, constant))
 
 
 def launch_forward(
@@ -202,39 +120,39 @@ def forward_into(
     dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any,
 ) -> None:  # fmt: skip
     """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], both contiguous."""
-    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
-    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     if out.numel() == 0:
         return
-    if S == 0:
+    if value.shape[2] == 0:
         out.zero_()
         if lse is not None:
             lse.fill_(float("inf"))
         return
-    n_seq, slots = B if cu_q is None else cu_q.shape[0] - 1, stats.shape[1]
-    mask = None if mask is None else mask.expand(B, H, L, S)
-    key_strides, size = strides_of_keys(keys, shifted), query.element_size()
-    rows, cols, warps, stages, registers, way = blocks("forward", max(switches["BD"], switches["BE"]), M, shifted, size)
-    n_tiles = ceil_div(max_q, rows)
-    small = n_seq * H * max_q * max_k <= SMALL_PAIRS
-    bulk = not small and _bulk(keys, value)
-    switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
-    # A float mask has no bound that is known beforehand.
-    bounded = query.dtype in BOUNDED and switches["MASK"] != 2
-    paths = (1, 2) if bounded and (not small or (_factored(switches) and M > 2)) else (0,)
-    operand = None
-    if way & 2 and paths[0] == 1 and _factored(switches) and 3 * M <= BLEND_WIDTH:
-        operand = stats.new_empty(HK * slots * SLOT, BLEND_WIDTH, dtype=torch.bfloat16)
-    prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k, operand)
+    flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
+    bulk = not flags.small and _bulk(keys, value)
+    plan = forward_plan(
+        layouts(query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k), flags, bulk, lse is not None
+    )
+    operand = stats.new_empty(plan.operand, BLEND_WIDTH, dtype=torch.bfloat16) if plan.operand else None
     launch(
-        mixture_forward, (n_tiles * n_seq * H, 1, 1),
-        (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
-        stats.new_empty(n_seq * H * n_tiles),
-        *((None,) if operand is None else _sources(bulk, cols, operand)), out, lse),
+        plan.prepare, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
+    )  # fmt: skip
+    launch(
+        plan.attend,
+        (query, *_sources(bulk, plan.cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
+        stats.new_empty(plan.flags) if plan.flags else stats,
+        *((None,) if operand is None else _sources(bulk, plan.cols, operand)), out, lse),
         (scale, tau, dropout_p),
-        (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(mask, 4), H // HK),
-        (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
-        switches, paths, warps, stages, registers,
+    )  # fmt: skip
+
+
+def _flags(
+    query: Any, cu_q: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, stats: Any
+) -> Flags:  # fmt: skip
+    B, H = query.shape[:2]
+    pairs = (B if cu_q is None else cu_q.shape[0] - 1) * H * max_q * max_k
+    return Flags(
+        causal, hard, dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= SMALL_PAIRS, query.dtype in BOUNDED,
+        precision_of(query), blocks,
     )  # fmt: skip
 
 
@@ -272,9 +190,11 @@ def launch_decode(
         return out, lse
     if S == 0:
         return out.zero_(), lse.fill_(float("inf"))
-    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, None, 0.0, causal, hard)
+    switches = switches_of(
+        query, keys, value, shift, mask, scale_t, tau_t, None, False, causal, hard, precision_of(query)
+    )  # fmt: skip
     mask = None if mask is None else mask.expand(B, H, L, S)
-    bias_strides = (0,) * 4 if bias is None else _broadcast_strides(bias)
+    bias_strides = (0,) * 4 if bias is None else broadcast_strides(bias.shape, bias.stride())
     group, single = H // HK, H == HK and L == 1 and mask is None
     width, size, tiles = max(switches["BD"], switches["BE"]), query.element_size(), 1 if shifted else switches["M"]
     if single:
@@ -295,106 +215,64 @@ def launch_decode(
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
     if single:
         keys, value = _in_pairs(keys, value)
-    key_strides = strides_of_keys(keys, shifted)
+    strides = (*key_strides(keys.stride(), shifted), *value.stride()[:3], *bias_strides)
+    tensors: tuple[Any, ...]
     if single:
-        launch(
-            decode_row, (splits, HK, B), (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums),
-            (scale, tau, constant), (*query.stride()[:2], *key_strides, *value.stride()[:3], *bias_strides),
-            (HK, S, chunk, splits), compiled_for, (0,), warps, 1,
+        tensors = (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums)
+        step = Launch(
+            decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, chunk, splits), compiled_for, (0,),
+            warps, 1,
         )  # fmt: skip
     else:
-        launch(
-            decode_split, (splits, HK, B),
-            (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums), (scale, tau, constant),
-            (*query.stride()[:3], *key_strides, *value.stride()[:3], *bias_strides, *leading_strides(mask, 4), group),
+        tensors = (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums)
+        step = Launch(
+            decode_split, (splits, HK, B), (*query.stride()[:3], *strides, *leading_strides(mask, 4), group),
             (H, L, S, chunk, splits), compiled_for, (0,), warps, stages,
         )  # fmt: skip
-    launch(
-        decode_merge, (group * L, HK, B), (parts, sums, out, lse), (), (group,), (H, L, splits),
-        {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}, (0,), 4, 1,
-    )  # fmt: skip
+    launch(step, tensors, (scale, tau, constant))
+    merged = {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}
+    step = Launch(decode_merge, (group * L, HK, B), (group,), (H, L, splits), merged, (0,), 4, 1)
+    launch(step, (parts, sums, out, lse), ())
     return out, lse
-
-
-# Of the gradient of log pi: nothing, its sum over batch and keys, or all of it.
-NOTHING, SUMMED, EACH = 0, 1, 2
-
-
-def sums_of(components: int, width: int, prior_grad: int) -> int:
-    """How many sums over all rows a head has: of d shift, d tau, d scale and, where its sum is asked for, d log pi."""
-    return components * width + 1 + components + (components if prior_grad == SUMMED else 0)
 
 
 def launch_backward(
     grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
     shift: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any,
     dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any, prior_grad: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients that `triton_ops.backward_op` returns."""
-    switches = _switches(query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout_p, causal, hard)
-    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
-    n_seq = B if cu_q is None else cu_q.shape[0] - 1
-    slots = stats.shape[1]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients that `triton_ops.backward_op` returns, None where those are empty."""
+    (B, H, L, D), (HK, S), M = query.shape, value.shape[1:3], prepared.shape[2]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
-    dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
-    columns = sums_of(M, D, prior_grad)
-    dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
+    dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else None
+    dmask = (lse.new_zeros if causal else lse.new_empty)(B, H, L, S) if mask_grad else None
     if query.numel() == 0 or S == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), dbias.zero_(), lse.new_zeros(HK, columns), dmask.zero_()
-    if mask_grad and causal:
-        dmask.zero_()
-    mask = None if mask is None else mask.expand(B, H, L, S)
-    width, size = max(switches["BD"], switches["BE"]), query.element_size()
-    hardness = "hard " if hard else ""
-    q_rows, q_cols, *q_options, q_way = blocks(hardness + "queries", width, M, shifted, size)
-    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
-    q_tiles = ceil_div(max_q, q_rows)
-    k_tiles, *more_tiles = (ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts)
-    query_sums = n_seq * (H // HK) * q_tiles
-    rows = lse.new_empty(2 * M, ceil_div(B * H * L, 4) * 4)[:, : B * H * L]  # a multiple of 16 bytes apart
-    spread = lse.new_empty(n_seq * H, q_tiles)
-    flags = lse.new_empty(
-        n_seq * max(H * q_tiles, HK * k_tiles, *(HK * n for n in more_tiles))
-    )  # one launch after another
-    sums = (lse.new_empty if cu_q is None else lse.new_zeros)(query_sums + n_seq * k_tiles, HK, columns)
+        for x in (dq, dk, dv, dbias, dmask):
+            if x is not None:
+                x.zero_()
+        return dq, dk, dv, dbias, lse.new_zeros(HK, sums_of(M, D, prior_grad)), dmask
+    flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
+    along_keys, along_queries = (not flags.small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
+    plan = backward_plan(
+        layouts(query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, grad, grad_lse), flags, along_keys,
+        along_queries, mask_grad, prior_grad,
+    )  # fmt: skip
+    rows, spread = lse.new_empty(plan.rows), lse.new_empty(plan.spread)
+    flagged = lse.new_empty(plan.flags) if plan.flags else spread
+    sums = (lse.new_empty if cu_q is None else lse.new_zeros)(plan.sums)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
-    small = n_seq * H * max_q * max_k <= SMALL_PAIRS
-    along_keys, along_queries = (not small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
-    strides = (
-        *query.stride()[:3], *strides_of_keys(keys, shifted), *value.stride()[:3], *leading_strides(mask, 4),
-        *grad.stride()[:3], rows.stride(0), H // HK,
-    )  # fmt: skip
-    bounded = query.dtype in BOUNDED
-    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
-    # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
-    apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
-    paths = (1, 2) if factored or apart else (0,)
-    # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
-    # and dv are together, which have no registers left for it.
-    key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
+    floats = (scale, tau, dropout_p)
+    # What is not wanted is not written, wherever it would lie.
     launch(
-        gradient_queries, (q_tiles * n_seq * H, 1, 1),
-        (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
-        spread, flags, sums),
-        (scale, tau, dropout_p), strides,
-        (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
-        dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, *q_options,
+        plan.queries,
+        (query, *_sources(along_keys, plan.cols, keys, value), *inputs, out, lse, grad, grad_lse, dq,
+        sums if dmask is None else dmask, rows, spread, flagged, sums), floats,
     )  # fmt: skip
-    for wanted, kind in parts:
-        k_rows, k_cols, *k_options, k_way = blocks(hardness + kind, width, M, shifted, size)
-        k_tiles = ceil_div(max_k, k_cols)
-        # Vectors of 128 rows take one copy as they are.
-        by_engine = along_queries and cu_q is None and bool(k_way & 4)
+    for step, k_rows, by_engine in plan.keys:
         launch(
-            gradient_keys, (k_tiles * n_seq * HK, 1, 1),
+            step,
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
-            TensorDescriptor(rows, rows.shape, rows.stride(), [1, k_rows]) if by_engine else rows,
-            spread, flags, dk, dv, dbias, sums),
-            (scale, tau, dropout_p), strides,
-            (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
-            _section(n_seq * HK, (D + E) * size * L * H // HK)),
-            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
-            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, *k_options,
+            TensorDescriptor(rows, [2 * M, B * H * L], rows.stride(), [1, k_rows]) if by_engine else rows,
+            spread, flagged, dk, dv, sums if dbias is None else dbias, sums), floats,
         )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
 from mgk.kernels.direct import differentiable
-from mgk.kernels.triton_launch import kinds_of
+from mgk.kernels.triton_launcher import kinds_of
 from mgk.kernels.triton_linear_step import one_token
 
 

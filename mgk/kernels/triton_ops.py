@@ -7,18 +7,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .direct import differentiable, observed
-from .triton_launch import (
-    EACH,
-    NOTHING,
-    SLOT,
-    SUMMED,
-    launch_backward,
-    launch_decode,
-    launch_forward,
-    slots_of,
-    sums_of,
-)  # fmt: skip
+from .triton_launch import launch_backward, launch_decode, launch_forward, slots_of
 from .triton_parts import launch_inference
+from .triton_plans import EACH, NOTHING, SLOT, SUMMED, sums_of
 
 
 @torch.library.custom_op("mgk::mixture_forward", mutates_args=())
@@ -81,11 +72,13 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, keys, value; of log prior [B, Hk, M, S] if prior_grad is EACH, or empty; [Hk, M * D + 1 + M]
     of shift, tau and scale, and M more of log prior if prior_grad is SUMMED; [B, H, L, S] of a float mask or empty."""
-    return launch_backward(
+    dq, dk, dv, dbias, sums, dmask = launch_backward(
         grad, grad_lse, out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k,
         scale, tau, dropout_p, causal, hard,
         max_q, max_k, mask_grad, prior_grad,
     )  # fmt: skip
+    dbias, dmask = (lse.new_empty(0) if x is None else x for x in (dbias, dmask))
+    return dq, dk, dv, dbias, sums, dmask
 
 
 @backward_op.register_fake

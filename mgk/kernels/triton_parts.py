@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .triton_blocks import Block, blocks
-from .triton_launch import BLEND_WIDTH, SLOT, ceil_div, forward_into, padded_width, slots_of, workspace
+from .triton_launch import forward_into, slots_of, workspace
+from .triton_plans import BLEND_WIDTH, SLOT, ceil_div, padded_width
 
 # A part keeps the device busy, some three rounds of programs on 132 processors, and takes far longer than its launches.
 PART_PROGRAMS = 1024

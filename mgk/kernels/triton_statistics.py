@@ -6,17 +6,9 @@ import torch
 from torch import Tensor
 
 from .triton_counts import count_components, query_terms
-from .triton_launch import (
-    SLOT,
-    ceil_div,
-    launch,
-    leading_strides,
-    padded_width,
-    precision_of,
-    prepare,
-    slots_of,
-    strides_of_keys,
-)
+from .triton_launch import leading_strides, precision_of, prepare, slots_of
+from .triton_launcher import Launch, launch
+from .triton_plans import SLOT, ceil_div, key_strides, padded_width
 
 
 @torch.library.custom_op("mgk::component_counts", mutates_args=())
@@ -44,20 +36,22 @@ def component_counts(
         "M": M, "D": D, "BD": padded_width(D), "BM": rows, "SHIFTED": shifted,
         "SCALE": 0 if scale_t is None else scale_t.shape[1],
     }  # fmt: skip
-    launch(
-        query_terms, (q_tiles, H, n_seq), (query, shift, scale_t, tau_t, cu_q, terms, spread), (scale, tau),
-        (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
+    terms_of = Launch(
+        query_terms, (q_tiles, H, n_seq), (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
         common | {"TAU": tau_t is not None, "PACKED": cu_q is not None}, (0,), 4, 1,
     )  # fmt: skip
+    launch(terms_of, (query, shift, scale_t, tau_t, cu_q, terms, spread), (scale, tau))
     mask = None if mask is None else mask.expand(B, H, L, S)
-    launch(
+    counts_of = Launch(
         count_components, (ceil_div(max_k, cols), HK, n_seq),
-        (query, keys, mask, scale_t, cu_q, cu_k, prepared, terms, spread, count, pairs), (scale,),
-        (*query.stride()[:3], *strides_of_keys(keys, shifted), *leading_strides(mask, 4), terms.stride(0), H // HK),
+        (*query.stride()[:3], *key_strides(keys.stride(), shifted), *leading_strides(mask, 4), terms.stride(0),
+        H // HK),
         (H, L, S, slots, q_tiles),
         common | {"BN": cols, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.is_floating_point(),
         "PACKED": cu_q is not None, "PRECISION": precision_of(query)}, (0,), 4, 2 if products else 1,
     )  # fmt: skip
+    tensors = (query, keys, mask, scale_t, cu_q, cu_k, prepared, terms, spread, count, pairs)
+    launch(counts_of, tensors, (scale,))
     return count, pairs
 
 

@@ -1,0 +1,235 @@
+"""What of a call's launches follows from layouts and flags alone: found once, and looked up by every call like it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
+from .triton_backward_queries import gradient_queries
+from .triton_blocks import SPLIT_WIDTH, Block
+from .triton_forward import mixture_forward
+from .triton_launcher import Launch
+from .triton_prepare import prepare_keys
+from .triton_tiles import TILE
+
+SLOT = TILE.value
+L2_BYTES = 24 << 20
+
+# Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
+BLEND_WIDTH = 16
+
+# Of the gradient of log pi: nothing, its sum over batch and keys, or all of it.
+NOTHING, SUMMED, EACH = 0, 1, 2
+
+
+class Layout(NamedTuple):
+    """Of a tensor, all but where it lies."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Flags(NamedTuple):
+    """The rest of what a plan is for."""
+
+    causal: int
+    hard: bool
+    dropout: bool
+    max_q: int
+    max_k: int
+    slots: int
+    small: bool  # general kernels, by pointers
+    bounded: bool  # the forward may take a bound of the row for its maximum
+    precision: str
+    blocks: Callable[..., Block]  # where the block sizes are looked up
+
+
+def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Plain tuples, which cost a call less; a plan makes `Layout` of them."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def padded_width(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """As of a tensor expanded to a larger shape."""
+    return tuple(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
+
+
+def _four_strides(x: Layout | None) -> tuple[int, ...]:
+    return (0,) * 4 if x is None else broadcast_strides(x.shape, x.strides)
+
+
+def key_strides(strides: tuple[int, ...], shifted: bool) -> tuple[int, ...]:
+    b, h, *rest = strides
+    return (b, h, 0, rest[0]) if shifted else (b, h, rest[0], rest[1])
+
+
+def _section(n_heads: int, bytes_per_head: int) -> int:
+    return max(1, min(n_heads, L2_BYTES // max(1, bytes_per_head)))
+
+
+def switches_of(
+    query: Any, keys: Any, value: Any, shift: Any, mask: Any, scale_t: Any, tau_t: Any, cu_q: Any, dropout: bool,
+    causal: int, hard: bool, precision: str,
+) -> dict[str, Any]:  # fmt: skip
+    """What the attention kernels are compiled for, by tensors or their layouts; a launch adds its block sizes."""
+    D, E = query.shape[3], value.shape[3]
+    return {
+        "M": keys.shape[2] if shift is None else shift.shape[1], "D": D, "E": E, "BD": padded_width(D),
+        "BE": padded_width(E),
+        "SHIFTED": shift is not None, "HARD": hard,
+        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "CAUSAL": causal,
+        "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point, "DROPOUT": dropout,
+        "PACKED": cu_q is not None,
+        "PRECISION": precision,
+    }  # fmt: skip
+
+
+def _factored(switches: dict[str, Any]) -> bool:
+    """Whether the first kernel takes one exponential a pair, where the general one takes one a component."""
+    return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
+
+
+@functools.lru_cache(1 << 10)
+def preparation(tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int) -> Launch:
+    """Of keys, shift, bias, scale_t, tau_t, cu_k: the launch that fills `prepared` and `stats`."""
+    keys, shift, bias, scale_t, tau_t, cu_k = (x and Layout(*x) for x in tensors)
+    HK, (S, D), M = keys.shape[1], keys.shape[-2:], (keys if shift is None else shift).shape[1 + (shift is None)]
+    switches = {
+        "M": M, "D": D, "BC": min(64, padded_width(D)), "SHIFTED": shift is not None, "BIAS": bias is not None,
+        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "HARD": hard,
+        "PACKED": cu_k is not None,
+    }  # fmt: skip
+    strides = (*key_strides(keys.strides, shift is not None), *_four_strides(bias))
+    return Launch(
+        prepare_keys, (ceil_div(max_k, SLOT), HK, n_seq), strides, (HK, S, slots), switches, (0,), warps=4, stages=1
+    )
+
+
+class ForwardPlan(NamedTuple):
+    prepare: Launch
+    attend: Launch
+    cols: int  # keys of a block
+    flags: int  # room for so many of them; 0 where there is no second kernel
+    operand: int  # rows of the keys' side of the blend, where that is a product, or 0
+
+
+@functools.lru_cache(1 << 10)
+def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: bool) -> ForwardPlan:
+    """Of query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, as `layouts` gives them."""
+    query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _ = (x and Layout(*x) for x in tensors)
+    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks = flags
+    switches = switches_of(
+        query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
+    )  # fmt: skip
+    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
+    n_seq, size = B if cu_q is None else cu_q.shape[0] - 1, query.dtype.itemsize
+    rows, cols, warps, stages, registers, way = blocks("forward", max(switches["BD"], switches["BE"]), M, shifted, size)
+    n_tiles = ceil_div(max_q, rows)
+    switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
+    # A float mask has no bound that is known beforehand.
+    first = bounded and switches["MASK"] != 2 and (not small or (_factored(switches) and M > 2))
+    blended = way & 2 and first and _factored(switches) and 3 * M <= BLEND_WIDTH
+    attend = Launch(
+        mixture_forward, (n_tiles * n_seq * H, 1, 1),
+        (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
+        H // HK),
+        (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
+        switches, (1, 2) if first else (0,), warps, stages, registers,
+    )  # fmt: skip
+    prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots)
+    return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * bool(blended))
+
+
+def sums_of(components: int, width: int, prior_grad: int) -> int:
+    """How many sums over all rows a head has: of d shift, d tau, d scale and, where its sum is asked for, d log pi."""
+    return components * width + 1 + components + (components if prior_grad == SUMMED else 0)
+
+
+class KeysPass(NamedTuple):
+    launch: Launch
+    rows: int  # queries of a block
+    by_engine: bool  # the bulk copy engine reads the rows' vectors
+
+
+class BackwardPlan(NamedTuple):
+    queries: Launch
+    keys: tuple[KeysPass, ...]  # dk and dv together, or one after the other
+    cols: int  # keys of a block along the keys
+    # Workspaces: vectors of the rows, ranges of them, flags (0 without a second kernel), and sums to be added up.
+    rows: tuple[int, int]
+    spread: int
+    flags: int
+    sums: tuple[int, int, int]
+
+
+@functools.lru_cache(1 << 10)
+def backward_plan(
+    tensors: tuple[Any, ...], flags: Flags, along_keys: bool, along_queries: bool, mask_grad: bool, prior_grad: int
+) -> BackwardPlan:  # fmt: skip
+    """Of query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k and the gradients of out and lse, as
+    `layouts` gives them. The bulk copy engine reads along_keys keys and value, along_queries query and gradient."""
+    query, keys, value, shift, scale_t, tau_t, mask, _, cu_q, _, grad, grad_lse = (x and Layout(*x) for x in tensors)
+    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks = flags
+    switches = switches_of(
+        query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
+    )  # fmt: skip
+    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
+    n_seq = B if cu_q is None else cu_q.shape[0] - 1
+    width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
+    hardness = "hard " if hard else ""
+    q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(hardness + "queries", width, M, shifted, size)
+    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    q_tiles = ceil_div(max_q, q_rows)
+    k_tiles = [ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts]
+    query_sums = n_seq * (H // HK) * q_tiles
+    row_length = ceil_div(B * H * L, 4) * 4  # a multiple of 16 bytes apart
+    strides = (
+        *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
+        *grad.strides[:3], row_length, H // HK,
+    )  # fmt: skip
+    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
+    # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
+    apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
+    paths = (1, 2) if factored or apart else (0,)
+    # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
+    # and dv are together, which have no registers left for it.
+    key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
+    queries = Launch(
+        gradient_queries, (q_tiles * n_seq * H, 1, 1), strides,
+        (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
+        dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
+        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,
+    )  # fmt: skip
+    passes = []
+    for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
+        k_rows, k_cols, warps, stages, registers, k_way = blocks(hardness + kind, width, M, shifted, size)
+        # Vectors of 128 rows take one copy as they are.
+        by_engine = along_queries and cu_q is None and bool(k_way & 4)
+        launch = Launch(
+            gradient_keys, (tiles * n_seq * HK, 1, 1), strides,
+            (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
+            _section(n_seq * HK, (D + E) * size * L * H // HK)),
+            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
+            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, registers,
+        )  # fmt: skip
+        passes.append(KeysPass(launch, k_rows, by_engine))
+    most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
+    return BackwardPlan(
+        queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
+        flags=0 if paths == (0,) else n_seq * most_tiles,
+        sums=(query_sums + n_seq * k_tiles[0], HK, sums_of(M, D, prior_grad)),
+    )  # fmt: skip
