@@ -114,7 +114,7 @@ def check_tensor(name: str, value: Any, dims: str | None = None, *, like: Tensor
         fail(name, f"must be a tensor, got {type(value).__name__}")
     if not value.is_floating_point():
         fail(name, f"must be a floating-point tensor, got {value.dtype}")
-    if dims is not None and value.dim() != len(dims.split()):
+    if dims is not None and value.dim() != dims.count(" ") + 1:
         fail(name, f"must have shape [{dims}], got {_shape(value)}")
     if like is not None and value.device != like.device:
         fail(name, f"is on {value.device} but query is on {like.device}: move it there")
@@ -127,10 +127,10 @@ def _broadcasts(tensor: Tensor, target: tuple[int, ...]) -> bool:
 
 def _spread(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Tensor:
     """The tensor with leading ones up to four dimensions, checked to broadcast to `target`."""
-    if tensor.dim() <= 4:
-        spread = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-        if _broadcasts(spread, target):
-            return spread
+    missing = 4 - tensor.dim()
+    if missing >= 0 and _broadcasts(tensor, target[missing:]):
+        # A view would be a step of the backward pass.
+        return tensor.reshape((1,) * missing + tuple(tensor.shape)) if missing else tensor
     fail(name, f"must broadcast to [{dims}] = {list(target)}, got {_shape(tensor)}")
 
 
@@ -151,9 +151,10 @@ def check_query_keys_value(
     keys = check_tensor(name, keys, "B Hk S D" if shifted else "B Hk M S D", like=query)
     value = check_tensor("value", value, "B Hk S E", like=query)
     query, keys, value = autocasted(query, keys, value)
+    dtype = query.dtype
     for which, x in ((name, keys), ("value", value)):
-        if x.dtype != query.dtype:
-            fail(which, f"has dtype {x.dtype} but query has {query.dtype}: give all three the same")
+        if x.dtype != dtype:
+            fail(which, f"has dtype {x.dtype} but query has {dtype}: give all three the same")
     batch, heads, _, width = query.shape
     key_heads, length = keys.shape[1], keys.shape[-2]
     if width == 0:
@@ -256,13 +257,12 @@ def check_as_many(name: str, query: Tensor, length: int) -> None:
 
 
 def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> Packed | None:
-    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     if cu_q is None and cu_k is None:
         for name, limit in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
             if limit is not None:
                 fail(name, "goes with cu_seqlens_q and cu_seqlens_k, which are not given")
         return None
-    for name, offsets in given.items():
+    for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if offsets is None:
             fail(name, "is missing: packed sequences need cu_seqlens_q and cu_seqlens_k")
     cu_q = check_cu_seqlens("cu_seqlens_q", cu_q, query, query.shape[2])

@@ -26,10 +26,10 @@ def differentiable(
     save: Callable[[Any, Any, Any], None],
     gradients: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., Tensors]:
-    """Gives the operator its gradients, and returns what to call in its place.
+    """Gives the operator its gradients, and returns what to call in its place for its first two outputs.
 
     save(ctx, inputs, output) as for setup_context; gradients(ctx, *grads, launch=...) launches what it is given, or by
-    default the operator of the backward pass.
+    default the operator of the backward pass. Outputs past the first two are for the backward pass alone.
     """
     operator.register_autograd(gradients, setup_context=save)
 
@@ -38,16 +38,24 @@ def differentiable(
         def forward(ctx: Any, *args: Any) -> Tensors:
             output = launch_forward(*args)
             save(ctx, args, output)
-            return output
+            return output[:2]
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-            return gradients(ctx, *grads, launch=launch_backward)
+            # Most backward passes are not themselves recorded: there is nothing to forbid.
+            run = backward_once if torch.is_grad_enabled() else gradients
+            return run(ctx, *grads, launch=launch_backward)
+
+    backward_once = torch.autograd.function.once_differentiable(gradients)
+    # `Direct.apply` but for its questions about function transforms: under one, a call is observed.
+    apply = super(torch.autograd.Function, Direct).apply
+    alive = torch._C._functorch.unwrap_if_dead
 
     def call(*args: Any) -> Tensors:
         if observed():
-            return operator(*args)
-        return Direct.apply(*args) if torch.is_grad_enabled() else launch_forward(*args)
+            return operator(*args)[:2]
+        if not torch.is_grad_enabled():
+            return launch_forward(*args)[:2]
+        return apply(*[alive(x) if isinstance(x, Tensor) else x for x in args])
 
     return call

@@ -25,7 +25,7 @@ def refuses(call: MixtureCall) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     query, value = call.query, call.value
-    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not query.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels need a CUDA device, query is on {query.device.type}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not covered (float16, bfloat16 and float32 are)"
@@ -48,16 +48,16 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Output [B, H, L, E], natural lse [B, H, L] or None, and no weights."""
     from . import triton_ops
 
-    query, keys, value = (_last_contiguous(x) for x in (call.query, call.keys, call.value))
-    key_heads = value.shape[1]
+    query, keys, value = _last_contiguous(call.query), _last_contiguous(call.keys), _last_contiguous(call.value)
+    differentiated = _needs_gradients(call)
     bias = None if call.hard or call.log_prior is None else call.log_prior
     constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
     mask = call.attn_mask
-    if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or key_heads == query.shape[1]):
+    if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or call.group == 1):
         bias, mask = _fold(bias, mask), None
     scale, scale_t, tau, tau_t = _numbers(call)
     shift = None if call.shift is None else call.shift.contiguous()
-    if decodes(call):
+    if not differentiated and _few_rows(call):
         out, lse2 = triton_ops.decode(
             query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard,
             call.count,
@@ -71,22 +71,29 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard,
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
-    if not _needs_gradients(call):
+    if not differentiated:
         out, found = triton_ops.infer(call.return_lse, *arguments)
         return out, None if found is None else _natural(found, query, call), None
-    out, lse2, _, _ = triton_ops.mixture(*arguments)
+    out, lse2 = triton_ops.mixture(*arguments)
     return out, _natural(lse2, query, call) if call.return_lse else None, None
 
 
 def _needs_gradients(call: MixtureCall) -> bool:
-    tensors = (getattr(call, field) for field in DIFFERENTIABLE)
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for field in DIFFERENTIABLE:
+        x = getattr(call, field)
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
 
 
 def decodes(call: MixtureCall) -> bool:
     """Few queries, forward only. The length is asked for last: a compiled training step then does not depend on it."""
-    if _needs_gradients(call):
-        return False
+    return not _needs_gradients(call) and _few_rows(call)
+
+
+def _few_rows(call: MixtureCall) -> bool:
     return call.packed is None and call.dropout_p == 0 and call.query.shape[2] * call.group <= DECODE_ROWS
 
 

@@ -346,12 +346,8 @@ def _gradients(ctx: Any, grad: Any, grad_final: Any, *_: Any, launch: Any = None
     )  # fmt: skip
 
 
-_causal_linear = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
-
-
-def causal_linear(*args: Any) -> tuple[Tensor, ...]:
-    """Output and final state."""
-    return _causal_linear(*args)[:2]
+# Output and final state.
+causal_linear = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
 
 
 def _products(query: Any, value: Any) -> int:

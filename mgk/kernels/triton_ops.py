@@ -122,12 +122,12 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
         scale, tau, dropout_p, causal, hard,
         max_q, max_k, need[7], prior_grad,
     )  # fmt: skip
-    M, D = prepared.shape[2], query.shape[3]
+    M, D, (HK, n) = prepared.shape[2], query.shape[3], sums.shape
     if prior_grad == SUMMED:
-        dbias = sums[None, :, M * D + 1 + M :, None]
+        dbias = sums.as_strided((1, HK, M, 1), (HK * n, n, 1, 1), M * D + 1 + M)
     return (
         dq, dk, dv,
-        sums[:, : M * D].reshape(shift.shape).to(shift.dtype) if need[3] else None,
+        sums.as_strided((HK, M, D), (n, D, 1)).to(shift.dtype) if need[3] else None,
         dbias.sum_to_size(ctx.bias_like[0]).to(ctx.bias_like[1]) if need[4] else None,
         sums[:, M * D + 1 : M * D + 1 + scale_t.shape[1]].to(scale_t.dtype) if need[5] else None,
         sums[:, M * D].to(tau_t.dtype) if need[6] else None,

@@ -1,0 +1,222 @@
+"""Launches that are looked up: the same for the same call, and never those of another."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_triton import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
+
+from mgk.kernels import eager, fused, triton_launch, triton_launcher
+from mgk.kernels.triton_launcher import Launch, launch
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+
+@pytest.fixture
+def tf32():
+    """Sets whether it is allowed."""
+    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The launches of all calls."""
+    seen = []
+
+    def note(step, *args):
+        seen.append(step)
+        launch(step, *args)
+
+    monkeypatch.setattr(triton_launch, "launch", note)
+    return seen
+
+
+def tensors(**options):
+    leaves, _ = case(L=20, S=20, **options)
+    return {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+
+
+def gradients(x, **options):
+    x = {name: t.detach().requires_grad_() for name, t in x.items()}
+    out = fused.run(make_call(x, **options))[0]
+    torch.autograd.grad(out.sum(), list(x.values()))
+
+
+def test_same_call_same_launches(steps):
+    x = tensors()
+    gradients(x)
+    first = steps.copy()
+    steps.clear()
+    gradients({name: t.clone() for name, t in x.items()})
+    assert len(first) == 4
+    assert all(a is b for a, b in zip(first, steps, strict=True))
+
+
+def transposed(t):
+    """The same numbers, rows apart by heads: as a projection leaves them."""
+    return t.transpose(1, -2).contiguous().transpose(1, -2)
+
+
+CHANGES = {
+    "strides": lambda x: {name: transposed(t) if t.dim() == 4 else t for name, t in x.items()},
+    "shorter": lambda x: x | {"query": x["query"][:, :, :17]},
+    "component": lambda x: x | {"shift": x["shift"][:, :1], "log_prior": x["log_prior"][:, :, :1]},
+    "no-prior": lambda x: {name: t for name, t in x.items() if name != "log_prior"},
+    "prior-of-keys": lambda x: x | {"log_prior": x["log_prior"].expand(-1, -1, -1, 20).contiguous()},
+    "half": lambda x: {name: t.half() for name, t in x.items()},
+    "scales": lambda x: x | {"scale": torch.linspace(0.2, 0.4, 4, device=DEVICE).view(1, 2, 2, 1)},
+    "tau": lambda x: x | {"tau": torch.tensor([0.3, 0.6], device=DEVICE)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_tensors_other_launches(change, steps):
+    """A call that differs in one layout gets its own answer, and the first call its own again."""
+    x = tensors(H=2, Hk=2)
+    changed = CHANGES[change](x)
+    for given in (x, changed, x):
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        call = make_call(leaves, causal="top-left")
+        found, want = fused.run(call)[0], eager.run(call)[0]
+        limit = 1e-5 if found.dtype == torch.float32 else 5e-3
+        torch.testing.assert_close(found, want, atol=limit, rtol=limit)
+        pairs = [torch.autograd.grad(y.sum(), list(leaves.values())) for y in (found, want)]
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b, atol=20 * limit, rtol=20 * limit)
+    assert len(steps) == 12
+    assert all(a is b for a, b in zip(steps[:4], steps[8:], strict=True))
+    assert not any(a is b for a, b in zip(steps[:4], steps[4:8], strict=True) if a.kernel.__name__ != "prepare_keys")
+
+
+def test_other_settings_other_launches(steps, tf32, monkeypatch):
+    x = tensors()
+    gradients(x)
+    assert {step.switches.get("PRECISION", "ieee") for step in steps} == {"ieee"}
+    steps.clear()
+    tf32(True)
+    gradients(x)
+    assert [step.switches.get("PRECISION") for step in steps] == [None, "tf32", "tf32", "tf32"]
+    steps.clear()
+    tf32(False)
+    monkeypatch.setattr(triton_launch, "BOUNDED", [torch.float32])
+    gradients(x)
+    assert [step.paths for step in steps] == [(0,), (1, 2), (1, 2), (1, 2)]
+    steps.clear()
+    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 1 << 20)
+    gradients(x)
+    assert [step.paths for step in steps] == [(0,)] * 4
+    steps.clear()
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 2, 1, None, 0))
+    gradients(x)
+    assert [step.warps for step in steps] == [4, 2, 2, 2]
+
+
+def test_gradients_or_not_by_the_flags_of_now():
+    """The same tensors with and without requires_grad, and in either mode."""
+    x = tensors()
+    for _ in range(2):
+        call = make_call(x)
+        assert not fused.run(call)[0].requires_grad
+        x["shift"].requires_grad_()
+        assert fused.run(call)[0].requires_grad
+        with torch.no_grad():
+            assert not fused.run(call)[0].requires_grad
+        x["shift"].requires_grad_(False)
+
+
+class Kernel:
+    """Stands for a kernel of Triton: counts what is compiled and notes what compiled ones are launched with."""
+
+    def __init__(self):
+        self.examined, self.launched, self.by_hooks = [], [], []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, **options):
+            self.examined.append(options)
+            return Compiled(self)
+
+        return compile_and_launch
+
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def run(self, *args):
+        self.kernel.launched.append(args)
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.by_hooks.append((grid, args))
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    monkeypatch.setattr(triton_launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=str)))
+
+
+def step_of(kernel, numbers=(16,), switches=None, paths=(0,), warps=4):
+    return Launch(kernel, (3, 2, 1), numbers, (7,), switches or {"M": 2}, paths, warps, 1)
+
+
+def test_a_compiled_kernel_is_launched_by_addresses(stream):
+    kernel, x = Kernel(), torch.zeros(8)
+    step = step_of(kernel, paths=(1, 2))
+    for _ in range(2):
+        launch(step, (x, None), (0.5,))
+    assert [options["PATH"] for options in kernel.examined] == [1, 2]
+    start = (3, 2, 1, str(triton_launcher.current_device()), "function", "metadata", None, None, None)
+    assert kernel.launched == [(*start, x.data_ptr(), None, 0.5, 16, 7, 2, path) for path in (1, 2)]
+
+
+def test_compiled_again_for_what_triton_specialises_on(stream, monkeypatch):
+    kernel, x = Kernel(), torch.zeros(8)
+    step = step_of(kernel)
+
+    def compiles(step, *tensors):
+        before = len(kernel.examined)
+        launch(step, tensors, ())
+        launch(step, tensors, ())
+        return len(kernel.examined) - before
+
+    assert compiles(step, x, x) == 1
+    assert compiles(step, x, x[4:]) == 0
+    assert compiles(step, x, x[1:]) == 1
+    assert compiles(step, x[1:], x) == 1
+    assert compiles(step, x, x) == 0
+    # Launches that are not kept find what was compiled for their like.
+    assert compiles(step_of(kernel, numbers=(32,)), x, x) == 0
+    assert compiles(step_of(kernel, numbers=(33,)), x, x) == 1
+    assert compiles(step_of(kernel, numbers=(1,)), x, x) == 1
+    assert compiles(step_of(kernel, switches={"M": 3}), x, x) == 1
+    assert compiles(step_of(kernel, warps=8), x, x) == 1
+    assert compiles(step_of(kernel), x.half(), x) == 1
+    assert compiles(step_of(kernel), None, x) == 1
+    monkeypatch.setattr(triton_launcher, "current_device", lambda: 1)
+    assert compiles(step, x, x) == 1
+
+
+@pytest.mark.skipif(triton_launcher.knobs is None, reason="this Triton has other hooks")
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_triton_are_called(hook, stream):
+    """Profilers of kernels see them by these."""
+    kernel, x = Kernel(), torch.zeros(8)
+    hooks = getattr(triton_launcher.knobs, hook)
+
+    def look(metadata):
+        pass
+
+    launch(step_of(kernel), (x,), ())
+    hooks.add(look)
+    try:
+        launch(step_of(kernel), (x,), ())
+    finally:
+        hooks.remove(look)
+    assert kernel.by_hooks == [((3, 2, 1), (x.data_ptr(), 16, 7, 2, 0))]
+    launch(step_of(kernel), (x,), ())
+    assert len(kernel.by_hooks) == len(kernel.launched) == 1
