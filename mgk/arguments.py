@@ -129,8 +129,8 @@ def _spread(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Te
     """The tensor with leading ones up to four dimensions, checked to broadcast to `target`."""
     missing = 4 - tensor.dim()
     if missing >= 0 and _broadcasts(tensor, target[missing:]):
-        # A view would be a step of the backward pass.
-        return tensor.reshape((1,) * missing + tuple(tensor.shape)) if missing else tensor
+        # A view is a step of the backward pass.
+        return tensor[(None,) * missing] if missing else tensor
     fail(name, f"must broadcast to [{dims}] = {list(target)}, got {_shape(tensor)}")
 
 
@@ -156,10 +156,10 @@ def check_query_keys_value(
         if x.dtype != dtype:
             fail(which, f"has dtype {x.dtype} but query has {dtype}: give all three the same")
     batch, heads, _, width = query.shape
-    key_heads, length = keys.shape[1], keys.shape[-2]
+    key_batch, key_heads, *components, length, key_width = keys.shape
     if width == 0:
         fail("query", f"must have a head width of at least 1, got {_shape(query)}")
-    if keys.shape[0] != batch or keys.shape[-1] != width:
+    if key_batch != batch or key_width != width:
         fail(name, f"must have query's batch {batch} and head width {width}, got {_shape(keys)}")
     if key_heads == 0 or heads % key_heads:
         fail(name, f"has {key_heads} heads, which must divide query's {heads}")
@@ -169,7 +169,7 @@ def check_query_keys_value(
         shift = check_tensor("shift", shift, "Hk M D", like=query)
         if shift.shape[0] != key_heads or shift.shape[1] == 0 or shift.shape[2] != width:
             fail("shift", f"must have shape [Hk, M, D] = [{key_heads}, M, {width}], got {_shape(shift)}")
-    elif keys.shape[2] == 0:
+    elif components == [0]:
         fail(name, f"must have at least one component, got {_shape(keys)}")
     return query, keys, value, shift
 
@@ -333,19 +333,19 @@ def mixture_call(
 ) -> MixtureCall:  # fmt: skip
     """The arguments of mgk_attention (or, shifted, of smgk_attention), checked."""
     query, keys, value, shift = check_query_keys_value(query, keys, value, shift, shifted)
-    components = shift.shape[1] if shifted else keys.shape[2]
-    target = (query.shape[0], keys.shape[1], components, keys.shape[-2])
+    (batch, heads), length = keys.shape[:2], keys.shape[-2]
+    target = (batch, heads, shift.shape[1] if shifted else keys.shape[2], length)
     return MixtureCall(
         query=query,
         keys=keys,
         value=value,
         shift=shift,
-        attn_mask=check_mask(attn_mask, query, keys.shape[-2]),
+        attn_mask=check_mask(attn_mask, query, length),
         causal=check_causal(is_causal),
         dropout_p=number("dropout_p", dropout_p, 0, 1),
         scale=check_scale(scale, query, target),
         log_prior=check_log_prior(log_prior, query, target),
-        tau=check_similarity(similarity, query, keys.shape[1]),
+        tau=check_similarity(similarity, query, heads),
         hard=one_of("assignment", assignment, ASSIGNMENTS) == "hard",
         packed=check_packed(query, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         return_weights=flag("return_weights", return_weights),

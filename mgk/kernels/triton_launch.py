@@ -110,8 +110,8 @@ def launch_forward(
 
 def workspace(like: Tensor, key_heads: int, components: int, slots: int) -> tuple[Tensor, Tensor]:
     """`prepared` and `stats`, not filled."""
-    floats = functools.partial(like.new_empty, dtype=torch.float32)
-    return floats(2, key_heads, components, slots * SLOT), floats(key_heads, slots, 4)
+    prepared = like.new_empty(2, key_heads, components, slots * SLOT, dtype=torch.float32)
+    return prepared, prepared.new_empty(key_heads, slots, 4)
 
 
 def forward_into(

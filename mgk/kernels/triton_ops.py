@@ -105,6 +105,10 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _reduced(grad: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+    return (grad if grad.shape == shape else grad.sum_to_size(shape)).to(dtype)
+
+
 def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) -> tuple[Tensor | None, ...]:
     out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k = ctx.saved_tensors
     scale, tau, _, dropout_p, causal, hard, max_q, max_k = ctx.numbers
@@ -128,10 +132,10 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
     return (
         dq, dk, dv,
         sums.as_strided((HK, M, D), (n, D, 1)).to(shift.dtype) if need[3] else None,
-        dbias.sum_to_size(ctx.bias_like[0]).to(ctx.bias_like[1]) if need[4] else None,
+        _reduced(dbias, *ctx.bias_like) if need[4] else None,
         sums[:, M * D + 1 : M * D + 1 + scale_t.shape[1]].to(scale_t.dtype) if need[5] else None,
         sums[:, M * D].to(tau_t.dtype) if need[6] else None,
-        dmask.sum_to_size(mask.shape).to(mask.dtype) if need[7] else None,
+        _reduced(dmask, mask.shape, mask.dtype) if need[7] else None,
         *(None,) * 11,
     )  # fmt: skip
 
