@@ -10,6 +10,7 @@ import triton.language as tl
 from .triton_blend import add_products, blend_operand, blended, component_sums, operand_tile
 from .triton_gradients import blended_gradients, component_gradient, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
+    FACTOR_RANGE,
     SAFE_RANGE,
     TILE,
     extent,
@@ -60,7 +61,8 @@ def row_vectors(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """What `gradient_queries` left for rows m to m + BM of a head whose first is o_row: the vectors from FIRST to LAST.
-    By the bulk copy engine, what lies beyond n belongs to other rows; it is finite and meets no weight."""
+    By the bulk copy engine, what lies beyond n belongs to other rows: it is finite, as is its blend (FACTOR_RANGE), and
+    meets no weight."""
     out = ()
     for r in tl.static_range(FIRST, LAST):
         if TMA:
@@ -138,7 +140,11 @@ def walk_queries(
             if ONE and not SHIFTED:
                 for _ in tl.static_range(1, M):
                     alpha = alpha + (alpha[0],)
-        rho = () if BLEND else row_vectors(rows_src, o_row, m, stride_rows, L, M, 2 * M - 1 if SHIFTED else M, BM, MASKED, ROWS)
+        rho = (
+            ()
+            if BLEND
+            else row_vectors(rows_src, o_row, m, stride_rows, L, M, 2 * M - 1 if SHIFTED else M, BM, MASKED, ROWS)
+        )
         delta = row_vectors(rows_src, o_row, m, stride_rows, L, 2 * M - 1, 2 * M, BM, MASKED, ROWS)
         if DROPOUT:
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
@@ -159,11 +165,7 @@ def walk_queries(
                 dks = replaced(dks, r, tl.dot(b_ds.to(b_q.dtype), b_q, dks[r], input_precision=PRECISION), M)
         elif BLEND:
             b_rows = operand_tile(operand_src, o_row + m, L - m, BM, MASKED, OPERAND)
-            b_mix = blended(b_factors, b_rows)
-            if MASKED and OPERAND:
-                # Other rows may have a blend that overflows, and no weight.
-                b_mix = tl.where((o_i < L)[None, :], b_mix, 0.0)
-            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, b_mix, lam)
+            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_factors, b_rows), lam)
             dcs = (add_products(b_ge, b_rows, dcs[0]),)
         elif SHIFTED or EXACT:
             b_p, b_ds, parts = gradients(
@@ -267,7 +269,7 @@ def gradient_keys(
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
             slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
-    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
+    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
         return
 
     keys = ()

@@ -10,6 +10,7 @@ import triton.language as tl
 from .triton_blend import add_products, blend_operand, blended, component_sums, operand_tile
 from .triton_gradients import blended_gradients, component_gradient, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
+    FACTOR_RANGE,
     LOG2E,
     SAFE_RANGE,
     TILE,
@@ -199,11 +200,11 @@ def gradient_queries(
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
-    rho = ratios(flat, M, HARD)
+    rho = ratios(flat, M, HARD, FACTOR_RANGE)
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
         # Independent keys have one row term; the second place is for its power.
-        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(tl.minimum(a[r] - lse, 126.0))
+        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(tl.minimum(a[r] - lse, SAFE_RANGE))
         tl.store(p_rows + r * stride_rows, b_row, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
@@ -238,7 +239,7 @@ def gradient_queries(
         slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(a[0] - lse), 0.0), 0), high)
     else:
         slack = spread + key_span(high, low)
-    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
+    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
     if BLEND:

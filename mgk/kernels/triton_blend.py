@@ -1,5 +1,5 @@
 """The components of shifted keys by the tensor cores: sum_r x_ir y_jr of a tile of rows and one of keys as a product of
-two operands with 16 columns, and the sums over a tile's keys (or rows) with y_jr (or x_ir) as one with the same operand.
+two operands with 16 columns, and a tile's sums over keys (rows) with y_jr (x_ir) as one with the same operand.
 
 An operand has each number in a high and a low part in bf16, so that high times high, high times low and low times high
 add up to 16 bits: columns r, M + r and 2 M + r are high, high and low of x_ir (the rows, LEFT) and high, low and high

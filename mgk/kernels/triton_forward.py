@@ -213,7 +213,7 @@ def mixture_forward(
     else:
         m = tl.full([BM], -float("inf"), tl.float32)
         row = flat
-    rho = ratios(flat, M, HARD)
+    rho = ratios(flat, M, HARD, SAFE_RANGE)
     b_rows = b_q
     if BLEND:
         b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
