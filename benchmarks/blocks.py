@@ -67,6 +67,8 @@ CANDIDATES = (
     Case("smgk", 4, D64, True, "keys", "table 64,64,4,2,0,4"),
     Case("smgk", 4, D128, True, "keys", "table 32,64,4,2,0,4"),
     Case("smgk", 4, D32, False, "keys", "table 64,64,4,3,0,4"),
+    Case("smgk", 4, D16, True, "queries", "table 64,64,4,2,0,3"),
+    Case("smgk", 4, D16, True, "keys", "table 64,64,4,2,0,2"),
     Case("smgk", 4, D64, True, "queries", "table 64,64,4,2,0,3 64,64,4,2,0,2 64,64,4,3,0,3"),
     Case("smgk", 4, D128, True, "queries", "table 64,64,4,2,0,2 64,32,4,2,0,3 64,64,4,2,0,3"),
     Case("smgk", 4, D32, False, "queries", "table 64,64,4,3,0,2 64,64,4,3,168,3 64,128,4,3,0,3"),

@@ -211,6 +211,7 @@ CASES = {
 if GPU:
     # The limits of what is covered: a matter of registers and shared memory.
     CASES |= {
+        "smgk-m4": {"M": 4, "H": 2, "Hk": 2, "L": 130, "S": 130, "D": 32, "causal": "top-left"},
         "smgk-m8": {"M": 8, "L": 20, "S": 33},
         "smgk-d256": {"D": 256, "E": 256, "L": 20, "S": 33},
         "mgk-m8": {"variant": "mgk", "M": 8, "L": 20, "S": 33},
