@@ -7,8 +7,10 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import component_gradient, gradients, independent_gradients, scaled, times
+from .triton_blend import add_products, blend_operand, blended, component_sums, operand_tile
+from .triton_gradients import blended_gradients, component_gradient, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
+    FACTOR_RANGE,
     SAFE_RANGE,
     TILE,
     extent,
@@ -59,7 +61,8 @@ def row_vectors(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """What `gradient_queries` left for rows m to m + BM of a head whose first is o_row: the vectors from FIRST to LAST.
-    By the bulk copy engine, what lies beyond n belongs to other rows; it is finite and meets no weight."""
+    By the bulk copy engine, what lies beyond n belongs to other rows: it is finite, as is its blend (FACTOR_RANGE), and
+    meets no weight."""
     out = ()
     for r in tl.static_range(FIRST, LAST):
         if TMA:
@@ -103,15 +106,15 @@ def visible(
 
 @triton.jit
 def walk_queries(
-    first, last, keys, b_v, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src, o_row, mask_ptr,
-    seed, i_bh, o_j, causal_offset, dropout_p,
+    first, last, keys, b_v, b_factors, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
+    operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p,
     stride_ql, stride_ol, stride_ml, stride_mj, stride_rows, L, S,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr, IN_TURN: tl.constexpr,
-    ROWS: tl.constexpr, ONE_SIDE: tl.constexpr,
+    ROWS: tl.constexpr, ONE_SIDE: tl.constexpr, BLEND: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers."""
@@ -137,7 +140,11 @@ def walk_queries(
             if ONE and not SHIFTED:
                 for _ in tl.static_range(1, M):
                     alpha = alpha + (alpha[0],)
-        rho = row_vectors(rows_src, o_row, m, stride_rows, L, M, 2 * M - 1 if SHIFTED else M, BM, MASKED, ROWS)
+        rho = (
+            ()
+            if BLEND
+            else row_vectors(rows_src, o_row, m, stride_rows, L, M, 2 * M - 1 if SHIFTED else M, BM, MASKED, ROWS)
+        )
         delta = row_vectors(rows_src, o_row, m, stride_rows, L, 2 * M - 1, 2 * M, BM, MASKED, ROWS)
         if DROPOUT:
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
@@ -156,13 +163,17 @@ def walk_queries(
                 b_ds = component_gradient(score[0], b_g, coef[r], lam[r])
                 dcs = replaced(dcs, r, dcs[r] + tl.sum(b_ds, 1), M)
                 dks = replaced(dks, r, tl.dot(b_ds.to(b_q.dtype), b_q, dks[r], input_precision=PRECISION), M)
+        elif BLEND:
+            b_rows = operand_tile(operand_src, o_row + m, L - m, BM, MASKED, OPERAND)
+            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_factors, b_rows), lam)
+            dcs = (add_products(b_ge, b_rows, dcs[0]),)
         elif SHIFTED or EXACT:
             b_p, b_ds, parts = gradients(
                 scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE, ONE_SIDE
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
-        if WANTED != VALUES and not IN_TURN:
+        if WANTED != VALUES and not IN_TURN and not BLEND:
             updated = ()
             for r in tl.static_range(M):
                 part = parts[r]
@@ -192,7 +203,7 @@ def walk_queries(
 )
 def gradient_keys(
     q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    do_src, rows_src, spread_ptr, flags_ptr,
+    do_src, rows_src, operand_src, spread_ptr, flags_ptr,
     dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj,
@@ -210,6 +221,8 @@ def gradient_keys(
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == KEYS and PATH == 1 and not SHIFTED
+    # The components of soft shifted keys by the tensor cores.
+    BLEND: tl.constexpr = operand_src is not None and PATH == 1
     # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
     FACTOR: tl.constexpr = PATH == 1 and HARD
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
@@ -256,7 +269,7 @@ def gradient_keys(
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
             slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
-    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
+    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
         return
 
     keys = ()
@@ -274,7 +287,12 @@ def gradient_keys(
         full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
     dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), NS)
     dv = tl.zeros([BN, BE], tl.float32)
-    dcs = zeros_like_each(tl.zeros([BN], tl.float32), M)
+    b_factors = b_v
+    if BLEND:
+        b_factors = blend_operand(coef, tl.arange(0, 16), M, False)
+        dcs = (tl.zeros([BN, 16], tl.float32),)
+    else:
+        dcs = zeros_like_each(tl.zeros([BN], tl.float32), M)
     dlams = zeros_like_each(tl.zeros([BN], tl.float32), M if UNEQUAL else 0)
     for g in range(GROUP):
         i_h = i_k * GROUP + g
@@ -288,13 +306,15 @@ def gradient_keys(
             dks, dv, dcs, dlams = walk_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
                 full if part == 0 else (whole if part == 1 else n_q),
-                keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_src, o_row,
-                mask_head, seed,
+                keys, b_v, b_factors, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_src,
+                operand_src, o_row, mask_head, seed,
                 i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
                 stride_rows, n_q, n_k,
                 M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
-                PATH != 1 or HARD, TMA, WANTED, IN_TURN, ROWS, FACTOR,
+                PATH != 1 or HARD, TMA, WANTED, IN_TURN, ROWS, FACTOR, BLEND, TMA and not PACKED,
             )  # fmt: skip
+    if BLEND:
+        dcs = component_sums(dcs[0], 0, M, True)
     if FACTOR:
         b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
         dv *= b_factor

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
 from .triton_backward_queries import gradient_queries
+from .triton_blend import write_key_operand
 from .triton_blocks import SPLIT_WIDTH, blocks, row_block
 from .triton_decode import decode_merge, decode_row, decode_split
 from .triton_forward import mixture_forward
@@ -99,13 +100,14 @@ def _bulk(*tensors: Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
 
 
-def _sources(bulk: bool, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
+def _sources(bulk: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:
     if not bulk:
         return tensors
     return tuple(
-        TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, padded_width(x.shape[-1])])
+        x if x is None
+        else TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, padded_width(x.shape[-1])])
         for x in tensors
-    )
+    )  # fmt: skip
 
 
 def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
@@ -151,6 +153,13 @@ def _switches(
 def _factored(switches: dict[str, Any]) -> bool:
     """Whether the first kernel takes one exponential a pair, where the general one takes one a component."""
     return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
+
+
+def _operand(way: int, factored: bool, components: int, like: Tensor, rows: int) -> Tensor | None:
+    """Where a block blends the components as a product: room for so many rows (or keys) of an operand."""
+    if not (way & 2 and factored and 3 * components <= BLEND_WIDTH):
+        return None
+    return like.new_empty(rows, BLEND_WIDTH, dtype=torch.bfloat16)
 
 
 def prepare(
@@ -222,15 +231,13 @@ def forward_into(
     # A float mask has no bound that is known beforehand.
     bounded = query.dtype in BOUNDED and switches["MASK"] != 2
     paths = (1, 2) if bounded and (not small or (_factored(switches) and M > 2)) else (0,)
-    operand = None
-    if way & 2 and paths[0] == 1 and _factored(switches) and 3 * M <= BLEND_WIDTH:
-        operand = stats.new_empty(HK * slots * SLOT, BLEND_WIDTH, dtype=torch.bfloat16)
+    operand = _operand(way, paths[0] == 1 and _factored(switches), M, stats, HK * slots * SLOT)
     prepare(keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, scale, tau, constant, hard, n_seq, max_k, operand)
     launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (query, *_sources(bulk, cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
         stats.new_empty(n_seq * H * n_tiles),
-        *((None,) if operand is None else _sources(bulk, cols, operand)), out, lse),
+        *_sources(bulk, cols, operand), out, lse),
         (scale, tau, dropout_p),
         (*query.stride()[:3], *key_strides, *value.stride()[:3], *leading_strides(mask, 4), H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
@@ -372,10 +379,17 @@ def launch_backward(
     # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
     # and dv are together, which have no registers left for it.
     key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
+    # fp16's gradients have more digits than the products of bf16 would leave them.
+    key_operand, row_operand = (
+        _operand(way, factored and bounded, M, stats, n)
+        for way, n in ((q_way, HK * slots * SLOT), (blocks("keys", width, M, shifted, size)[-1], B * H * L))
+    )
+    if key_operand is not None:
+        launch(write_key_operand, (slots, HK, 1), (prepared[1], key_operand), (), (), (slots,), {"M": M}, (0,), 4, 1)
     launch(
         gradient_queries, (q_tiles * n_seq * H, 1, 1),
         (query, *_sources(along_keys, q_cols, keys, value), *inputs, out, lse, grad, grad_lse, dq, dmask, rows,
-        spread, flags, sums),
+        row_operand, *_sources(along_keys, q_cols, key_operand), spread, flags, sums),
         (scale, tau, dropout_p), strides,
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
@@ -390,7 +404,7 @@ def launch_backward(
             gradient_keys, (k_tiles * n_seq * HK, 1, 1),
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
             TensorDescriptor(rows, rows.shape, rows.stride(), [1, k_rows]) if by_engine else rows,
-            spread, flags, dk, dv, dbias, sums),
+            *_sources(along_queries and cu_q is None, k_rows, row_operand), spread, flags, dk, dv, dbias, sums),
             (scale, tau, dropout_p), strides,
             (H, L, S, slots, k_tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
