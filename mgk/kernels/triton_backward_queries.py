@@ -203,9 +203,7 @@ def gradient_queries(
     rho = ratios(flat, M, HARD, FACTOR_RANGE)
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
-        # Independent keys have one row term; the second place is for its power.
-        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(tl.minimum(a[r] - lse, SAFE_RANGE))
-        tl.store(p_rows + r * stride_rows, b_row, mask=m_i)
+        tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
     b_rows = b_q

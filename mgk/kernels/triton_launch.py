@@ -354,7 +354,9 @@ def launch_backward(
     width, size = max(switches["BD"], switches["BE"]), query.element_size()
     hardness = "hard " if hard else ""
     q_rows, q_cols, *q_options, q_way = blocks(hardness + "queries", width, M, shifted, size)
-    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    in_turn = not shifted and not hard and bool(blocks("keys", width, M, shifted, size)[-1] & 2)
+    together = shifted or width <= SPLIT_WIDTH or in_turn
+    parts = ((BOTH, "keys"),) if together else ((KEYS, "keys"), (VALUES, "values"))
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles, *more_tiles = (ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts)
     query_sums = n_seq * (H // HK) * q_tiles
