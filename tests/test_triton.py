@@ -211,6 +211,7 @@ CASES = {
 if GPU:
     # The limits of what is covered: a matter of registers and shared memory.
     CASES |= {
+        "smgk-m4": {"M": 4, "H": 2, "Hk": 2, "L": 130, "S": 130, "D": 32, "causal": "top-left"},
         "smgk-m8": {"M": 8, "L": 20, "S": 33},
         "smgk-d256": {"D": 256, "E": 256, "L": 20, "S": 33},
         "mgk-m8": {"variant": "mgk", "M": 8, "L": 20, "S": 33},
@@ -272,6 +273,66 @@ def test_blend_as_a_product(M, monkeypatch, poisoned):
         assert std > 1 or not torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[1][0], found[0][0], atol=limit, rtol=limit)
         torch.testing.assert_close(found[1][1], found[0][1], atol=limit, rtol=limit)
+
+
+BLENDED = {
+    "m3": {"M": 3, "B": 2, "H": 4, "Hk": 2, "causal": "top-left"},
+    "m4-each-prior": {"M": 4, "B": 2, "prior": (2, 1, 4, 50), "causal": "bottom-right"},
+    "m4-bias": {"M": 4, "mask_shape": (1, 1, 40, 50)},
+    "m5-tau-scale-padding": {
+        "M": 5, "B": 2, "H": 2, "Hk": 2, "tau_shape": (2,), "scale_shape": (1, 2, 1, 1), "padding": ((0, 40), (3, 21)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["pointers", "engine"])
+@pytest.mark.parametrize("name", BLENDED)
+def test_gradients_of_the_blend_as_a_product(name, engine, monkeypatch, poisoned):
+    """The score gradients have the blend to 16 bits; the sums over keys and rows take them rounded to bf16."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    if not (engine and GPU):
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: engine)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, 2))
+    leaves, options = case(**{"L": 40, "S": 50, **BLENDED[name]})
+    report = measure(leaves, options, torch.float32, yardstick=False)
+    for which, (error, _, size) in report.items():
+        limit = 1e-4 if which in ("out", "lse", "value", "attn_mask") else 1e-2
+        assert error <= limit * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+    # Without products they would be as exact as fp32.
+    assert min(report[which][0] for which in ("query", "keys", "shift")) > 2e-4
+
+
+def test_blend_as_a_product_of_packed_sequences(monkeypatch, poisoned):
+    """The bulk copy engine reads whole sequences; the last positions belong to none, and what the rows left for them is
+    not written."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    if not GPU:
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    leaves, _ = case(M=4, H=2, Hk=1, L=60, S=60)
+    x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
+    cu = torch.tensor([0, 20, 21, 57], dtype=torch.int32, device=DEVICE)
+    found = []
+    for way in (0, 2):
+        monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+        out = fused.run(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))[0][:, :, :57]
+        found.append(torch.autograd.grad(out.square().sum(), list(x.values())))
+    for name, want, got in zip(x, *found, strict=True):
+        want, got = (g[..., :57, :] if name in ("query", "keys", "value") else g for g in (want, got))
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("way", [2, 4, 6])
+def test_rows_of_the_next_head(way, monkeypatch, poisoned):
+    """By the copy engine a head's last rows come with the next head's first, whose blend may overflow."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, way))
+    if not GPU:
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    leaves, options = case(M=3, H=2, Hk=2, L=40, S=50)
+    leaves["shift"][1, 0] -= 40.0 * leaves["query"][0, 1, 0].sign()
+    leaves["log_prior"][:, 0] += 20.0
+    for which, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+        assert error <= 3e-2 * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
 
 
 @pytest.mark.parametrize("name", WAYS)

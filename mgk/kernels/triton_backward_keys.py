@@ -7,8 +7,10 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import component_gradient, gradients, independent_gradients, scaled, times
+from .triton_blend import add_products, blend_operand, blended, component_sums, operand_tile
+from .triton_gradients import blended_gradients, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
+    FACTOR_RANGE,
     SAFE_RANGE,
     TILE,
     extent,
@@ -59,7 +61,8 @@ def row_vectors(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """What `gradient_queries` left for rows m to m + BM of a head whose first is o_row: the vectors from FIRST to LAST.
-    By the bulk copy engine, what lies beyond n belongs to other rows; it is finite and meets no weight."""
+    By the bulk copy engine, what lies beyond n belongs to other rows: it is finite, as is its blend (FACTOR_RANGE), and
+    meets no weight."""
     out = ()
     for r in tl.static_range(FIRST, LAST):
         if TMA:
@@ -70,17 +73,17 @@ def row_vectors(
 
 
 @triton.jit
-def replaced(xs, at: tl.constexpr, x, M: tl.constexpr):
+def some(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
     out = ()
-    for r in tl.static_range(M):
-        out = out + (x if r == at else xs[r],)
+    for r in tl.static_range(FIRST, FIRST + COUNT):
+        out = out + (xs[r],)
     return out
 
 
 @triton.jit
-def products(keys, b_q, FIRST: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr):
+def products(keys, b_q, M: tl.constexpr, PRECISION: tl.constexpr):
     out = ()
-    for r in tl.static_range(FIRST, LAST):
+    for r in tl.static_range(M):
         out = out + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
     return out
 
@@ -103,18 +106,18 @@ def visible(
 
 @triton.jit
 def walk_queries(
-    first, last, keys, b_v, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src, o_row, mask_ptr,
-    seed, i_bh, o_j, causal_offset, dropout_p,
+    first, last, keys, b_v, b_factors, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
+    operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p,
     stride_ql, stride_ol, stride_ml, stride_mj, stride_rows, L, S,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    FIRST: tl.constexpr, M: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr, IN_TURN: tl.constexpr,
-    ROWS: tl.constexpr, ONE_SIDE: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr,
+    ROWS: tl.constexpr, ONE_SIDE: tl.constexpr, BLEND: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
-    registers."""
+    registers. M components from FIRST on, of ALL."""
     NS: tl.constexpr = 1 if SHIFTED else M
     # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
     ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
@@ -123,46 +126,38 @@ def walk_queries(
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
         b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_ol, L, BM, E, BE, False, MASKED, TMA)
-        if IN_TURN:
-            raw = ()
-            b_g = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        else:
-            raw = products(keys, b_q, 0, NS, PRECISION)
-            b_g = tl.zeros_like(raw[0]) if WANTED == VALUES else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            scores = visible(
-                raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
-            )
-        if not IN_TURN:
-            alpha = row_vectors(rows_src, o_row, m, stride_rows, L, 0, 1 if ONE else M, BM, MASKED, ROWS)
-            if ONE and not SHIFTED:
-                for _ in tl.static_range(1, M):
-                    alpha = alpha + (alpha[0],)
-        rho = row_vectors(rows_src, o_row, m, stride_rows, L, M, 2 * M - 1 if SHIFTED else M, BM, MASKED, ROWS)
-        delta = row_vectors(rows_src, o_row, m, stride_rows, L, 2 * M - 1, 2 * M, BM, MASKED, ROWS)
+        raw = products(keys, b_q, NS, PRECISION)
+        b_g = tl.zeros_like(raw[0]) if WANTED == VALUES else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        scores = visible(
+            raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
+        )
+        alpha = row_vectors(
+            rows_src, o_row, m, stride_rows, L, 0 if ONE else FIRST, 1 if ONE else FIRST + M, BM, MASKED, ROWS
+        )
+        if ONE and not SHIFTED:
+            for _ in tl.static_range(1, M):
+                alpha = alpha + (alpha[0],)
+        rho = (
+            ()
+            if BLEND
+            else row_vectors(rows_src, o_row, m, stride_rows, L, ALL, 2 * ALL - 1 if SHIFTED else ALL, BM, MASKED, ROWS)
+        )
+        delta = row_vectors(rows_src, o_row, m, stride_rows, L, 2 * ALL - 1, 2 * ALL, BM, MASKED, ROWS)
         if DROPOUT:
             m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
-        if IN_TURN:
-            power = row_vectors(rows_src, o_row, m, stride_rows, L, 1, 2, BM, MASKED, ROWS)
-            b_g = b_g * power[0] - delta[0] * power[0]
-        else:
-            b_g -= delta[0]
-        if IN_TURN:
-            for r in tl.static_range(M):
-                score = visible(
-                    products(keys, b_q, r, r + 1, PRECISION), mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj,
-                    L, S, lam, 1, CAUSAL, MASK, MASKED,
-                )  # fmt: skip
-                b_ds = component_gradient(score[0], b_g, coef[r], lam[r])
-                dcs = replaced(dcs, r, dcs[r] + tl.sum(b_ds, 1), M)
-                dks = replaced(dks, r, tl.dot(b_ds.to(b_q.dtype), b_q, dks[r], input_precision=PRECISION), M)
+        b_g -= delta[0]
+        if BLEND:
+            b_rows = operand_tile(operand_src, o_row + m, L - m, BM, MASKED, OPERAND)
+            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_factors, b_rows), lam)
+            dcs = (add_products(b_ge, b_rows, dcs[0]),)
         elif SHIFTED or EXACT:
             b_p, b_ds, parts = gradients(
                 scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE, ONE_SIDE
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
-        if WANTED != VALUES and not IN_TURN:
+        if WANTED != VALUES and not BLEND:
             updated = ()
             for r in tl.static_range(M):
                 part = parts[r]
@@ -179,7 +174,7 @@ def walk_queries(
             b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
         if WANTED != KEYS:
             dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        if WANTED != VALUES and not IN_TURN:
+        if WANTED != VALUES:
             updated_dks = ()
             for r in tl.static_range(NS):
                 updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
@@ -192,7 +187,7 @@ def walk_queries(
 )
 def gradient_keys(
     q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    do_src, rows_src, spread_ptr, flags_ptr,
+    do_src, rows_src, operand_src, spread_ptr, flags_ptr,
     dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj,
@@ -209,7 +204,11 @@ def gradient_keys(
     its sum, 2: of each key); a group's query heads one after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
-    IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == KEYS and PATH == 1 and not SHIFTED
+    # Soft independent keys whose dk do not fit the registers beside dv: a walk for each component.
+    IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == BOTH and not SHIFTED and not HARD
+    COUNT: tl.constexpr = 1 if IN_TURN else M
+    # The components of soft shifted keys by the tensor cores.
+    BLEND: tl.constexpr = operand_src is not None and PATH == 1
     # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
     FACTOR: tl.constexpr = PATH == 1 and HARD
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
@@ -244,26 +243,21 @@ def gradient_keys(
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
-    if (PATH == 1 and not IN_TURN) or (HARD and SHIFTED and not UNEQUAL):
+    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
         slot_c += (HK * M).to(tl.int64) * n_slots * TILE
     coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     slack = spread + key_span(high, low) if SHIFTED else tl.maximum(spread, key_span(high, low))
     if FACTOR:
         b_reach = tl.where((o_j < n_k)[:, None], tl.abs(coef[0]), 0.0)
         slack = tl.max(tl.max(b_reach, 1), 0)
-    elif not SHIFTED and PATH == 1 and not IN_TURN:
+    elif not SHIFTED and PATH == 1:
         # A masked component is not in the lse, which then bounds nothing.
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
             slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
-    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
+    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
         return
 
-    keys = ()
-    for r in tl.static_range(NS):
-        keys = keys + (
-            in_registers(load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True), BD, REGISTERS % 2),
-        )
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS % 2)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     begin = 0
@@ -272,45 +266,7 @@ def gradient_keys(
     if CAUSAL:
         begin = max(i_n * BN - causal_offset, 0) // BM * BM
         full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
-    dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), NS)
     dv = tl.zeros([BN, BE], tl.float32)
-    dcs = zeros_like_each(tl.zeros([BN], tl.float32), M)
-    dlams = zeros_like_each(tl.zeros([BN], tl.float32), M if UNEQUAL else 0)
-    for g in range(GROUP):
-        i_h = i_k * GROUP + g
-        o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
-        q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
-        do_head = head_of(do_src, i_b, i_h, start_q, stride_ob, stride_oh, stride_ol, TMA)
-        mask_head = mask_ptr
-        if MASK:
-            mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
-        for part in tl.static_range(0 if CAUSAL else 1, 3):
-            dks, dv, dcs, dlams = walk_queries(
-                begin if part == 0 else (full if part == 1 else max(whole, begin)),
-                full if part == 0 else (whole if part == 1 else n_q),
-                keys, b_v, coef, lam, dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_src, o_row,
-                mask_head, seed,
-                i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
-                stride_rows, n_q, n_k,
-                M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
-                PATH != 1 or HARD, TMA, WANTED, IN_TURN, ROWS, FACTOR,
-            )  # fmt: skip
-    if FACTOR:
-        b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
-        dv *= b_factor
-        dks = scaled(dks, b_factor, NS)
-        dcs = scaled(dcs, tl.sum(b_factor, 1), M)
-    if WANTED != KEYS:
-        store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
-    if WANTED == VALUES:
-        return
-    if PATH == 1 and not IN_TURN and not FACTOR:
-        dcs = times(dcs, coef, 0, M)
-    if PATH == 1 and not SHIFTED and not IN_TURN:
-        dks = times_columns(dks, coef, M)
-    if HARD and not UNEQUAL:
-        dcs = without_others(dcs, M)
-
     SUMS: tl.constexpr = M * D + 1 + M + (M if PRIOR == 1 else 0)
     o_d = tl.arange(0, BD)
     p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * SUMS
@@ -318,34 +274,85 @@ def gradient_keys(
     p_dbias = dbias_ptr + ((i_b * HK + i_k) * M).to(tl.int64) * S + start_k + o_j
     dtau = 0.0
     dscale = 0.0
-    total = tl.zeros([BN, BD], tl.float32)
-    for r in tl.static_range(M):
-        if REGISTERS % 2:
-            b_kr = keys[0 if SHIFTED else r].to(tl.float32)
+    # The components from `first` on, COUNT of them: all, or one a walk.
+    for first in tl.static_range(0, M, COUNT):
+        keys = ()
+        for r in tl.static_range(first, first + (1 if SHIFTED else COUNT)):
+            b_kr = load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True)
+            keys = keys + (in_registers(b_kr, BD, REGISTERS % 2),)
+        dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), 1 if SHIFTED else COUNT)
+        b_factors = b_v
+        if BLEND:
+            b_factors = blend_operand(coef, tl.arange(0, 16), M, False)
+            dcs = (tl.zeros([BN, 16], tl.float32),)
         else:
-            # Kept from the beginning, they would hold registers over the walk.
-            b_kr = load_rows(k_ptr + (0 if SHIFTED else r) * stride_km, o_j, stride_ks, n_k, D, BD, True).to(tl.float32)
-        if SHIFTED:
-            b_kr = tl.where((o_j < n_k)[:, None], b_kr + load_shift(shift_ptr, i_k, r, M, D, BD)[None, :], 0.0)
-        b_pull = dcs[r][:, None] * b_kr
-        square = tl.sum(tl.sum(b_pull * b_kr, 1), 0)
-        dtau -= 0.5 * lam[r] * square
-        if PRIOR == 1:
-            tl.store(p_sums + M * D + 1 + M + r, tl.sum(tl.where(o_j < n_k, dcs[r], 0.0), 0))
-        elif PRIOR == 2:
-            tl.store(p_dbias + r * S, dcs[r], mask=o_j < n_k)
-        if SHIFTED:
-            total += b_pull * (lam[r] if UNEQUAL else 1.0)
-            tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_pull, 0), mask=o_d < D)
-        else:
-            store_rows(p_dk + r * S * D, lam[r] * (dks[r] - tau * b_pull), o_j, D, n_k, D, BD)
-        if UNEQUAL:
-            tl.store(p_sums + M * D + 1 + r, tl.sum(dlams[r], 0) - 0.5 * tau * square)
-        else:
-            dscale -= 0.5 * tau * square
-    if SHIFTED:
-        b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
-        store_rows(p_dk, b_dk, o_j, D, n_k, D, BD)
-    tl.store(p_sums + M * D, dtau)
-    if not UNEQUAL:
-        tl.store(p_sums + M * D + 1, dscale)
+            dcs = zeros_like_each(tl.zeros([BN], tl.float32), COUNT)
+        dlams = zeros_like_each(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
+        for g in range(GROUP):
+            i_h = i_k * GROUP + g
+            o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
+            q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
+            do_head = head_of(do_src, i_b, i_h, start_q, stride_ob, stride_oh, stride_ol, TMA)
+            mask_head = mask_ptr
+            if MASK:
+                mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+            for part in tl.static_range(0 if CAUSAL else 1, 3):
+                dks, dv, dcs, dlams = walk_queries(
+                    begin if part == 0 else (full if part == 1 else max(whole, begin)),
+                    full if part == 0 else (whole if part == 1 else n_q),
+                    keys, b_v, b_factors, some(coef, first, COUNT), some(lam, first, COUNT), dks, dv, dcs, dlams,
+                    q_head, do_head, i_b, i_h, start_q, rows_src, operand_src, o_row, mask_head, seed,
+                    i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
+                    stride_rows, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT,
+                    PRECISION, UNEQUAL, part != 1, PATH != 1 or HARD, TMA, WANTED, ROWS, FACTOR, BLEND,
+                    TMA and not PACKED,
+                )  # fmt: skip
+        if BLEND:
+            dcs = component_sums(dcs[0], 0, M, True)
+        if FACTOR:
+            b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
+            dv *= b_factor
+            dks = scaled(dks, b_factor, NS)
+            dcs = scaled(dcs, tl.sum(b_factor, 1), M)
+        if WANTED != KEYS and first + COUNT == M:
+            store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
+        if WANTED != VALUES:
+            if PATH == 1 and not FACTOR:
+                dcs = times(dcs, coef, 0, M)
+            if PATH == 1 and not SHIFTED:
+                dks = times_columns(dks, coef, M)
+            if HARD and not UNEQUAL:
+                dcs = without_others(dcs, M)
+            total = tl.zeros([BN, BD], tl.float32)
+            for r in tl.static_range(first, first + COUNT):
+                if REGISTERS % 2:
+                    b_kr = keys[0 if SHIFTED else r - first].to(tl.float32)
+                else:
+                    # Kept from the beginning, they would hold registers over the walk.
+                    p_kr = k_ptr + (0 if SHIFTED else r) * stride_km
+                    b_kr = load_rows(p_kr, o_j, stride_ks, n_k, D, BD, True).to(tl.float32)
+                if SHIFTED:
+                    b_kr = tl.where((o_j < n_k)[:, None], b_kr + load_shift(shift_ptr, i_k, r, M, D, BD)[None, :], 0.0)
+                b_pull = dcs[r - first][:, None] * b_kr
+                square = tl.sum(tl.sum(b_pull * b_kr, 1), 0)
+                dtau -= 0.5 * lam[r] * square
+                if PRIOR == 1:
+                    tl.store(p_sums + M * D + 1 + M + r, tl.sum(tl.where(o_j < n_k, dcs[r - first], 0.0), 0))
+                elif PRIOR == 2:
+                    tl.store(p_dbias + r * S, dcs[r - first], mask=o_j < n_k)
+                if SHIFTED:
+                    total += b_pull * (lam[r] if UNEQUAL else 1.0)
+                    tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_pull, 0), mask=o_d < D)
+                else:
+                    store_rows(p_dk + r * S * D, lam[r] * (dks[r - first] - tau * b_pull), o_j, D, n_k, D, BD)
+                if UNEQUAL:
+                    tl.store(p_sums + M * D + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)
+                else:
+                    dscale -= 0.5 * tau * square
+            if SHIFTED:
+                b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
+                store_rows(p_dk, b_dk, o_j, D, n_k, D, BD)
+    if WANTED != VALUES:
+        tl.store(p_sums + M * D, dtau)
+        if not UNEQUAL:
+            tl.store(p_sums + M * D + 1, dscale)

@@ -7,8 +7,10 @@ Each sum is taken by one program in a fixed order, so the result is the same bit
 import triton
 import triton.language as tl
 
-from .triton_gradients import component_gradient, gradients, independent_gradients, scaled, times
+from .triton_blend import add_products, blend_operand, blended, component_sums, operand_tile
+from .triton_gradients import blended_gradients, component_gradient, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
+    FACTOR_RANGE,
     LOG2E,
     SAFE_RANGE,
     TILE,
@@ -53,14 +55,15 @@ def visible(
 
 @triton.jit
 def walk_keys(
-    first, last, b_q, b_do, delta, alpha, rho, lam, acc, das, total, k_src, v_src, i_b, i_k, start_k, c_ptr, coef_ptr,
-    mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
+    first, last, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das, total, k_src, v_src, blend_src, i_b, i_k, start_k,
+    o_slot, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
     dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_slots,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     UNEQUAL: tl.constexpr,
     MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, IN_TURN: tl.constexpr, ONE_SIDE: tl.constexpr,
+    BLEND: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
@@ -83,7 +86,8 @@ def walk_keys(
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
         factors = LEADS or (SHIFTED and not EXACT)
-        coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
+        if not BLEND:
+            coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
         if IN_TURN:
             for r in tl.static_range(M):
                 score = component_scores(
@@ -99,6 +103,9 @@ def walk_keys(
                     k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
                 )
                 acc = tl.dot(b_ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+        elif BLEND:
+            b_c = operand_tile(blend_src, o_slot + n, BN, BN, False, TMA)
+            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_rows, b_c), lam)
         elif SHIFTED or EXACT:
             addends = coef if ONE_SIDE else alpha
             b_p, b_ds, parts = gradients(
@@ -111,11 +118,14 @@ def walk_keys(
                 p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
                 tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
             total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
-            updated = ()
-            for r in tl.static_range(FIRST, M):
-                part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
-                updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
-            das = updated
+            if BLEND:
+                das = (add_products(b_ge, b_c, das[0]),)
+            else:
+                updated = ()
+                for r in tl.static_range(FIRST, M):
+                    part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
+                    updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
+                das = updated
             for r in tl.static_range(NS):
                 b_k = load_tile(
                     k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
@@ -129,7 +139,7 @@ def walk_keys(
 def gradient_queries(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
     out_ptr, lse_ptr, do_ptr, dlse_ptr,
-    dq_ptr, dmask_ptr, rows_ptr, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p,
+    dq_ptr, dmask_ptr, rows_ptr, operand_ptr, blend_src, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj,
     stride_ob, stride_oh, stride_ol, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, SECTION,
@@ -140,11 +150,13 @@ def gradient_queries(
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
     PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta) and this tile's
-    part of d shift, d tau, d scale."""
+    """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta; the rows' operand
+    of the blend where operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     IN_TURN: tl.constexpr = REGISTERS >= 2 and PATH == 1 and not SHIFTED
+    # The components of soft shifted keys by the tensor cores.
+    BLEND: tl.constexpr = blend_src is not None and PATH == 1
     # The row's term of the exponents is a factor.
     FACTOR: tl.constexpr = PATH == 1 and (HARD or not SHIFTED)
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
@@ -188,14 +200,18 @@ def gradient_queries(
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
-    rho = ratios(flat, M, HARD)
+    rho = ratios(flat, M, HARD, FACTOR_RANGE)
     p_rows = rows_ptr + o_row + o_i
     for r in tl.static_range(M):
-        # Independent keys have one row term; the second place is for its power.
-        b_row = a[r] - lse if SHIFTED or UNEQUAL or r == 0 else tl.exp2(tl.minimum(a[r] - lse, 126.0))
-        tl.store(p_rows + r * stride_rows, b_row, mask=m_i)
+        tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
+    b_rows = b_q
+    if BLEND or operand_ptr is not None:
+        o_c = tl.arange(0, 16)
+        b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
+        if operand_ptr is not None:
+            tl.store(operand_ptr + (o_row + o_i)[:, None] * 16 + o_c[None, :], b_rows, mask=m_i[:, None])
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full = n_k // BN * BN
     last = n_k
@@ -221,21 +237,26 @@ def gradient_queries(
         slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(a[0] - lse), 0.0), 0), high)
     else:
         slack = spread + key_span(high, low)
-    if leaves_to_second(p_flag, slack <= SAFE_RANGE, PATH):
+    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
-    das = zeros_like_each(norm, M - FIRST)
+    if BLEND:
+        das = (tl.zeros([BM, 16], tl.float32),)
+    else:
+        das = zeros_like_each(norm, M - FIRST)
     total = tl.zeros_like(norm)
     for MASKED in tl.static_range(2):
         acc, das, total = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_do, delta, alpha, rho, lam, acc, das, total,
-            k_src, v_src, i_b, i_k, start_k,
+            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das,
+            total, k_src, v_src, blend_src, i_b, i_k, start_k, (i_k * n_slots + slot) * TILE,
             c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
             stride_vs,
             stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
             DROPOUT, PRECISION,
-            UNEQUAL, MASKED, PATH != 1 or HARD, TMA, IN_TURN, FACTOR and HARD,
+            UNEQUAL, MASKED, PATH != 1 or HARD, TMA, IN_TURN, FACTOR and HARD, BLEND,
         )  # fmt: skip
+    if BLEND:
+        das = component_sums(das[0], 1, M, False)
     if FACTOR:
         factor = tl.exp2(a[0] - lse)
         total *= factor

@@ -6,8 +6,9 @@ import functools
 # By pass and largest head width (hard assignment without blocks of its own takes soft's): rows and keys of a block,
 # warps, pipeline stages, registers a thread (None: the compiler's choice), and the way, a sum of
 #   1  left operands that stay over the loop are kept in registers,
-#   2  forward of soft shifted keys, at most 5 components: their blend is a step of the tensor cores; backward of soft
-#      independent keys, where dk is apart from dv, and their queries: one component after another,
+#   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
+#      are steps of the tensor cores; soft independent keys, backward: one component after another, along the queries
+#      with a walk for each, dk and dv together,
 #   4  keys: the bulk copy engine reads the rows' vectors, which otherwise take a copy a number below 128 rows.
 Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
@@ -51,10 +52,16 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         256: (64, 32, 4, 2, None, 0),
     },
     "queries": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 2, None, 1),
-        128: (64, 32, 4, 2, None, 1),
+        32: (64, 64, 4, 3, None, 2),
+        64: (64, 64, 4, 2, None, 3),
+        128: (64, 64, 4, 2, None, 2),
         256: (64, 32, 8, 2, None, 0),
+    },
+    "keys": {
+        32: (64, 64, 4, 3, None, 6),
+        64: (64, 64, 4, 2, None, 6),
+        128: (32, 64, 4, 2, None, 6),
+        256: (32, 64, 8, 2, None, 0),
     },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
@@ -93,8 +100,8 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         256: (32, 32, 8, 1, None, 0),
     },
 }
-# Beyond this width the pass along the queries is launched once for dk and once for dv: the accumulators of both, M + 1
-# of them, do not fit the registers. A product more, and no spills.
+# Beyond this width the pass along the queries is launched once for dk and once for dv, unless components come one after
+# another: the accumulators of both, M + 1 of them, do not fit the registers. A product more, and no spills.
 SPLIT_WIDTH = 64
 
 

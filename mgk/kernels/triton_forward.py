@@ -9,14 +9,13 @@ weights are left to the second, which keeps a running maximum and one exponentia
 import triton
 import triton.language as tl
 
+from .triton_blend import blend_operand, blended, operand_tile
 from .triton_powers import exact_exp2, weight
 from .triton_tiles import (
-    INTERPRETED,
     LOG2E,
     SAFE_RANGE,
     TILE,
     blend,
-    blend_operand,
     columns,
     component_scores,
     exponents,
@@ -127,18 +126,8 @@ def walk(
         if MASKED and CAUSAL:
             scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
         if BLEND:
-            o_slot = (i_k * n_slots + slot) * TILE + n
-            if TMA:
-                b_c = blend_src.load([o_slot, 0])
-            else:
-                p_slot = blend_src + (o_slot + tl.arange(0, BN)).to(tl.int64)[:, None] * 16
-                b_c = tl.load(p_slot + tl.arange(0, 16)[None, :])
-            if INTERPRETED:
-                # It has no products of bf16.
-                b_mix = tl.dot(b_rows.to(tl.float32), tl.trans(b_c.to(tl.float32)))
-            else:
-                b_mix = tl.dot(b_rows, tl.trans(b_c))
-            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * b_mix
+            b_c = operand_tile(blend_src, (i_k * n_slots + slot) * TILE + n, BN, BN, False, TMA)
+            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * blended(b_rows, b_c)
             m_new = m
         else:
             coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
@@ -224,7 +213,7 @@ def mixture_forward(
     else:
         m = tl.full([BM], -float("inf"), tl.float32)
         row = flat
-    rho = ratios(flat, M, HARD)
+    rho = ratios(flat, M, HARD, SAFE_RANGE)
     b_rows = b_q
     if BLEND:
         b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)

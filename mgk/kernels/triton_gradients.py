@@ -68,6 +68,14 @@ def winners(
 
 
 @triton.jit
+def blended_gradients(scores, b_g, alpha, b_mix, lam):
+    """Factored form: weights, score gradient, and what C_jr and A_ir / A_i0 make the gradients of c_jr and a_ir."""
+    b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
+    b_ge = b_g * b_e
+    return b_e * b_mix, (b_ge * b_mix,), b_ge
+
+
+@triton.jit
 def gradients(
     scores, b_g, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
     EXACT: tl.constexpr, UNEQUAL: tl.constexpr, FIRST: tl.constexpr, FINE: tl.constexpr,
@@ -82,11 +90,7 @@ def gradients(
     assignment of shifted keys, and c_jr otherwise."""
     parts = ()
     if not EXACT:
-        b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
-        b_mix = blend(rho, coef, M)
-        b_ge = b_g * b_e
-        b_ds = (b_ge * b_mix,)
-        b_p = b_e * b_mix
+        b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blend(rho, coef, M), lam)
         for _ in tl.static_range(FIRST, M):
             parts = parts + (b_ge,)
     elif HARD:

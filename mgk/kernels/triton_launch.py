@@ -62,13 +62,19 @@ def _bulk(*tensors: Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
 
 
-def _sources(bulk: bool, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
+def _sources(bulk: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:
     if not bulk:
         return tensors
     return tuple(
-        TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, padded_width(x.shape[-1])])
+        x if x is None
+        else TensorDescriptor(x, x.shape, x.stride(), [1] * (x.dim() - 2) + [rows, padded_width(x.shape[-1])])
         for x in tensors
-    )
+    )  # fmt: skip
+
+
+def _operand(like: Tensor, rows: int) -> Tensor | None:
+    """Room for so many rows (or keys) of an operand that blends the components."""
+    return like.new_empty(rows, BLEND_WIDTH, dtype=torch.bfloat16) if rows else None
 
 
 def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
@@ -132,7 +138,7 @@ def forward_into(
     plan = forward_plan(
         layouts(query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k), flags, bulk, lse is not None
     )
-    operand = stats.new_empty(plan.operand, BLEND_WIDTH, dtype=torch.bfloat16) if plan.operand else None
+    operand = _operand(stats, plan.operand)
     launch(
         plan.prepare, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
     )  # fmt: skip
@@ -140,7 +146,7 @@ def forward_into(
         plan.attend,
         (query, *_sources(bulk, plan.cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
         stats.new_empty(plan.flags) if plan.flags else stats,
-        *((None,) if operand is None else _sources(bulk, plan.cols, operand)), out, lse),
+        *_sources(bulk, plan.cols, operand), out, lse),
         (scale, tau, dropout_p),
     )  # fmt: skip
 
@@ -262,17 +268,22 @@ def launch_backward(
     sums = (lse.new_empty if cu_q is None else lse.new_zeros)(plan.sums)
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     floats = (scale, tau, dropout_p)
+    key_operand, row_operand = _operand(stats, plan.key_operand), _operand(stats, plan.row_operand)
+    if key_operand is not None:
+        launch(plan.write, (prepared[1], key_operand), ())
     # What is not wanted is not written, wherever it would lie.
     launch(
         plan.queries,
         (query, *_sources(along_keys, plan.cols, keys, value), *inputs, out, lse, grad, grad_lse, dq,
-        sums if dmask is None else dmask, rows, spread, flagged, sums), floats,
+        sums if dmask is None else dmask, rows, row_operand, *_sources(along_keys, plan.cols, key_operand), spread,
+        flagged, sums), floats,
     )  # fmt: skip
     for step, k_rows, by_engine in plan.keys:
         launch(
             step,
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
             TensorDescriptor(rows, [2 * M, B * H * L], rows.stride(), [1, k_rows]) if by_engine else rows,
-            spread, flagged, dk, dv, sums if dbias is None else dbias, sums), floats,
+            *_sources(along_queries and cu_q is None, k_rows, row_operand), spread, flagged, dk, dv,
+            sums if dbias is None else dbias, sums), floats,
         )  # fmt: skip
     return dq, dk, dv, dbias, sums.sum(0), dmask

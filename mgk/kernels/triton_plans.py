@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
 from .triton_backward_queries import gradient_queries
+from .triton_blend import write_key_operand
 from .triton_blocks import SPLIT_WIDTH, Block
 from .triton_forward import mixture_forward
 from .triton_launcher import Launch
@@ -103,6 +104,11 @@ def _factored(switches: dict[str, Any]) -> bool:
     return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
 
 
+def _blends(way: int, factored: bool, components: int) -> bool:
+    """Whether a block blends the components as a product."""
+    return bool(way & 2) and factored and 3 * components <= BLEND_WIDTH
+
+
 @functools.lru_cache(1 << 10)
 def preparation(tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int) -> Launch:
     """Of keys, shift, bias, scale_t, tau_t, cu_k: the launch that fills `prepared` and `stats`."""
@@ -124,7 +130,7 @@ class ForwardPlan(NamedTuple):
     attend: Launch
     cols: int  # keys of a block
     flags: int  # room for so many of them; 0 where there is no second kernel
-    operand: int  # rows of the keys' side of the blend, where that is a product, or 0
+    operand: int  # keys of the operand that blends the components, where that is a product, or 0
 
 
 @functools.lru_cache(1 << 10)
@@ -142,7 +148,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
     # A float mask has no bound that is known beforehand.
     first = bounded and switches["MASK"] != 2 and (not small or (_factored(switches) and M > 2))
-    blended = way & 2 and first and _factored(switches) and 3 * M <= BLEND_WIDTH
+    blends = _blends(way, first and _factored(switches), M)
     attend = Launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
@@ -151,7 +157,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
         switches, (1, 2) if first else (0,), warps, stages, registers,
     )  # fmt: skip
     prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots)
-    return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * bool(blended))
+    return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * blends)
 
 
 def sums_of(components: int, width: int, prior_grad: int) -> int:
@@ -174,6 +180,10 @@ class BackwardPlan(NamedTuple):
     spread: int
     flags: int
     sums: tuple[int, int, int]
+    # Keys and rows of the operands that blend the components, where that is a product, or 0; and what writes the first.
+    key_operand: int
+    row_operand: int
+    write: Launch
 
 
 @functools.lru_cache(1 << 10)
@@ -192,7 +202,9 @@ def backward_plan(
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
     hardness = "hard " if hard else ""
     q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(hardness + "queries", width, M, shifted, size)
-    parts = ((KEYS, "keys"), (VALUES, "values")) if not shifted and width > SPLIT_WIDTH else ((BOTH, "keys"),)
+    in_turn = not shifted and not hard and bool(blocks("keys", width, M, shifted, size)[-1] & 2)
+    together = shifted or width <= SPLIT_WIDTH or in_turn
+    parts = ((BOTH, "keys"),) if together else ((KEYS, "keys"), (VALUES, "values"))
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles = [ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts]
     query_sums = n_seq * (H // HK) * q_tiles
@@ -227,9 +239,15 @@ def backward_plan(
             ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, registers,
         )  # fmt: skip
         passes.append(KeysPass(launch, k_rows, by_engine))
+    # fp16's gradients have more digits than the products of bf16 would leave them.
+    key_blend, row_blend = (
+        _blends(way, factored and bounded, M) for way in (q_way, blocks("keys", width, M, shifted, size)[-1])
+    )
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
         flags=0 if paths == (0,) else n_seq * most_tiles,
         sums=(query_sums + n_seq * k_tiles[0], HK, sums_of(M, D, prior_grad)),
+        key_operand=HK * slots * SLOT * key_blend, row_operand=B * H * L * row_blend,
+        write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
     )  # fmt: skip

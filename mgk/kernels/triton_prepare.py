@@ -5,7 +5,8 @@ head, and C_jr = 2^c_jr (hard assignment: c_jr - c_j0)."""
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, TILE, blend_operand, extent, load_scales
+from .triton_blend import blend_operand
+from .triton_tiles import LOG2E, TILE, extent, load_scales
 
 
 @triton.jit

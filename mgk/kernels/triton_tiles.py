@@ -17,6 +17,9 @@ TILE = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
 SAFE_RANGE = tl.constexpr(80.0)
+# As much of it where a tile's last rows may be another head's: the blend of a row and a key that do not meet may not
+# overflow.
+FACTOR_RANGE = tl.constexpr(60.0)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -315,26 +318,11 @@ def blend(rho, coef, M: tl.constexpr):
 
 
 @triton.jit
-def ratios(alpha, M: tl.constexpr, HARD: tl.constexpr):
-    """A_ir / A_i0 for r >= 1; for hard assignment a_ir - a_i0."""
+def ratios(alpha, M: tl.constexpr, HARD: tl.constexpr, LIMIT: tl.constexpr):
+    """A_ir / A_i0 for r >= 1, at most 2^LIMIT; for hard assignment a_ir - a_i0."""
     out = ()
     for r in tl.static_range(1, M):
         b_lead = alpha[r] - alpha[0]
-        # Clamped where it would overflow: such rows are left to the second kernel, which does not use it.
-        out = out + (b_lead if HARD else tl.exp2(tl.minimum(b_lead, 126.0)),)
+        # Clamped where such rows are left to the second kernel, which does not use it.
+        out = out + (b_lead if HARD else tl.exp2(tl.minimum(b_lead, LIMIT)),)
     return out
-
-
-@triton.jit
-def blend_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
-    """[rows, 16] in bf16 of x_r [rows, 1], so that left times right is sum_r x_r y_r in one step of the tensor cores:
-    each number in a high and a low part, high times high, high times low and low times high. M is at most 5."""
-    out = tl.zeros([xs[0].shape[0], 16], tl.float32)
-    for r in tl.static_range(M):
-        high = xs[r].to(tl.bfloat16).to(tl.float32)
-        low = xs[r] - high
-        middle = high if LEFT else low
-        last = low if LEFT else high
-        out += tl.where((o_c == r)[None, :], high, 0.0)
-        out += tl.where((o_c == M + r)[None, :], middle, 0.0) + tl.where((o_c == 2 * M + r)[None, :], last, 0.0)
-    return out.to(tl.bfloat16)
