@@ -60,8 +60,16 @@ def current_device() -> int:
 def launch(step: Launch, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
     """Launches the kernel for each of the paths. `tensors` may have None and tensor descriptors."""
     # As numbers: of a tensor the launcher asks its address, and the driver whether that is the device's.
-    addresses = [x if x is None else x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-    uneven = [i for i, x in enumerate(addresses) if type(x) is int and x % 16]
+    addresses: list[Any] = []
+    uneven: list[int] = []
+    for x in tensors:
+        if x is not None and isinstance(x, Tensor):
+            address = x.data_ptr()
+            if address % 16:
+                uneven.append(len(addresses))
+            addresses.append(address)
+        else:
+            addresses.append(x)
     device = current_device()
     key = (device, *uneven) if uneven else device
     ready = step.ready.get(key) or _found(step, key, device, tensors, uneven)
