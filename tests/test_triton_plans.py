@@ -1,5 +1,6 @@
 """Launches that are looked up: the same for the same call, and never those of another."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -199,6 +200,23 @@ def test_compiled_again_for_what_triton_specialises_on(stream, monkeypatch):
     assert compiles(step_of(kernel), None, x) == 1
     monkeypatch.setattr(triton_launcher, "current_device", lambda: 1)
     assert compiles(step, x, x) == 1
+
+
+def test_launched_where_the_tensors_are(stream, monkeypatch):
+    """Also from a thread whose current device is another."""
+
+    @contextlib.contextmanager
+    def entered(device):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_launcher, "current_device", lambda: device)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    kernel, x = Kernel(), torch.zeros(8)
+    for _ in range(2):
+        launch(step_of(kernel), (x, None), ())
+    assert [args[3] for args in kernel.launched] == ["3"]
 
 
 @pytest.mark.skipif(triton_launcher.knobs is None, reason="this Triton has other hooks")

@@ -53,6 +53,9 @@ def kinds_of(numbers: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers)
 
 
+NO_GPU = -1  # where a tensor lies that is on none
+
+
 def current_device() -> int:
     return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else 0
 
@@ -62,8 +65,11 @@ def launch(step: Launch, tensors: tuple[Any, ...], floats: tuple[float, ...]) ->
     # As numbers: of a tensor the launcher asks its address, and the driver whether that is the device's.
     addresses: list[Any] = []
     uneven: list[int] = []
+    home = NO_GPU
     for x in tensors:
         if x is not None and isinstance(x, Tensor):
+            if home == NO_GPU:
+                home = x.get_device()
             address = x.data_ptr()
             if address % 16:
                 uneven.append(len(addresses))
@@ -71,6 +77,10 @@ def launch(step: Launch, tensors: tuple[Any, ...], floats: tuple[float, ...]) ->
         else:
             addresses.append(x)
     device = current_device()
+    if home not in (device, NO_GPU):
+        with torch.cuda.device(home):
+            launch(step, tensors, floats)
+        return
     key = (device, *uneven) if uneven else device
     ready = step.ready.get(key) or _found(step, key, device, tensors, uneven)
     if ready is None:
