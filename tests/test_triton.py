@@ -225,6 +225,22 @@ def test_two_times_rule(name, dtype, poisoned):
     check(dtype, **CASES[name])
 
 
+# Lengths that are no multiple of any block, and too short for a block's stages.
+TABLE_LENGTHS = (37, 130, 200)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize("M", [2, 4])
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_blocks_of_the_tables(variant, hard, M, D, poisoned):
+    """As users get them, at lengths that benchmarks do not have."""
+    for length in TABLE_LENGTHS:
+        sizes = {"M": M, "D": D, "E": D, "L": length, "S": length, "H": 2, "Hk": 2}
+        check(torch.bfloat16, variant=variant, hard=hard, prior=not hard, causal="top-left", **sizes)
+
+
 BOUNDED_CASES = {
     "smgk": {},
     "mgk": {"variant": "mgk"},

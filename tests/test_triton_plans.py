@@ -129,6 +129,20 @@ def test_gradients_or_not_by_the_flags_of_now():
         x["shift"].requires_grad_(False)
 
 
+def test_a_preparation_that_writes_an_operand_is_another(monkeypatch):
+    """A launch that is kept is for tensors that are there each time, or never."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", (torch.float32,))
+    steps = []
+    monkeypatch.setattr(triton_launch, "launch", lambda step, tensors, floats: steps.append((step, tensors[-1])))
+    for way in (1, 3):
+        monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+        fused.run(make_call(tensors()))
+    (plain, nothing), _, (writing, operand), _ = steps
+    assert nothing is None
+    assert operand is not None
+    assert plain is not writing
+
+
 class Kernel:
     """Stands for a kernel of Triton: counts what is compiled and notes what compiled ones are launched with."""
 

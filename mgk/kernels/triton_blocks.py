@@ -3,8 +3,8 @@ measurements."""
 
 import functools
 
-# By pass and largest head width (hard assignment without blocks of its own takes soft's): rows and keys of a block,
-# warps, pipeline stages, registers a thread (None: the compiler's choice), and the way, a sum of
+# By pass and largest head width (hard assignment and small calls without blocks of their own take the others'): rows
+# and keys of a block, warps, pipeline stages, registers a thread (None: the compiler's choice), and the way, a sum of
 #   1  left operands that stay over the loop are kept in registers,
 #   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
 #      are steps of the tensor cores; soft independent keys, backward: one component after another, along the queries
@@ -42,6 +42,12 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 2, None, 4),
         256: (32, 64, 8, 2, None, 0),
     },
+    "small forward": {
+        16: (32, 64, 2, 2, None, 0),
+    },
+    "small queries": {
+        16: (64, 64, 4, 2, None, 1),
+    },
 }
 # More than two components: where what is above would not fit the registers.
 MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
@@ -52,13 +58,13 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         256: (64, 32, 4, 2, None, 0),
     },
     "queries": {
-        32: (64, 64, 4, 3, None, 2),
-        64: (64, 64, 4, 2, None, 3),
+        32: (64, 64, 4, 3, 168, 3),
+        64: (64, 64, 4, 3, None, 3),
         128: (64, 64, 4, 2, None, 2),
         256: (64, 32, 8, 2, None, 0),
     },
     "keys": {
-        32: (64, 64, 4, 3, None, 6),
+        32: (128, 64, 4, 3, None, 0),
         64: (64, 64, 4, 2, None, 6),
         128: (32, 64, 4, 2, None, 6),
         256: (32, 64, 8, 2, None, 0),
@@ -74,13 +80,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "queries": {
         32: (64, 128, 4, 2, None, 1),
         64: (64, 64, 4, 2, None, 0),
-        128: (128, 64, 8, 2, None, 0),
+        128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "hard queries": {
         32: (64, 64, 4, 3, None, 1),
         64: (64, 64, 4, 2, None, 1),
-        128: (128, 64, 8, 2, None, 0),
+        128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "keys": {
@@ -110,9 +116,16 @@ def blocks(
     kind: str, width: int, components: int, shifted: bool, itemsize: int
 ) -> tuple[int, int, int, int, int | None, int]:
     tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
-    names = (kind, kind.removeprefix("hard "))
-    table = next(table[name] for table in tables for name in names if name in table)
-    rows, keys, warps, stages, registers, resident = next(block for limit, block in table.items() if width <= limit)
+    # Small calls, and hard assignment, without a block of their own take the others'.
+    names = (kind, kind.removeprefix("small "), kind.removeprefix("small ").removeprefix("hard "))
+    rows, keys, warps, stages, registers, resident = next(
+        block
+        for table in tables
+        for name in names
+        if name in table
+        for limit, block in table[name].items()
+        if width <= limit
+    )
     if itemsize > 2 or (not shifted and components > 2):
         # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
         # memory.

@@ -110,8 +110,11 @@ def _blends(way: int, factored: bool, components: int) -> bool:
 
 
 @functools.lru_cache(1 << 10)
-def preparation(tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int) -> Launch:
-    """Of keys, shift, bias, scale_t, tau_t, cu_k: the launch that fills `prepared` and `stats`."""
+def preparation(
+    tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int, operand: bool = False
+) -> Launch:  # fmt: skip
+    """Of keys, shift, bias, scale_t, tau_t, cu_k: the launch that fills `prepared`, `stats` and, if there is one, the
+    keys' operand. Without it the launch is another: one is for tensors that are None each time or never."""
     keys, shift, bias, scale_t, tau_t, cu_k = (x and Layout(*x) for x in tensors)
     HK, (S, D), M = keys.shape[1], keys.shape[-2:], (keys if shift is None else shift).shape[1 + (shift is None)]
     switches = {
@@ -143,7 +146,10 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     )  # fmt: skip
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq, size = B if cu_q is None else cu_q.shape[0] - 1, query.dtype.itemsize
-    rows, cols, warps, stages, registers, way = blocks("forward", max(switches["BD"], switches["BE"]), M, shifted, size)
+    smallness = "small " if small else ""
+    rows, cols, warps, stages, registers, way = blocks(
+        smallness + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
+    )
     n_tiles = ceil_div(max_q, rows)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
     # A float mask has no bound that is known beforehand.
@@ -156,7 +162,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
         switches, (1, 2) if first else (0,), warps, stages, registers,
     )  # fmt: skip
-    prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots)
+    prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots, blends)
     return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * blends)
 
 
@@ -200,13 +206,13 @@ def backward_plan(
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
-    hardness = "hard " if hard else ""
-    q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(hardness + "queries", width, M, shifted, size)
-    in_turn = not shifted and not hard and bool(blocks("keys", width, M, shifted, size)[-1] & 2)
+    kind_of = ("small " if small else "") + ("hard " if hard else "")
+    q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(kind_of + "queries", width, M, shifted, size)
+    in_turn = not shifted and not hard and bool(blocks(kind_of + "keys", width, M, shifted, size)[-1] & 2)
     together = shifted or width <= SPLIT_WIDTH or in_turn
     parts = ((BOTH, "keys"),) if together else ((KEYS, "keys"), (VALUES, "values"))
     q_tiles = ceil_div(max_q, q_rows)
-    k_tiles = [ceil_div(max_k, blocks(hardness + k, width, M, shifted, size)[1]) for _, k in parts]
+    k_tiles = [ceil_div(max_k, blocks(kind_of + k, width, M, shifted, size)[1]) for _, k in parts]
     query_sums = n_seq * (H // HK) * q_tiles
     row_length = ceil_div(B * H * L, 4) * 4  # a multiple of 16 bytes apart
     strides = (
@@ -228,7 +234,7 @@ def backward_plan(
     )  # fmt: skip
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
-        k_rows, k_cols, warps, stages, registers, k_way = blocks(hardness + kind, width, M, shifted, size)
+        k_rows, k_cols, warps, stages, registers, k_way = blocks(kind_of + kind, width, M, shifted, size)
         # Vectors of 128 rows take one copy as they are.
         by_engine = along_queries and cu_q is None and bool(k_way & 4)
         launch = Launch(
@@ -241,7 +247,7 @@ def backward_plan(
         passes.append(KeysPass(launch, k_rows, by_engine))
     # fp16's gradients have more digits than the products of bf16 would leave them.
     key_blend, row_blend = (
-        _blends(way, factored and bounded, M) for way in (q_way, blocks("keys", width, M, shifted, size)[-1])
+        _blends(way, factored and bounded, M) for way in (q_way, blocks(kind_of + "keys", width, M, shifted, size)[-1])
     )
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
