@@ -104,7 +104,7 @@ def compare(
         if not results.read([own]):
             return
     done = [job for job in wanted if job not in failed and job not in left]
-    if at_once == 1 and not alone:
+    if at_once == 1 and alone is None:
         for job in done:
             mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
             results.append(own, comparison.as_alone(mine))
