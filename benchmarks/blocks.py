@@ -138,7 +138,11 @@ def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], t
         triton_launcher.launch(step, tensors, floats)
 
     def block_of(kind: str, *rest: Any) -> Any:
-        return block if block and kind.removeprefix("small ") in kinds else triton_blocks.blocks(kind, *rest)
+        return (
+            block
+            if block and kind.removeprefix("small ").removeprefix("aligned ") in kinds
+            else triton_blocks.blocks(kind, *rest)
+        )
 
     def row_block_of(*rest: Any) -> Any:
         return block or triton_blocks.row_block(*rest)

@@ -3,13 +3,17 @@ measurements."""
 
 import functools
 
-# By pass and largest head width (hard assignment and small calls without blocks of their own take the others'): rows
-# and keys of a block, warps, pipeline stages, registers a thread (None: the compiler's choice), and the way, a sum of
+# Heads whose rows begin and end at a multiple of this are aligned.
+ALIGNED = 64
+# By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
+# compiler's choice), and the way. Hard assignment, small calls and aligned ones without blocks of their own take the
+# others'. The way is a sum of
 #   1  left operands that stay over the loop are kept in registers,
 #   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
 #      are steps of the tensor cores; soft independent keys, backward: one component after another, along the queries
 #      with a walk for each, dk and dv together,
-#   4  keys: the bulk copy engine reads the rows' vectors, which otherwise take a copy a number below 128 rows.
+#   4  keys, aligned: the bulk copy engine reads the rows' vectors, which otherwise take a copy a number below 128
+#      rows. At other lengths it stops the device with an illegal instruction.
 Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
@@ -42,6 +46,16 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (32, 64, 4, 2, None, 0),
         256: (32, 64, 8, 2, None, 0),
     },
+    "aligned keys": {
+        32: (128, 64, 4, 3, None, 0),
+        64: (128, 64, 4, 2, None, 0),
+        128: (64, 64, 4, 2, None, 4),
+    },
+    "aligned hard keys": {
+        32: (128, 64, 4, 3, None, 0),
+        64: (64, 64, 4, 2, None, 4),
+        128: (64, 64, 4, 2, None, 4),
+    },
     "small forward": {
         16: (32, 64, 2, 2, None, 0),
     },
@@ -63,11 +77,10 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 2, None, 2),
         256: (64, 32, 8, 2, None, 0),
     },
-    "keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 2, None, 2),
-        128: (32, 64, 4, 2, None, 2),
-        256: (32, 64, 8, 2, None, 0),
+    "aligned keys": {
+        32: (64, 64, 4, 3, None, 6),
+        64: (64, 64, 4, 3, None, 6),
+        128: (32, 64, 4, 2, None, 6),
     },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
@@ -105,6 +118,16 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 2, None, 1),
         256: (32, 32, 8, 1, None, 0),
     },
+    "aligned keys": {
+        32: (64, 64, 4, 3, None, 5),
+        64: (64, 64, 4, 2, None, 4),
+        128: (64, 64, 4, 2, None, 6),
+    },
+    "aligned hard keys": {
+        32: (64, 64, 4, 3, None, 5),
+        64: (64, 64, 4, 3, None, 4),
+        128: (32, 64, 4, 2, None, 0),
+    },
 }
 # Beyond this width the pass along the queries is launched once for dk and once for dv, unless components come one after
 # another: the accumulators of both, M + 1 of them, do not fit the registers. A product more, and no spills.
@@ -116,8 +139,8 @@ def blocks(
     kind: str, width: int, components: int, shifted: bool, itemsize: int
 ) -> tuple[int, int, int, int, int | None, int]:
     tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
-    # Small calls, and hard assignment, without a block of their own take the others'.
-    names = (kind, kind.removeprefix("small "), kind.removeprefix("small ").removeprefix("hard "))
+    rest = kind.removeprefix("small ").removeprefix("aligned ")
+    names = (kind, rest, rest.removeprefix("hard "))
     rows, keys, warps, stages, registers, resident = next(
         block
         for table in tables

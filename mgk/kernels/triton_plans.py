@@ -11,7 +11,7 @@ from torch import Tensor
 from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
 from .triton_backward_queries import gradient_queries
 from .triton_blend import write_key_operand
-from .triton_blocks import SPLIT_WIDTH, Block
+from .triton_blocks import ALIGNED, SPLIT_WIDTH, Block
 from .triton_forward import mixture_forward
 from .triton_launcher import Launch
 from .triton_prepare import prepare_keys
@@ -206,13 +206,17 @@ def backward_plan(
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
-    kind_of = ("small " if small else "") + ("hard " if hard else "")
-    q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(kind_of + "queries", width, M, shifted, size)
-    in_turn = not shifted and not hard and bool(blocks(kind_of + "keys", width, M, shifted, size)[-1] & 2)
+    hardness, smallness = "hard " if hard else "", "small " if small else ""
+    aligned = along_queries and cu_q is None and L % ALIGNED == 0
+    of_keys = ("aligned " if aligned else smallness) + hardness
+    q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(
+        smallness + hardness + "queries", width, M, shifted, size
+    )  # fmt: skip
+    in_turn = not shifted and not hard and bool(blocks(of_keys + "keys", width, M, shifted, size)[-1] & 2)
     together = shifted or width <= SPLIT_WIDTH or in_turn
     parts = ((BOTH, "keys"),) if together else ((KEYS, "keys"), (VALUES, "values"))
     q_tiles = ceil_div(max_q, q_rows)
-    k_tiles = [ceil_div(max_k, blocks(kind_of + k, width, M, shifted, size)[1]) for _, k in parts]
+    k_tiles = [ceil_div(max_k, blocks(of_keys + k, width, M, shifted, size)[1]) for _, k in parts]
     query_sums = n_seq * (H // HK) * q_tiles
     row_length = ceil_div(B * H * L, 4) * 4  # a multiple of 16 bytes apart
     strides = (
@@ -234,9 +238,8 @@ def backward_plan(
     )  # fmt: skip
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
-        k_rows, k_cols, warps, stages, registers, k_way = blocks(kind_of + kind, width, M, shifted, size)
-        # Vectors of 128 rows take one copy as they are.
-        by_engine = along_queries and cu_q is None and bool(k_way & 4)
+        k_rows, k_cols, warps, stages, registers, k_way = blocks(of_keys + kind, width, M, shifted, size)
+        by_engine = aligned and bool(k_way & 4)
         launch = Launch(
             gradient_keys, (tiles * n_seq * HK, 1, 1), strides,
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
@@ -247,7 +250,7 @@ def backward_plan(
         passes.append(KeysPass(launch, k_rows, by_engine))
     # fp16's gradients have more digits than the products of bf16 would leave them.
     key_blend, row_blend = (
-        _blends(way, factored and bounded, M) for way in (q_way, blocks(kind_of + "keys", width, M, shifted, size)[-1])
+        _blends(way, factored and bounded, M) for way in (q_way, blocks(of_keys + "keys", width, M, shifted, size)[-1])
     )
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
