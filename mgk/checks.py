@@ -17,7 +17,7 @@ def fail(name: str, message: str) -> NoReturn:
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
-    """The value, if it is one of the known names; otherwise a ValueError that lists them and says which may be meant."""
+    """The value, if it is one of the known names; otherwise a ValueError that lists them and says which is nearest."""
     known = list(known)
     if not isinstance(value, str) or value not in known:
         alike = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
