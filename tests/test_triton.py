@@ -471,8 +471,8 @@ def test_small_calls(variant, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("shifted", [True, False])
 def test_every_call_has_blocks(shifted):
-    """Keys of a block divide the tiles that they are prepared in; and where the copy engine reads the rows' vectors, its
-    rows divide those of a head."""
+    """Keys of a block divide the tiles that they are prepared in; where the copy engine reads the rows' vectors, a
+    block's rows divide those of a head."""
     passes = ("forward", "queries", "hard queries", "keys", "hard keys", *(() if shifted else ("values",)))
     kinds = [before + kind for kind in passes for before in ("", "small ", "aligned ")]
     for kind in kinds:
