@@ -273,9 +273,9 @@ WAYS = {
     "in-turn": (2, {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"}),
     "in-turn-padding": (2, {"variant": "mgk", "B": 2, "D": 72, "E": 72, "padding": ((0, 40), (3, 21))}),
     "in-turn-bool": (2, {"variant": "mgk", "D": 72, "mask_shape": (1, 1, 40, 50), "bool_mask": True}),
-    "engine": (4, {"H": 2, "L": 64, "causal": "top-left"}),
-    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2, "L": 64}),
-    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 64, "causal": "bottom-right"}),
+    "engine": (4, {"H": 2, "L": 37, "causal": "top-left"}),
+    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2, "L": 37}),
+    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 37, "causal": "bottom-right"}),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
 from .triton_backward_queries import gradient_queries
 from .triton_blend import write_key_operand
-from .triton_blocks import ALIGNED, SPLIT_WIDTH, Block
+from .triton_blocks import SPLIT_WIDTH, Block
 from .triton_forward import mixture_forward
 from .triton_launcher import Launch
 from .triton_prepare import prepare_keys
@@ -207,7 +207,7 @@ def backward_plan(
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
     hardness, smallness = "hard " if hard else "", "small " if small else ""
-    aligned = along_queries and cu_q is None and L % ALIGNED == 0
+    aligned = along_queries and cu_q is None
     of_keys = ("aligned " if aligned else smallness) + hardness
     q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(
         smallness + hardness + "queries", width, M, shifted, size
@@ -218,7 +218,7 @@ def backward_plan(
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles = [ceil_div(max_k, blocks(of_keys + k, width, M, shifted, size)[1]) for _, k in parts]
     query_sums = n_seq * (H // HK) * q_tiles
-    row_length = ceil_div(B * H * L, 4) * 4  # a multiple of 16 bytes apart
+    row_length = B * H * ceil_div(L, 4) * 4  # a head's are a multiple of 16 bytes
     strides = (
         *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *grad.strides[:3], row_length, H // HK,
@@ -257,6 +257,6 @@ def backward_plan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
         flags=0 if paths == (0,) else n_seq * most_tiles,
         sums=(query_sums + n_seq * k_tiles[0], HK, sums_of(M, D, prior_grad)),
-        key_operand=HK * slots * SLOT * key_blend, row_operand=B * H * L * row_blend,
+        key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
         write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
     )  # fmt: skip

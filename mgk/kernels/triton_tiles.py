@@ -35,6 +35,12 @@ def schedule(n_tiles, n_heads, SECTION):
 
 
 @triton.jit
+def padded_rows(n):
+    """The bulk copy engine reads vectors from a multiple of 16 bytes on."""
+    return (n + 3) // 4 * 4
+
+
+@triton.jit
 def extent(cu_ptr, i_b, n, PACKED: tl.constexpr):
     """Batch entry, first position, length and first tile (of TILE) of sequence i_b."""
     if PACKED:
