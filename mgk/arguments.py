@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mgk.checks import fail, flag, number, one_of, positive_integer
 from mgk.features import FEATURE_MAPS
@@ -50,6 +51,13 @@ class _Inputs:
     def group(self) -> int:
         """Query heads per key head."""
         return self.query.shape[1] // self.keys.shape[1]
+
+    @property
+    def has_tangents(self) -> bool:
+        """Whether forward-mode derivatives are wanted, which operators of our own would drop without a word."""
+        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+            return False
+        return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in vars(self).values())
 
     def component_keys(self, dtype: torch.dtype) -> Tensor:
         """The component keys k_jr, [B, Hk, M, S, D], in the type to compute in."""

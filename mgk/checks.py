@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from numbers import Real
@@ -16,10 +17,14 @@ def fail(name: str, message: str) -> NoReturn:
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
-    """The value, if it is one of the known names; otherwise a ValueError that lists them."""
+    """The value, if it is one of the known names; otherwise a ValueError that lists them and says which is nearest."""
     known = list(known)
     if not isinstance(value, str) or value not in known:
-        fail(name, f"must be one of {', '.join(map(repr, known))}, got {value!r}")
+        alike = difflib.get_close_matches(value, known, cutoff=0.7) if isinstance(value, str) else []
+        # Letters in another order come first.
+        alike.sort(key=lambda other: sorted(other) != sorted(value))
+        hint = f"; did you mean {alike[0]!r}?" if alike else ""
+        fail(name, f"must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
     return value
 
 

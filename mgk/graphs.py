@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,13 +81,14 @@ class GraphedGradients:
         parameters: Sequence[Tensor],
         measure: Callable[..., Means],
         *,
-        buffers: Sequence[Tensor] = (),
+        buffers: Callable[[], Iterable[Tensor]] = tuple,
         recording: bool = True,
     ) -> None:
-        """buffers: what a step changes in place beside the gradients. recording: False runs every batch as it comes,
-        to compare with."""
+        """buffers: gives what a step changes in place beside the gradients; asked for when a step is recorded, since a
+        module that moves to a device has others there. recording: False runs every batch as it comes, to compare
+        with."""
         self.parameters, self.measure, self.recording = list(parameters), measure, recording
-        self.buffers = list(buffers)
+        self.buffers = buffers
         self.gradients: list[Tensor] = []
         self.recorded: dict[tuple[Any, ...], Recorded] = {}
         self.failures = 0
@@ -119,7 +120,7 @@ class GraphedGradients:
 
     def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:
         held = tuple(x.clone() for x in inputs)
-        state, before = torch.cuda.get_rng_state(), [buffer.clone() for buffer in self.buffers]
+        state, before = torch.cuda.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.buffers()]
         # One stream for all: autograd keeps for every parameter the stream it was first used on, for as long as
         # anything of that pass is alive, and another pass would be made to wait for that stream.
         self._stream = self._stream or torch.cuda.Stream()
@@ -140,5 +141,5 @@ class GraphedGradients:
             self.recorded[kind] = Recorded(graph, held, means)
         # The run that everything was compiled by does not count.
         torch.cuda.set_rng_state(state)
-        for buffer, old in zip(self.buffers, before, strict=True):
+        for buffer, old in before:
             buffer.copy_(old)

@@ -109,7 +109,7 @@ class Objective(ABC):
         if not self.compiles:
             return None
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        graphs = GraphedGradients(parameters, self.measure_batch, buffers=list(self.model.buffers()))
+        graphs = GraphedGradients(parameters, self.measure_batch, buffers=self.model.buffers)
         return lambda indices: graphs(*self.batch(indices, "train"))
 
     @abstractmethod

@@ -103,7 +103,8 @@ def report(
         named = sorted(
             {f"{row['variant']}:{row['heads']}" for row in known if row.get("recipe") == recipe.name} - {":"}
         )
-        has = f"; there are {', '.join(named)}" if named else ""
+        others = " with other settings or data, which --set may give" if set(named) & set(map(str, models)) else ""
+        has = f"; there are {', '.join(named)}{others}" if named else ""
         asked = ", ".join(map(str, models))
         raise ValueError(f"{out} has no results of {asked} under recipe {recipe.name} and preset {preset}{has}")
     paired_on = compare_answers(summaries, recipe, preset, out, setups or {})

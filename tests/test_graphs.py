@@ -117,7 +117,7 @@ def test_recording_changes_no_buffers():
         seen.add_(len(x))
         return measure(x, labels)
 
-    graphs = GraphedGradients(list(network.parameters()), counts, buffers=[seen])
+    graphs = GraphedGradients(list(network.parameters()), counts, buffers=lambda: [seen])
     for step, size in enumerate((5, 7, 5)):
         graphs(batch(size, step))
     assert float(seen) == 17

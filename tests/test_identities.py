@@ -367,3 +367,18 @@ def test_equations_11_and_13():
     found = equations.m_step(query, gamma)
     means, variance = oracle.m_step(query[1, 1], wanted[1, 1])
     close((found.means[1, 1], found.variance[1, 1], found.prior), (means, variance, wanted.mean(3)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("operator", [mgk.mgk_attention, mgk.mlk_attention])
+def test_forward_mode_derivatives_are_those_of_the_equations(operator):
+    """What auto takes for a call like this would have none."""
+    torch.manual_seed(0)
+    query, keys, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    tangents = [
+        torch.func.jvp(
+            lambda q, b=b: operator(q, keys, value, is_causal=True, backend=b), (query,), (torch.ones_like(query),)
+        )[1]
+        for b in ("eager", "auto")
+    ]
+    torch.testing.assert_close(tangents[1], tangents[0])

@@ -205,6 +205,11 @@ def test_unknown_recipe_lists_the_known():
         recipes.load("listop")
 
 
+def test_an_unknown_name_that_is_nearly_a_known_one():
+    with pytest.raises(ValueError, match=r"got 'listop'; did you mean 'listops'\?"):
+        recipes.load("listop")
+
+
 def test_recipe_is_checked_as_a_whole():
     with pytest.raises(ValueError, match="warmup"):
         Training(steps=10, warmup=10)

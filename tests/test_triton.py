@@ -429,6 +429,22 @@ def test_packed_is_each_sequence_alone(variant, causal, dtype, poisoned):
         torch.testing.assert_close(g, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_a_packed_sequence_without_keys(variant, hard, monkeypatch, poisoned):
+    """Nothing was prepared for it, and nothing of that may be read."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    leaves, _ = case(variant, H=2, Hk=2, L=48, S=40, prior=False)
+    x = {name: t.to(DEVICE, FORCED).requires_grad_() for name, t in leaves.items()}
+    rows, columns = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([0, 16, 32, 48], [0, 20, 20, 40]))
+    out = fused.run(make_call(x, hard=hard, packed=Packed(rows, columns, 16, 20)))[0]
+    gradients = torch.autograd.grad(out.float().square().sum(), list(x.values()))
+    assert not out[:, :, 16:32].any()
+    assert not gradients[list(x).index("query")][:, :, 16:32].any()
+    for name, g in zip(x, gradients, strict=True):
+        assert torch.isfinite(g).all(), name
+
+
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
 def test_small_calls(variant, monkeypatch, poisoned):
     """One launch of the general kernels instead of two, in whatever type."""

@@ -28,6 +28,8 @@ CASES = {
     "bias": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140)},
     "independent": {"variant": "mgk", "S": 300, "H": 2, "Hk": 2},
     "independent-hard": {"variant": "mgk", "B": 4, "L": 4, "S": 200, "hard": True, "prior": False},
+    # Blocks of keys that would be no power of two.
+    "independent-m5": {"variant": "mgk", "L": 4, "S": 200, "M": 5, "D": 32, "E": 32},
     "large": {"S": 300, "std": 20.0},
 }
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 
@@ -45,6 +46,10 @@ def test_no_synchronisation(variant, hard):
             fused.run(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
 
 
+FORWARD_MODE_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+@FORWARD_MODE_WARNS
 def test_says_why_not():
     leaves, _ = case()
     x = {name: t.to(DEVICE) for name, t in leaves.items()}
@@ -53,6 +58,32 @@ def test_says_why_not():
     assert "256" in fused.refuses(make_call({name: t.float().to(DEVICE) for name, t in wide.items()}))
     each = {**x, "scale": torch.ones(1, 1, 2, 37)}
     assert "per position" in fused.refuses(make_call({name: t.float().to(DEVICE) for name, t in each.items()}))
+    x = {name: t.float() for name, t in x.items()}
+    scales, mask = {**x, "scale": torch.ones(1, 1, 2, 1, device=DEVICE)}, torch.zeros(1, 1, 37, 37, device=DEVICE)
+    assert "scale per component" in fused.refuses(make_call({**scales, "attn_mask": mask}))
+    for allowed in (
+        {**scales, "attn_mask": mask > 0},
+        {**scales, "attn_mask": mask[:, :, :1]},
+        {**x, "attn_mask": mask},
+    ):
+        assert fused.refuses(make_call(allowed)) is None
+    assert "width 0" in fused.refuses(make_call({**x, "value": x["value"][..., :0]}))
+    with forward_ad.dual_level():
+        assert fused.refuses(make_call(x)) is None
+        moving = forward_ad.make_dual(x["query"], torch.ones_like(x["query"]))
+        assert "forward-mode" in fused.refuses(make_call({**x, "query": moving}))
+
+
+@FORWARD_MODE_WARNS
+def test_forward_mode_derivatives_come_from_another_backend():
+    leaves, _ = case("mgk", prior=False)
+    query, keys, value = (leaves[name].to(DEVICE, torch.float32) for name in ("query", "keys", "value"))
+    tangents = []
+    for backend in ("eager", "auto"):
+        with forward_ad.dual_level():
+            out = mgk.mgk_attention(forward_ad.make_dual(query, torch.ones_like(query)), keys, value, backend=backend)
+            tangents.append(forward_ad.unpack_dual(out).tangent)
+    torch.testing.assert_close(tangents[1], tangents[0])
 
 
 def operator_arguments(dtype=torch.float32, requires_grad=True, length=33):

@@ -235,7 +235,9 @@ def _transformers(
         import mgk.hf  # noqa: F401  (makes Transformers know our own models)
         from mgk.analysis import foreign
     except ImportError as error:
-        raise ValueError(f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]'") from error
+        raise ValueError(
+            f"--hf needs the extra 'hf' ({error.name} is missing): pip install '.[hf]' in mgk's folder"
+        ) from error
     from mgk.analysis import analyse, samples
     from mgk.analysis.cost import per_head
     from mgk.analysis.report import Subject

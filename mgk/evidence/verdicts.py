@@ -75,8 +75,8 @@ def counted(verdicts: Sequence[str]) -> str:
 RULES = f"""\
 - **Margin.** A loss of less than {SCALES["classification"].margin:g} point of accuracy counts as none: about the \
 standard error of LRA's own 2,000 test examples of ListOps. For language models: \
-{SCALES["language-model"].margin:g} % of perplexity, what lies between softmax and the best MGK in the paper (34.29, \
-33.93).
+{SCALES["language-model"].margin:g} % of perplexity (counted as 100 times the nats a token, so that −3.7 is a factor \
+of 1.038), what lies between softmax and the best MGK in the paper (34.29, 33.93).
 - **Half the heads suffice**: *holds* if the whole 95 % interval of (mixture with H/2 heads − baseline with H) lies \
 above −margin, *does not hold* if it lies below. Softmax and linear attention with half the heads are held to the \
 same rule, as the control: where they pass it too, the task does not show that the mixture was needed.

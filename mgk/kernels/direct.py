@@ -43,10 +43,12 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             # Most backward passes are not themselves recorded: there is nothing to forbid.
-            run = backward_once if torch.is_grad_enabled() else gradients
-            return run(ctx, *grads, launch=launch_backward)
+            return (launched_once if torch.is_grad_enabled() else launched)(ctx, *grads)
 
-    backward_once = torch.autograd.function.once_differentiable(gradients)
+    def launched(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return gradients(ctx, *grads, launch=launch_backward)
+
+    launched_once = torch.autograd.function.once_differentiable(launched)
     # `Direct.apply` but for its questions about function transforms: under one, a call is observed.
     apply = super(torch.autograd.Function, Direct).apply
     alive = torch._C._functorch.unwrap_if_dead

@@ -41,7 +41,27 @@ def refuses(call: MixtureCall) -> str | None:
         return f"a count of keys goes with at most {DECODE_ROWS} queries and no gradients"
     if call.packed is not None and call.attn_mask is not None:
         return "attn_mask together with cu_seqlens is not covered"
+    if value.shape[-1] == 0:
+        return "values of width 0 are not covered"
+    if _scales_differ(call) and call.shift is not None and _adds_to_scores(call):
+        return "a float attn_mask together with shifted keys and a scale per component is not covered"
+    if call.has_tangents:
+        return "forward-mode derivatives are not covered"
     return None
+
+
+def _scales_differ(call: MixtureCall) -> bool:
+    return isinstance(call.scale, Tensor) and call.scale.shape[2] > 1
+
+
+def _is_of_keys(mask: Tensor, call: MixtureCall) -> bool:
+    """The same for all queries: it joins the prior."""
+    return mask.shape[2] == 1 and (mask.shape[1] == 1 or call.group == 1)
+
+
+def _adds_to_scores(call: MixtureCall) -> bool:
+    mask = call.attn_mask
+    return mask is not None and mask.is_floating_point() and not _is_of_keys(mask, call)
 
 
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
@@ -53,7 +73,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     bias = None if call.hard or call.log_prior is None else call.log_prior
     constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
     mask = call.attn_mask
-    if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or call.group == 1):
+    if mask is not None and _is_of_keys(mask, call):
         bias, mask = _fold(bias, mask), None
     scale, scale_t, tau, tau_t = _numbers(call)
     shift = None if call.shift is None else call.shift.contiguous()
@@ -104,7 +124,7 @@ def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:
     query, keys = _last_contiguous(call.query), _last_contiguous(call.keys)
     scale, scale_t, tau, tau_t = _numbers(call)
     mask, packed, seen = call.attn_mask, call.packed, None
-    if mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or call.group == 1):
+    if mask is not None and _is_of_keys(mask, call):
         seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] != -math.inf, None
     count, pairs = triton_statistics.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,

@@ -29,6 +29,8 @@ def refuses(call: LinearCall) -> str | None:
         return "only causal calls are covered: without is_causal the sums are plain matrix products"
     if call.return_weights:
         return "the weights are never formed (return_weights=True)"
+    if call.has_tangents:
+        return "forward-mode derivatives are not covered"
     if not any(call.feature_map is known for known in MAPS):
         return "only the feature maps 'elu' and 'relu' are covered"
     if max(query.shape[-1], call.value.shape[-1]) > MAX_WIDTH:

@@ -40,6 +40,8 @@ def refuses(call: MixtureCall) -> str | None:
         return "it has no gradient for attn_mask"
     if isinstance(call.scale, Tensor) and call.scale.shape[-1] != 1:
         return "it takes one scale for all keys"
+    if call.has_tangents:
+        return "it has no forward-mode derivatives"
     return None
 
 

@@ -155,7 +155,7 @@ def gradient_queries(
     of the blend where operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
-    IN_TURN: tl.constexpr = REGISTERS >= 2 and PATH == 1 and not SHIFTED
+    IN_TURN: tl.constexpr = REGISTERS >= 2 and PATH == 1 and not SHIFTED and not HARD
     # The components of soft shifted keys by the tensor cores.
     BLEND: tl.constexpr = blend_src is not None and PATH == 1
     # The row's term of the exponents is a factor.
@@ -197,7 +197,8 @@ def gradient_queries(
         delta -= dlse
     else:
         dlse = tl.zeros_like(delta)
-    lse -= tl.load(stats_ptr + 3)
+    # A sequence without keys has no reference.
+    lse = tl.where(lse < float("inf"), lse - tl.load(stats_ptr + 3), float("inf"))
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)

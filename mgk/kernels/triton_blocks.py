@@ -78,6 +78,7 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         256: (64, 32, 8, 2, None, 0),
     },
     "aligned keys": {
+        16: (128, 64, 4, 3, None, 0),
         32: (64, 64, 4, 3, None, 6),
         64: (64, 64, 4, 3, None, 6),
         128: (32, 64, 4, 2, None, 6),
@@ -119,11 +120,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         256: (32, 32, 8, 1, None, 0),
     },
     "aligned keys": {
+        16: (64, 64, 4, 2, None, 1),
         32: (64, 64, 4, 3, None, 5),
         64: (64, 64, 4, 2, None, 4),
         128: (64, 64, 4, 2, None, 6),
     },
     "aligned hard keys": {
+        16: (64, 64, 4, 2, None, 1),
         32: (64, 64, 4, 3, None, 5),
         64: (64, 64, 4, 3, None, 4),
         128: (32, 64, 4, 2, None, 0),

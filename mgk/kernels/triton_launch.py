@@ -206,7 +206,8 @@ def launch_decode(
     if single:
         cols, warps, stages, per_processor = row_block(width, tiles + 1, size)
     else:
-        cols, warps, stages, per_processor = min(128, max(16, (1 << 15) // (width * size * tiles))), 4, 2, 4
+        room = (1 << 15) // (width * size * tiles)
+        cols, warps, stages, per_processor = min(128, max(16, 1 << (room.bit_length() - 1))), 4, 2, 4
     rows = 1 if single else padded_width(group * L)
     compiled_for = _decode_switches(
         tuple(switches.items()), rows, cols,
