@@ -471,16 +471,20 @@ def test_small_calls(variant, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("shifted", [True, False])
 def test_every_call_has_blocks(shifted):
-    """Keys of a block divide the tiles that they are prepared in."""
-    for kind in ("forward", "queries", "hard queries", "keys", "hard keys", *(() if shifted else ("values",))):
+    """Keys of a block divide the tiles that they are prepared in; where the copy engine reads the rows' vectors, a
+    block's rows divide those of a head."""
+    passes = ("forward", "queries", "hard queries", "keys", "hard keys", *(() if shifted else ("values",)))
+    kinds = [before + kind for kind in passes for before in ("", "small ", "aligned ")]
+    for kind in kinds:
         for width in (16, 32, 64, 128, 256):
             for components in (1, 2, 3, 8):
                 for itemsize in (2, 4):
-                    if kind == "values" and width <= triton_plans.SPLIT_WIDTH:
+                    if kind.endswith("values") and width <= triton_plans.SPLIT_WIDTH:
                         continue
-                    rows, keys, *_ = BLOCKS(kind, width, components, shifted, itemsize)
+                    rows, keys, *_, way = BLOCKS(kind, width, components, shifted, itemsize)
                     assert triton_plans.SLOT % keys == 0, (kind, width, components)
                     assert rows % 16 == 0, (kind, width, components)
+                    assert way < 4 or (kind.startswith("aligned") and triton_plans.ALIGNED % rows == 0)
 
 
 def test_dropout_drops_weights():
