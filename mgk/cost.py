@@ -26,7 +26,7 @@ COUNT = WARM_UP + WINDOWS * STEPS
 
 
 def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of results: medians of windows of steps on the task's own batches, each on other examples."""
+    """Rows of results: medians of windows of steps, all on the same few of the task's own batches."""
     torch.compiler.reset()
     if device.type == "cuda":
         gc.collect()
@@ -76,13 +76,14 @@ def median_ms(work: Callable[[int], None], device: torch.device, windows: int = 
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    # On a GPU every shape that will come is compiled, or recorded, when it first does.
-    for number in range(WARM_UP + windows * STEPS if device.type == "cuda" else WARM_UP):
+    # On a GPU every shape that will come is compiled, or recorded, when it first does: of few, that takes less than the
+    # rest. So all windows have the same.
+    for number in range(WARM_UP + STEPS if device.type == "cuda" else WARM_UP):
         work(number)
     times = []
-    for window in range(windows):
+    for _ in range(windows):
         start = wait()
         for number in range(STEPS):
-            work(WARM_UP + window * STEPS + number)
+            work(WARM_UP + number)
         times.append(1000 * (wait() - start) / STEPS)
     return statistics.median(times)

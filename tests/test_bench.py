@@ -73,6 +73,7 @@ def test_what_is_wrong_is_not_timed(name, monkeypatch, tmp_path):
         (["--shapes", "8x8x0x8"], "--shapes"),
         (["--variants", "softmax"], "--variants"),
         (["--variants", "smgk:0"], "--variants"),
+        (["--variants", "smgk,mlk"], "mlk is in none of the parts"),
         (["--only", "everything"], "--only"),
         (["--only", "speed,memory"], "needs a CUDA GPU"),
     ],

@@ -68,8 +68,12 @@ def bench(
     common = parts.environment(setting, command)
     torch.seed()
     names = chosen or [name for name in parts.PARTS if gpu or name in parts.CPU_PARTS]
+    ours = {name: parts.PARTS[name].ours(setting) for name in names}
+    known = {(c.variant, c.components) for some in ours.values() for each in some.values() for c in each}
+    if left_out := [name for name in asked if variant_and_components(name) not in known]:
+        fail("--variants", f"{', '.join(left_out)} is in none of the parts measured: {', '.join(names)}")
     print("checking outputs and gradients" + (", which compiles every kernel" if gpu else ""), file=sys.stderr)
-    right, wrong = parts.without_the_wrong(setting, {name: parts.PARTS[name].ours(setting) for name in names})
+    right, wrong = parts.without_the_wrong(setting, ours)
     print(f"{MEANING}\n{HEADER}")
     measured = []
     for name in names:

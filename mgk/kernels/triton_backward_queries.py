@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .triton_blend import add_products, blend_operand, blended, component_sums, operand_tile
-from .triton_gradients import blended_gradients, component_gradient, gradients, independent_gradients, scaled, times
+from .triton_gradients import blended_gradients, gradients, independent_gradients, scaled, times
 from .triton_tiles import (
     FACTOR_RANGE,
     LOG2E,
@@ -63,7 +63,7 @@ def walk_keys(
     SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     UNEQUAL: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, IN_TURN: tl.constexpr, ONE_SIDE: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, ONE_SIDE: tl.constexpr,
     BLEND: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
@@ -72,39 +72,22 @@ def walk_keys(
     FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
-        if not IN_TURN:
-            scores = component_scores(
-                b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED,
-                PRECISION, TMA,
-            )  # fmt: skip
+        scores = component_scores(
+            b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED, PRECISION,
+            TMA,
+        )  # fmt: skip
         b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         b_g = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        if not IN_TURN:
-            scores = visible(
-                scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
-            )
+        scores = visible(
+            scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
+        )
         if DROPOUT:
             b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[:, None]
         factors = LEADS or (SHIFTED and not EXACT)
         if not BLEND:
             coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        if IN_TURN:
-            for r in tl.static_range(M):
-                score = component_scores(
-                    b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, r, r + 1, MASKED, SHIFTED,
-                    PRECISION, TMA,
-                )  # fmt: skip
-                score = visible(
-                    score, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, 1, CAUSAL, MASK, MASKED
-                )
-                b_ds = component_gradient(score[0], b_g, coef[r], lam[r])
-                total += tl.sum(b_ds, 1)
-                b_k = load_tile(
-                    k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
-                )
-                acc = tl.dot(b_ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-        elif BLEND:
+        if BLEND:
             b_c = operand_tile(blend_src, o_slot + n, BN, BN, False, TMA)
             b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_rows, b_c), lam)
         elif SHIFTED or EXACT:
@@ -114,25 +97,24 @@ def walk_keys(
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, coef, coef, lam, M, False)
-        if not IN_TURN:
-            if DMASK:
-                p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
-                tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
-            total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
-            if BLEND:
-                das = (add_products(b_ge, b_c, das[0]),)
-            else:
-                updated = ()
-                for r in tl.static_range(FIRST, M):
-                    part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
-                    updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
-                das = updated
-            for r in tl.static_range(NS):
-                b_k = load_tile(
-                    k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
-                )
-                b_dsr = b_ds[r] * lam[r] if UNEQUAL and not SHIFTED else b_ds[r]
-                acc = tl.dot(b_dsr.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+        if DMASK:
+            p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
+            tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
+        total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
+        if BLEND:
+            das = (add_products(b_ge, b_c, das[0]),)
+        else:
+            updated = ()
+            for r in tl.static_range(FIRST, M):
+                part = parts[r - FIRST] if EXACT else parts[r - FIRST] * coef[r]
+                updated = updated + (das[r - FIRST] + tl.sum(part, 1),)
+            das = updated
+        for r in tl.static_range(NS):
+            b_k = load_tile(
+                k_src, i_b, i_k, r, start_k, n, stride_km, stride_ks, S, BN, D, BD, not SHIFTED, MASKED, TMA
+            )
+            b_dsr = b_ds[r] * lam[r] if UNEQUAL and not SHIFTED else b_ds[r]
+            acc = tl.dot(b_dsr.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
     return acc, das, total
 
 
@@ -155,7 +137,6 @@ def gradient_queries(
     of the blend where operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
-    IN_TURN: tl.constexpr = REGISTERS >= 2 and PATH == 1 and not SHIFTED and not HARD
     # The components of soft shifted keys by the tensor cores.
     BLEND: tl.constexpr = blend_src is not None and PATH == 1
     # The row's term of the exponents is a factor.
@@ -260,7 +241,7 @@ def gradient_queries(
             stride_vs,
             stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
             DROPOUT, PRECISION,
-            UNEQUAL, MASKED, PATH != 1 or HARD, TMA, IN_TURN, FACTOR and HARD, BLEND,
+            UNEQUAL, MASKED, PATH != 1 or HARD, TMA, FACTOR and HARD, BLEND,
         )  # fmt: skip
     if BLEND:
         das = component_sums(das[0], 1, M, False)

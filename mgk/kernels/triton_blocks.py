@@ -10,8 +10,7 @@ ALIGNED = 64
 # others'. The way is a sum of
 #   1  left operands that stay over the loop are kept in registers,
 #   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
-#      are steps of the tensor cores; soft independent keys, backward: one component after another, along the queries
-#      with a walk for each, dk and dv together,
+#      are steps of the tensor cores; keys, soft and independent: a walk for each component, dk and dv together,
 #   4  keys, aligned: the bulk copy engine reads the rows' vectors, which otherwise take a copy a number below 128
 #      rows. At other lengths it stops the device with an illegal instruction.
 Block = tuple[int, int, int, int, int | None, int]

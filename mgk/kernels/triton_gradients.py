@@ -160,13 +160,6 @@ def independent_gradients(
 
 
 @triton.jit
-def component_gradient(b_score, b_g, addend, lam):
-    """`independent_gradients` of one component: where the weights' sum is not wanted, the components can take turns and
-    only one of them needs registers."""
-    return tl.exp2(b_score * (lam * LOG2E) + addend) * b_g
-
-
-@triton.jit
 def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
     """x_r times a factor that is expanded to a column; 0 where that is 0, whatever x_r."""
     out = ()

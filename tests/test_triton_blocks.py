@@ -1,0 +1,224 @@
+"""Block sizes of the fused kernels and what they switch: the tables' as users get them, and others by force."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_triton import BLOCKS, DEVICE, DTYPES, GPU, case, check, make_call, measure, small_blocks  # noqa: F401
+
+from mgk.arguments import Packed
+from mgk.kernels import fused, triton_launch, triton_plans
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+# No multiple of any block, and too short for a block's stages; and aligned.
+TABLE_LENGTHS = (37, 130, 192)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize("M", [2, 4])
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_blocks_of_the_tables(variant, hard, M, D, poisoned):
+    """As users get them, at lengths that benchmarks do not have."""
+    for length in TABLE_LENGTHS:
+        sizes = {"M": M, "D": D, "E": D, "L": length, "S": length, "H": 2, "Hk": 2}
+        check(torch.bfloat16, variant=variant, hard=hard, prior=not hard, causal="top-left", **sizes)
+
+
+# What kernels are forced on: bf16 takes them by itself on a GPU, where fp32's would compile for minutes; the
+# interpreter has fp32, which shows more digits.
+FORCED, SLACK = (torch.bfloat16, 3e-2) if GPU else (torch.float32, 0.0)
+
+
+BOUNDED_CASES = {
+    "smgk": {},
+    "mgk": {"variant": "mgk"},
+    # dk and dv apart.
+    "mgk-wide": {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"},
+    "smgk-hard": {"hard": True, "prior": False, "causal": "top-left"},
+    "smgk-hard-m3": {"hard": True, "prior": False, "M": 3},
+    "mgk-hard-wide": {"variant": "mgk", "hard": True, "prior": False, "D": 72, "E": 72},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED_CASES)
+def test_first_and_second_kernel(name, monkeypatch, poisoned):
+    """The bounded forward and the factored form on their own, and the tiles they leave to the second kernel when
+    inputs are large."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    for std, limit in ((1.0, 1e-5), (4.0, 2e-4), (20.0, 2e-3), (50.0, 2e-2)):
+        leaves, options = case(**{"std": std, "L": 40, "S": 50, **BOUNDED_CASES[name]})
+        for which, (error, _, size) in measure(leaves, options, FORCED, yardstick=False).items():
+            assert error <= (limit + SLACK) * max(size, 1.0), f"{which} at std {std}: {error:.3e} of {size:.3e}"
+
+
+WAYS = {
+    # The ways of a block: components in turn (2), rows' vectors by the copy engine (4).
+    "in-turn": (2, {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"}),
+    "in-turn-padding": (2, {"variant": "mgk", "B": 2, "D": 72, "E": 72, "padding": ((0, 40), (3, 21))}),
+    "in-turn-bool": (2, {"variant": "mgk", "D": 72, "mask_shape": (1, 1, 40, 50), "bool_mask": True}),
+    "engine": (4, {"H": 2, "L": 37, "causal": "top-left"}),
+    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2, "L": 37}),
+    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 37, "causal": "bottom-right"}),
+}
+
+
+@pytest.mark.parametrize("M", [2, 4, 5])
+def test_blend_as_a_product(M, monkeypatch, poisoned):
+    """High and low parts in bf16 keep 16 bits of the weights; the general kernel takes what is out of range."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    for std, limit in ((1.0, 1e-4), (20.0, 2e-3)):
+        leaves, options = case(M=M, L=40, S=50, H=2, std=std, causal="top-left")
+        x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
+        found = []
+        for way in (1, 3):
+            monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+            found.append(fused.run(make_call(x, **options)))
+        assert std > 1 or not torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[1][0], found[0][0], atol=limit, rtol=limit)
+        torch.testing.assert_close(found[1][1], found[0][1], atol=limit, rtol=limit)
+
+
+BLENDED = {
+    "m3": {"M": 3, "B": 2, "H": 4, "Hk": 2, "causal": "top-left"},
+    "m4-each-prior": {"M": 4, "B": 2, "prior": (2, 1, 4, 50), "causal": "bottom-right"},
+    "m4-bias": {"M": 4, "mask_shape": (1, 1, 40, 50)},
+    "m5-tau-scale-padding": {
+        "M": 5, "B": 2, "H": 2, "Hk": 2, "tau_shape": (2,), "scale_shape": (1, 2, 1, 1), "padding": ((0, 40), (3, 21)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["pointers", "engine"])
+@pytest.mark.parametrize("name", BLENDED)
+def test_gradients_of_the_blend_as_a_product(name, engine, monkeypatch, poisoned):
+    """The score gradients have the blend to 16 bits; the sums over keys and rows take them rounded to bf16."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    if not (engine and GPU):
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: engine)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, 2))
+    leaves, options = case(**{"L": 40, "S": 50, **BLENDED[name]})
+    report = measure(leaves, options, torch.float32, yardstick=False)
+    for which, (error, _, size) in report.items():
+        limit = 1e-4 if which in ("out", "lse", "value", "attn_mask") else 1e-2
+        assert error <= limit * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+    # Without products they would be as exact as fp32.
+    assert min(report[which][0] for which in ("query", "keys", "shift")) > 2e-4
+
+
+def test_blend_as_a_product_of_packed_sequences(monkeypatch, poisoned):
+    """The bulk copy engine reads whole sequences; the last positions belong to none, and what the rows left for them is
+    not written."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    if not GPU:
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    leaves, _ = case(M=4, H=2, Hk=1, L=60, S=60)
+    x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
+    cu = torch.tensor([0, 20, 21, 57], dtype=torch.int32, device=DEVICE)
+    found = []
+    for way in (0, 2):
+        monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+        out = fused.run(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))[0][:, :, :57]
+        found.append(torch.autograd.grad(out.square().sum(), list(x.values())))
+    for name, want, got in zip(x, *found, strict=True):
+        want, got = (g[..., :57, :] if name in ("query", "keys", "value") else g for g in (want, got))
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("way", [2, 4, 6])
+def test_rows_of_the_next_head(way, monkeypatch, poisoned):
+    """By the copy engine a head's last rows come with the next head's first, whose blend may overflow."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, way))
+    if not GPU:
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    leaves, options = case(M=3, H=2, Hk=2, L=40, S=50)
+    leaves["shift"][1, 0] -= 40.0 * leaves["query"][0, 1, 0].sign()
+    leaves["log_prior"][:, 0] += 20.0
+    for which, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
+        assert error <= 3e-2 * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_of_a_block(name, monkeypatch, poisoned):
+    """What no table may have at the moment gives the same gradients."""
+    way, options = WAYS[name]
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, way))
+    if way >= 4 and not GPU:
+        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    leaves, options = case(**{"L": 40, "S": 50, **options})
+    for which, (error, _, size) in measure(leaves, options, FORCED, yardstick=False).items():
+        assert error <= (1e-5 + SLACK) * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_masked_keys_of_any_size(variant, hard, monkeypatch, poisoned):
+    """No lse bounds the exponents of a key that is not in it."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    leaves, options = case(variant, D=72, E=72, L=40, S=50, padding=((0, 21),), prior=not hard, hard=hard)
+    leaves["keys"][..., 21:, :] *= 200
+    for name, (error, _, size) in measure(leaves, options, FORCED, yardstick=False).items():
+        assert error <= (1e-5 + SLACK) * max(size, 1.0), f"{name}: {error:.3e} of {size:.3e}"
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_a_packed_sequence_without_keys(variant, hard, monkeypatch, poisoned):
+    """Nothing was prepared for it, and nothing of that may be read."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    leaves, _ = case(variant, H=2, Hk=2, L=48, S=40, prior=False)
+    x = {name: t.to(DEVICE, FORCED).requires_grad_() for name, t in leaves.items()}
+    rows, columns = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([0, 16, 32, 48], [0, 20, 20, 40]))
+    out = fused.run(make_call(x, hard=hard, packed=Packed(rows, columns, 16, 20)))[0]
+    gradients = torch.autograd.grad(out.float().square().sum(), list(x.values()))
+    assert not out[:, :, 16:32].any()
+    assert not gradients[list(x).index("query")][:, :, 16:32].any()
+    for name, g in zip(x, gradients, strict=True):
+        assert torch.isfinite(g).all(), name
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_small_calls(variant, monkeypatch, poisoned):
+    """One launch of the general kernels instead of two, in whatever type."""
+    monkeypatch.undo()
+    paths, original = [], triton_launch.launch
+
+    def launch(step, *args):
+        paths.append(step.paths)
+        original(step, *args)
+
+    monkeypatch.setattr(triton_launch, "launch", launch)
+    leaves, options = case(variant, causal="top-left")
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 1e-2)):
+        for name, (error, _, size) in measure(leaves, options, dtype, yardstick=False).items():
+            assert error <= limit * max(size, 1.0), name
+    assert set(paths) == {(0,)}
+    if variant == "smgk":
+        # Four exponentials a pair cost more than a launch; fp16 has its first kernel in the backward passes.
+        leaves, options = case(variant, causal="top-left", M=4)
+        for name, (error, _, size) in measure(leaves, options, torch.float16, yardstick=False).items():
+            assert error <= 1e-2 * max(size, 1.0), name
+        assert (1, 2) in paths
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_every_call_has_blocks(shifted):
+    """Keys of a block divide the tiles that they are prepared in; where the copy engine reads the rows' vectors, a
+    block's rows divide those of a head."""
+    passes = ("forward", "queries", "hard queries", "keys", "hard keys", *(() if shifted else ("values",)))
+    kinds = [before + kind for kind in passes for before in ("", "small ", "aligned ")]
+    for kind in kinds:
+        for width in (16, 32, 64, 128, 256):
+            for components in (1, 2, 3, 8):
+                for itemsize in (2, 4):
+                    if kind.endswith("values") and width <= triton_plans.SPLIT_WIDTH:
+                        continue
+                    rows, keys, *_, way = BLOCKS(kind, width, components, shifted, itemsize)
+                    assert triton_plans.SLOT % keys == 0, (kind, width, components)
+                    assert rows % 16 == 0, (kind, width, components)
+                    assert way < 4 or (kind.startswith("aligned") and triton_plans.ALIGNED % rows == 0)
