@@ -140,7 +140,7 @@ def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], t
     def block_of(kind: str, *rest: Any) -> Any:
         return (
             block
-            if block and kind.removeprefix("small ").removeprefix("aligned ") in kinds
+            if block and kind.removeprefix("small ").removeprefix("bulk ") in kinds
             else triton_blocks.blocks(kind, *rest)
         )
 

@@ -12,7 +12,7 @@ from mgk.kernels import fused, triton_launch, triton_plans
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 
-# No multiple of any block, and too short for a block's stages; and aligned.
+# No multiple of any block, and too short for a block's stages; and whole blocks.
 TABLE_LENGTHS = (37, 130, 192)
 
 
@@ -60,9 +60,9 @@ WAYS = {
     "in-turn": (2, {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"}),
     "in-turn-padding": (2, {"variant": "mgk", "B": 2, "D": 72, "E": 72, "padding": ((0, 40), (3, 21))}),
     "in-turn-bool": (2, {"variant": "mgk", "D": 72, "mask_shape": (1, 1, 40, 50), "bool_mask": True}),
-    "engine": (4, {"H": 2, "L": 64, "causal": "top-left"}),
-    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2, "L": 64}),
-    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 64, "causal": "bottom-right"}),
+    "engine": (4, {"H": 2, "L": 37, "causal": "top-left"}),
+    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2, "L": 37}),
+    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 37, "causal": "bottom-right"}),
 }
 
 
@@ -211,7 +211,7 @@ def test_every_call_has_blocks(shifted):
     """Keys of a block divide the tiles that they are prepared in; where the copy engine reads the rows' vectors, a
     block's rows divide those of a head."""
     passes = ("forward", "queries", "hard queries", "keys", "hard keys", *(() if shifted else ("values",)))
-    kinds = [before + kind for kind in passes for before in ("", "small ", "aligned ")]
+    kinds = [before + kind for kind in passes for before in ("", "small ", "bulk ")]
     for kind in kinds:
         for width in (16, 32, 64, 128, 256):
             for components in (1, 2, 3, 8):
@@ -221,4 +221,4 @@ def test_every_call_has_blocks(shifted):
                     rows, keys, *_, way = BLOCKS(kind, width, components, shifted, itemsize)
                     assert triton_plans.SLOT % keys == 0, (kind, width, components)
                     assert rows % 16 == 0, (kind, width, components)
-                    assert way < 4 or (kind.startswith("aligned") and triton_plans.ALIGNED % rows == 0)
+                    assert way < 4 or (kind.startswith("bulk") and triton_plans.HEAD_ROWS % rows == 0)

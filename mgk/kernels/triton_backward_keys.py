@@ -27,6 +27,7 @@ from .triton_tiles import (
     load_vectors,
     mask_scores,
     not_mine,
+    padded_rows,
     schedule,
     store_rows,
     zeros_like_each,
@@ -61,8 +62,7 @@ def row_vectors(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """What `gradient_queries` left for rows m to m + BM of a head whose first is o_row: the vectors from FIRST to LAST.
-    By the bulk copy engine, what lies beyond n belongs to other rows: it is finite, as is its blend (FACTOR_RANGE), and
-    meets no weight."""
+    By the bulk copy engine, what lies beyond n is zero, and meets no weight."""
     out = ()
     for r in tl.static_range(FIRST, LAST):
         if TMA:
@@ -290,7 +290,7 @@ def gradient_keys(
         dlams = zeros_like_each(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
         for g in range(GROUP):
             i_h = i_k * GROUP + g
-            o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
+            o_row = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q
             q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
             do_head = head_of(do_src, i_b, i_h, start_q, stride_ob, stride_oh, stride_ol, TMA)
             mask_head = mask_ptr

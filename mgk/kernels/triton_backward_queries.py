@@ -32,6 +32,7 @@ from .triton_tiles import (
     load_vectors,
     mask_scores,
     not_mine,
+    padded_rows,
     ratios,
     row_terms,
     schedule,
@@ -183,17 +184,21 @@ def gradient_queries(
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
     rho = ratios(flat, M, HARD, FACTOR_RANGE)
-    p_rows = rows_ptr + o_row + o_i
+    # What the other pass reads of a row; zeros behind a head's last.
+    o_vector = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q + o_i
+    m_vector = m_i if PACKED else o_i < padded_rows(L)
+    p_rows = rows_ptr + o_vector
     for r in tl.static_range(M):
-        tl.store(p_rows + r * stride_rows, a[r] - lse, mask=m_i)
+        tl.store(p_rows + r * stride_rows, tl.where(m_i, a[r] - lse, 0.0), mask=m_vector)
     for r in tl.static_range(1, M):
-        tl.store(p_rows + (M + r - 1) * stride_rows, tl.sum(rho[r - 1], 1), mask=m_i)
+        tl.store(p_rows + (M + r - 1) * stride_rows, tl.where(m_i, tl.sum(rho[r - 1], 1), 0.0), mask=m_vector)
     b_rows = b_q
     if BLEND or operand_ptr is not None:
         o_c = tl.arange(0, 16)
         b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
         if operand_ptr is not None:
-            tl.store(operand_ptr + (o_row + o_i)[:, None] * 16 + o_c[None, :], b_rows, mask=m_i[:, None])
+            p_operand = operand_ptr + o_vector[:, None] * 16 + o_c[None, :]
+            tl.store(p_operand, tl.where(m_i[:, None], b_rows, 0.0), mask=m_vector[:, None])
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full = n_k // BN * BN
     last = n_k
@@ -246,7 +251,7 @@ def gradient_queries(
         acc *= factor[:, None]
     # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
     # is delta's error.
-    tl.store(p_rows + (2 * M - 1) * stride_rows, delta + (total - dlse), mask=m_i)
+    tl.store(p_rows + (2 * M - 1) * stride_rows, tl.where(m_i, delta + (total - dlse), 0.0), mask=m_vector)
     if PATH == 1 and not FACTOR:
         das = times(das, rho, 1, M)
 

@@ -3,16 +3,13 @@ measurements."""
 
 import functools
 
-# Heads whose rows begin and end at a multiple of this are aligned.
-ALIGNED = 64
 # By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
-# compiler's choice), and the way. Hard assignment, small calls and aligned ones without blocks of their own take the
-# others'. The way is a sum of
+# compiler's choice), and the way. Hard assignment, small calls and those along queries that the bulk copy
+# engine reads take the others' where they have none of their own. The way is a sum of
 #   1  left operands that stay over the loop are kept in registers,
 #   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
 #      are steps of the tensor cores; keys, soft and independent: a walk for each component, dk and dv together,
-#   4  keys, aligned: the bulk copy engine reads the rows' vectors, which otherwise take a copy a number below 128
-#      rows. At other lengths it stops the device with an illegal instruction.
+#   4  bulk keys: the engine reads the rows' vectors as well, which otherwise take a copy a number below 128 rows.
 Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
@@ -45,12 +42,12 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (32, 64, 4, 2, None, 0),
         256: (32, 64, 8, 2, None, 0),
     },
-    "aligned keys": {
+    "bulk keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (128, 64, 4, 2, None, 0),
         128: (64, 64, 4, 2, None, 4),
     },
-    "aligned hard keys": {
+    "bulk hard keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (64, 64, 4, 2, None, 4),
         128: (64, 64, 4, 2, None, 4),
@@ -76,7 +73,7 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 2, None, 2),
         256: (64, 32, 8, 2, None, 0),
     },
-    "aligned keys": {
+    "bulk keys": {
         16: (128, 64, 4, 3, None, 0),
         32: (64, 64, 4, 3, None, 6),
         64: (64, 64, 4, 3, None, 6),
@@ -118,13 +115,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 2, None, 1),
         256: (32, 32, 8, 1, None, 0),
     },
-    "aligned keys": {
+    "bulk keys": {
         16: (64, 64, 4, 2, None, 1),
         32: (64, 64, 4, 3, None, 5),
         64: (64, 64, 4, 2, None, 4),
         128: (64, 64, 4, 2, None, 6),
     },
-    "aligned hard keys": {
+    "bulk hard keys": {
         16: (64, 64, 4, 2, None, 1),
         32: (64, 64, 4, 3, None, 5),
         64: (64, 64, 4, 3, None, 4),
@@ -141,7 +138,7 @@ def blocks(
     kind: str, width: int, components: int, shifted: bool, itemsize: int
 ) -> tuple[int, int, int, int, int | None, int]:
     tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
-    rest = kind.removeprefix("small ").removeprefix("aligned ")
+    rest = kind.removeprefix("small ").removeprefix("bulk ")
     names = (kind, rest, rest.removeprefix("hard "))
     rows, keys, warps, stages, registers, resident = next(
         block

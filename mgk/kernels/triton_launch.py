@@ -283,7 +283,7 @@ def launch_backward(
         launch(
             step,
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
-            TensorDescriptor(rows, [2 * M, B * H * L], rows.stride(), [1, k_rows]) if by_engine else rows,
+            TensorDescriptor(rows, rows.shape, rows.stride(), [1, k_rows]) if by_engine else rows,
             *_sources(along_queries and cu_q is None, k_rows, row_operand), spread, flagged, dk, dv,
             sums if dbias is None else dbias, sums), floats,
         )  # fmt: skip

@@ -11,13 +11,14 @@ from torch import Tensor
 from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
 from .triton_backward_queries import gradient_queries
 from .triton_blend import write_key_operand
-from .triton_blocks import ALIGNED, SPLIT_WIDTH, Block
+from .triton_blocks import SPLIT_WIDTH, Block
 from .triton_forward import mixture_forward
 from .triton_launcher import Launch
 from .triton_prepare import prepare_keys
-from .triton_tiles import TILE
+from .triton_tiles import ROWS, TILE
 
 SLOT = TILE.value
+HEAD_ROWS = ROWS.value
 L2_BYTES = 24 << 20
 
 # Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
@@ -207,8 +208,9 @@ def backward_plan(
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
     hardness, smallness = "hard " if hard else "", "small " if small else ""
-    aligned = along_queries and cu_q is None and L % ALIGNED == 0
-    of_keys = ("aligned " if aligned else smallness) + hardness
+    # Packed sequences begin anywhere in the rows' vectors.
+    bulk = along_queries and cu_q is None
+    of_keys = ("bulk " if bulk else smallness) + hardness
     q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(
         smallness + hardness + "queries", width, M, shifted, size
     )  # fmt: skip
@@ -218,7 +220,7 @@ def backward_plan(
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles = [ceil_div(max_k, blocks(of_keys + k, width, M, shifted, size)[1]) for _, k in parts]
     query_sums = n_seq * (H // HK) * q_tiles
-    row_length = ceil_div(B * H * L, 4) * 4  # a multiple of 16 bytes apart
+    row_length = B * H * ceil_div(L, HEAD_ROWS) * HEAD_ROWS
     strides = (
         *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *grad.strides[:3], row_length, H // HK,
@@ -239,7 +241,7 @@ def backward_plan(
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
         k_rows, k_cols, warps, stages, registers, k_way = blocks(of_keys + kind, width, M, shifted, size)
-        by_engine = aligned and bool(k_way & 4)
+        by_engine = bulk and bool(k_way & 4)
         launch = Launch(
             gradient_keys, (tiles * n_seq * HK, 1, 1), strides,
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
@@ -257,6 +259,6 @@ def backward_plan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
         flags=0 if paths == (0,) else n_seq * most_tiles,
         sums=(query_sums + n_seq * k_tiles[0], HK, sums_of(M, D, prior_grad)),
-        key_operand=HK * slots * SLOT * key_blend, row_operand=B * H * L * row_blend,
+        key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
         write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
     )  # fmt: skip

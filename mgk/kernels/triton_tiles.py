@@ -14,11 +14,13 @@ import triton.language as tl
 
 # Keys are prepared in tiles of this many: one reference exponent per tile. Block sizes along the keys divide it.
 TILE = tl.constexpr(128)
+# Vectors of a head's rows are a multiple of this long: the bulk copy engine then reads no block across their end, and
+# none from an address that is no multiple of 16 bytes, at which it stops the device. Blocks that it reads divide this.
+ROWS = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
 SAFE_RANGE = tl.constexpr(80.0)
-# As much of it where a tile's last rows may be another head's: the blend of a row and a key that do not meet may not
-# overflow.
+# As much of it where the blend of a row and a key that never meet is formed as well: that may not overflow.
 FACTOR_RANGE = tl.constexpr(60.0)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -32,6 +34,12 @@ def schedule(n_tiles, n_heads, SECTION):
     width = min(SECTION, n_heads - i_section * SECTION)
     rest = i_p - i_section * SECTION * n_tiles
     return n_tiles - 1 - rest // width, i_section * SECTION + rest % width
+
+
+@triton.jit
+def padded_rows(n):
+    """Rows of a head in the vectors that one pass leaves for the other."""
+    return tl.cdiv(n, ROWS) * ROWS
 
 
 @triton.jit
