@@ -46,6 +46,18 @@ def test_no_synchronisation(variant, hard):
             fused.run(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "operator"])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
+    """Positions before heads, so that a layer need not move them: neither the output nor a gradient."""
+    monkeypatch.setattr("mgk.kernels.direct.observed", lambda: compiled)
+    leaves, _ = case(variant, B=2, H=4, Hk=2)
+    x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
+    out = fused.run(make_call(x))[0]
+    found = [out, *torch.autograd.grad(out.sum(), [x["query"], x["keys"], x["value"]])]
+    assert all(each.movedim(-2, 1).is_contiguous() and not each.is_contiguous() for each in found)
+
+
 FORWARD_MODE_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 

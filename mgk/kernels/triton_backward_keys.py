@@ -108,7 +108,7 @@ def visible(
 def walk_queries(
     first, last, keys, b_v, b_factors, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
     operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p,
-    stride_ql, stride_ol, stride_ml, stride_mj, stride_rows, L, S,
+    stride_ql, stride_gl, stride_ml, stride_mj, stride_rows, L, S,
     FIRST: tl.constexpr, M: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
@@ -125,7 +125,7 @@ def walk_queries(
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
-        b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_ol, L, BM, E, BE, False, MASKED, TMA)
+        b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_gl, L, BM, E, BE, False, MASKED, TMA)
         raw = products(keys, b_q, NS, PRECISION)
         b_g = tl.zeros_like(raw[0]) if WANTED == VALUES else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         scores = visible(
@@ -191,7 +191,7 @@ def gradient_keys(
     dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_ob, stride_oh, stride_ol, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, n_query_tiles,
+    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, n_query_tiles,
     n_query_sums, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BQ: tl.constexpr,
@@ -270,7 +270,9 @@ def gradient_keys(
     SUMS: tl.constexpr = M * D + 1 + M + (M if PRIOR == 1 else 0)
     o_d = tl.arange(0, BD)
     p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * SUMS
-    p_dk = dk_ptr + ((i_b * HK + i_k) * NS).to(tl.int64) * S * D + start_k * D
+    # [B, S, HK, NS, D] and [B, S, HK, E]
+    o_first = (i_b * S + start_k).to(tl.int64) * HK + i_k
+    p_dk = dk_ptr + o_first * NS * D
     p_dbias = dbias_ptr + ((i_b * HK + i_k) * M).to(tl.int64) * S + start_k + o_j
     dtau = 0.0
     dscale = 0.0
@@ -292,7 +294,7 @@ def gradient_keys(
             i_h = i_k * GROUP + g
             o_row = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q
             q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
-            do_head = head_of(do_src, i_b, i_h, start_q, stride_ob, stride_oh, stride_ol, TMA)
+            do_head = head_of(do_src, i_b, i_h, start_q, stride_gb, stride_gh, stride_gl, TMA)
             mask_head = mask_ptr
             if MASK:
                 mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
@@ -302,7 +304,7 @@ def gradient_keys(
                     full if part == 0 else (whole if part == 1 else n_q),
                     keys, b_v, b_factors, some(coef, first, COUNT), some(lam, first, COUNT), dks, dv, dcs, dlams,
                     q_head, do_head, i_b, i_h, start_q, rows_src, operand_src, o_row, mask_head, seed,
-                    i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_ol, stride_ml, stride_mj,
+                    i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml, stride_mj,
                     stride_rows, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT,
                     PRECISION, UNEQUAL, part != 1, PATH != 1 or HARD, TMA, WANTED, ROWS, FACTOR, BLEND,
                     TMA and not PACKED,
@@ -315,7 +317,7 @@ def gradient_keys(
             dks = scaled(dks, b_factor, NS)
             dcs = scaled(dcs, tl.sum(b_factor, 1), M)
         if WANTED != KEYS and first + COUNT == M:
-            store_rows(dv_ptr + (i_b * HK + i_k).to(tl.int64) * S * E + start_k * E, dv, o_j, E, n_k, E, BE)
+            store_rows(dv_ptr + o_first * E, dv, o_j, HK * E, n_k, E, BE)
         if WANTED != VALUES:
             if PATH == 1 and not FACTOR:
                 dcs = times(dcs, coef, 0, M)
@@ -344,14 +346,15 @@ def gradient_keys(
                     total += b_pull * (lam[r] if UNEQUAL else 1.0)
                     tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_pull, 0), mask=o_d < D)
                 else:
-                    store_rows(p_dk + r * S * D, lam[r] * (dks[r - first] - tau * b_pull), o_j, D, n_k, D, BD)
+                    b_dk = lam[r] * (dks[r - first] - tau * b_pull)
+                    store_rows(p_dk + r * D, b_dk, o_j, HK * NS * D, n_k, D, BD)
                 if UNEQUAL:
                     tl.store(p_sums + M * D + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)
                 else:
                     dscale -= 0.5 * tau * square
             if SHIFTED:
                 b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
-                store_rows(p_dk, b_dk, o_j, D, n_k, D, BD)
+                store_rows(p_dk, b_dk, o_j, HK * D, n_k, D, BD)
     if WANTED != VALUES:
         tl.store(p_sums + M * D, dtau)
         if not UNEQUAL:

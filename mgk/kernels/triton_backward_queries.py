@@ -125,7 +125,8 @@ def gradient_queries(
     dq_ptr, dmask_ptr, rows_ptr, operand_ptr, blend_src, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_ob, stride_oh, stride_ol, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, SECTION,
+    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_slots, n_tiles,
+    n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
@@ -152,7 +153,8 @@ def gradient_queries(
         return
     o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
-    do_ptr += i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
+    do_ptr += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh + start_q.to(tl.int64) * stride_gl
+    out_ptr += i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
     k_src = head_of(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
     v_src = head_of(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
@@ -170,8 +172,8 @@ def gradient_queries(
     o_i = i_m * BM + tl.arange(0, BM)
     m_i = o_i < n_q
     b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS % 2)
-    b_do = in_registers(load_rows(do_ptr, o_i, stride_ol, n_q, E, BE, True), BE, REGISTERS % 2)
-    delta = tl.sum(load_rows(out_ptr + o_row * E, o_i, E, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
+    b_do = in_registers(load_rows(do_ptr, o_i, stride_gl, n_q, E, BE, True), BE, REGISTERS % 2)
+    delta = tl.sum(load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
     if DLSE:
         dlse = tl.load(dlse_ptr + o_row + o_i, mask=m_i & (lse < float("inf")), other=0.0) * LOG2E
@@ -285,4 +287,6 @@ def gradient_queries(
         tl.store(p_sums + M * D + 1, tl.sum(tl.sum(acc * b_x, 1), 0))
         acc *= lam[0]
     tl.store(p_sums + M * D, dtau)
-    store_rows(dq_ptr + o_row * D, acc, o_i, D, n_q, D, BD)
+    # [B, L, H, D]
+    dq_ptr += ((i_b * L + start_q).to(tl.int64) * H + i_h) * D
+    store_rows(dq_ptr, acc, o_i, H * D, n_q, D, BD)

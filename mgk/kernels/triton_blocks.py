@@ -14,7 +14,8 @@ Block = tuple[int, int, int, int, int | None, int]
 SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 3),
+        # The blend as a product takes 4 % less time, and three times the workspace.
+        64: (64, 64, 4, 3, 128, 1),
         128: (64, 64, 4, 3, None, 1),
         256: (64, 32, 4, 2, None, 0),
     },

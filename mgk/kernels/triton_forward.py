@@ -151,7 +151,8 @@ def mixture_forward(
     flags_ptr, blend_src, out_ptr, lse_ptr,
     scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
     stride_vh, stride_vs,
-    stride_mb, stride_mh, stride_ml, stride_mj, GROUP, H, L, S, n_slots, n_tiles, n_heads, SECTION,
+    stride_mb, stride_mh, stride_ml, stride_mj, stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_slots, n_tiles,
+    n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
@@ -233,7 +234,8 @@ def mixture_forward(
     inverse = 1.0 / l
     if DROPOUT:
         inverse = inverse / (1.0 - dropout_p)
-    o_row = (i_bq * H + i_h).to(tl.int64) * L + start_q
-    store_rows(out_ptr + o_row * E, acc * inverse[:, None], o_i, E, n_q, E, BE)
+    out_ptr += i_bq.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
+    store_rows(out_ptr, acc * inverse[:, None], o_i, stride_ol, n_q, E, BE)
     if lse_ptr is not None:
+        o_row = (i_bq * H + i_h).to(tl.int64) * L + start_q
         tl.store(lse_ptr + o_row + o_i, tl.where(empty, float("inf"), m + tl.log2(l) + ref), mask=o_i < n_q)

@@ -77,6 +77,13 @@ def _operand(like: Tensor, rows: int) -> Tensor | None:
     return like.new_empty(rows, BLEND_WIDTH, dtype=torch.bfloat16) if rows else None
 
 
+def by_position(x: Tensor, width: int | None = None) -> Tensor:
+    """Room for an output or gradient like x, [B, H, L, D] or [B, H, M, L, D], that lies as a projection of the
+    positions does, [B, L, H, (M,) D]: a layer then moves nothing."""
+    *leading, n, last = x.shape
+    return x.new_empty(leading[0], n, *leading[1:], width or last).movedim(1, -2)
+
+
 def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
     return (0,) * n if x is None else x.stride()[:n]
 
@@ -102,8 +109,8 @@ def launch_forward(
     max_k: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, lse, prepared and stats of `triton_ops.forward_op`."""
-    (B, H, L), (HK, S, E) = query.shape[:3], value.shape[1:]
-    out = query.new_empty(B, H, L, E)
+    (B, H, L), (HK, S) = query.shape[:3], value.shape[1:3]
+    out = by_position(query, value.shape[3])
     lse = query.new_empty(B, H, L, dtype=torch.float32)
     M = keys.shape[2] if shift is None else shift.shape[1]
     prepared, stats = workspace(lse, HK, M, slots_of(cu_k, B, S))
@@ -125,7 +132,7 @@ def forward_into(
     scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any,
     dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any,
 ) -> None:  # fmt: skip
-    """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], both contiguous."""
+    """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], which is contiguous."""
     if out.numel() == 0:
         return
     if value.shape[2] == 0:
@@ -136,7 +143,10 @@ def forward_into(
     flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
     bulk = not flags.small and _bulk(keys, value)
     plan = forward_plan(
-        layouts(query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k), flags, bulk, lse is not None
+        layouts(query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, out),
+        flags,
+        bulk,
+        lse is not None,
     )
     operand = _operand(stats, plan.operand)
     launch(
@@ -250,7 +260,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """The gradients that `triton_ops.backward_op` returns, None where those are empty."""
     (B, H, L, D), (HK, S), M = query.shape, value.shape[1:3], prepared.shape[2]
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
+    dq, dk, dv = by_position(query), by_position(keys), by_position(value)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else None
     dmask = (lse.new_zeros if causal else lse.new_empty)(B, H, L, S) if mask_grad else None
     if query.numel() == 0 or S == 0:
@@ -261,8 +271,8 @@ def launch_backward(
     flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
     along_keys, along_queries = (not flags.small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
     plan = backward_plan(
-        layouts(query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, grad, grad_lse), flags, along_keys,
-        along_queries, mask_grad, prior_grad,
+        layouts(query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, out, grad, grad_lse), flags,
+        along_keys, along_queries, mask_grad, prior_grad,
     )  # fmt: skip
     rows, spread = lse.new_empty(plan.rows), lse.new_empty(plan.spread)
     flagged = lse.new_empty(plan.flags) if plan.flags else spread

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .direct import differentiable, observed
-from .triton_launch import launch_backward, launch_decode, launch_forward, slots_of
+from .triton_launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
 from .triton_parts import launch_inference
 from .triton_plans import EACH, NOTHING, SLOT, SUMMED, sums_of
 
@@ -39,7 +39,7 @@ def _forward_fake(
     M = shift.shape[1] if shift is not None else keys.shape[2]
     slots = slots_of(cu_k, B, S)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
-    return query.new_empty(B, H, L, E), empty(B, H, L), empty(2, HK, M, slots * SLOT), empty(HK, slots, 4)
+    return by_position(query, E), empty(B, H, L), empty(2, HK, M, slots * SLOT), empty(HK, slots, 4)
 
 
 @torch.library.custom_op("mgk::mixture_decode", mutates_args=())
@@ -90,10 +90,10 @@ def _backward_fake(
     B, H, L, D = query.shape
     HK, S = value.shape[1:3]
     M = prepared.shape[2]
-    same = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
-    return same(query), same(keys), same(value), dbias, lse.new_empty(HK, sums_of(M, D, prior_grad)), dmask
+    dq, dk, dv = by_position(query), by_position(keys), by_position(value)
+    return dq, dk, dv, dbias, lse.new_empty(HK, sums_of(M, D, prior_grad)), dmask
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .triton_blocks import Block, blocks
-from .triton_launch import forward_into, slots_of, workspace
+from .triton_launch import by_position, forward_into, slots_of, workspace
 from .triton_plans import BLEND_WIDTH, SLOT, ceil_div, padded_width
 
 # A part keeps the device busy, some three rounds of programs on 132 processors, and takes far longer than its launches.
@@ -55,7 +55,7 @@ def launch_inference(
     """out and, if wanted, lse as `launch_forward` gives them."""
     (B, H, L), (HK, S, E) = query.shape[:3], value.shape[1:]
     M = keys.shape[2] if shift is None else shift.shape[1]
-    out = query.new_empty(B, H, L, E)
+    out = by_position(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32) if want_lse else None
     # Packed sequences share an entry of the batch, and dropout draws by the number of a head in the call.
     at_a_time = B * HK

@@ -139,8 +139,8 @@ class ForwardPlan(NamedTuple):
 
 @functools.lru_cache(1 << 10)
 def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: bool) -> ForwardPlan:
-    """Of query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, as `layouts` gives them."""
-    query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _ = (x and Layout(*x) for x in tensors)
+    """Of query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k and out, as `layouts` gives them."""
+    query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, out = (x and Layout(*x) for x in tensors)
     causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks = flags
     switches = switches_of(
         query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
@@ -159,7 +159,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     attend = Launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
-        H // HK),
+        *out.strides[:3], H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
         switches, (1, 2) if first else (0,), warps, stages, registers,
     )  # fmt: skip
@@ -197,9 +197,11 @@ class BackwardPlan(NamedTuple):
 def backward_plan(
     tensors: tuple[Any, ...], flags: Flags, along_keys: bool, along_queries: bool, mask_grad: bool, prior_grad: int
 ) -> BackwardPlan:  # fmt: skip
-    """Of query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k and the gradients of out and lse, as
+    """Of query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, out and the gradients of it and lse, as
     `layouts` gives them. The bulk copy engine reads along_keys keys and value, along_queries query and gradient."""
-    query, keys, value, shift, scale_t, tau_t, mask, _, cu_q, _, grad, grad_lse = (x and Layout(*x) for x in tensors)
+    query, keys, value, shift, scale_t, tau_t, mask, _, cu_q, _, out, grad, grad_lse = (
+        x and Layout(*x) for x in tensors
+    )
     causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks = flags
     switches = switches_of(
         query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
@@ -233,7 +235,7 @@ def backward_plan(
     # and dv are together, which have no registers left for it.
     key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
     queries = Launch(
-        gradient_queries, (q_tiles * n_seq * H, 1, 1), strides,
+        gradient_queries, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
         REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,

@@ -122,7 +122,8 @@ def in_registers(b_x, BD: tl.constexpr, HALF: tl.constexpr):
 def store_rows(ptr, b_x, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr):
     o_d = tl.arange(0, BD)
     m_x = (o_row < n_rows)[:, None] & (o_d < D)[None, :]
-    tl.store(ptr + o_row[:, None] * stride + o_d[None, :], b_x.to(ptr.dtype.element_ty), mask=m_x)
+    p_x = ptr + o_row[:, None].to(tl.int64) * stride + o_d[None, :]
+    tl.store(p_x, b_x.to(ptr.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
