@@ -108,7 +108,8 @@ def alone(
 ) -> list[dict[str, str]]:
     """What the row costs by itself, as measured for this recipe or, if not, for one with another schedule."""
     own = matching(rows, recipe, row, preset, None, setup)
-    measured = [each for each in rows if each["metric"].endswith("_alone")]
+    # Other files of a folder of results need not have metrics.
+    measured = [each for each in rows if each.get("metric", "").endswith("_alone")]
     found = [each for each in measured if each in own]
     if found or not own:
         return found

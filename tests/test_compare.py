@@ -162,6 +162,9 @@ def test_a_schedule_does_not_change_what_a_model_costs(tmp_path):
     results.append(path, [measured("smgk:4", 0, 0.37), {**other, "batch": "64", "value": "99"}])
     assert not compare.timed(results.read([path]), recipe, row, "paper")
     results.append(path, [other])
+    (tmp_path / "blocks.csv").write_text("block,ms\ntable,0.5\n")
+    path_and_others = sorted(tmp_path.glob("*.csv"))
+    assert compare.timed(results.read(path_and_others), recipe, row, "paper")
     assert compare.timed(results.read([path]), recipe, row, "paper")
     assert side_by_side.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["12.5", "100"]
     # Its own measurement comes first.
