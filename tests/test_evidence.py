@@ -137,6 +137,24 @@ def test_where_one_model_never_learns_all_runs_count(tmp_path):
     assert next(each.verdict for each in judged if str(each) == "smgk:4 − softmax:8") == FAILS
 
 
+@pytest.mark.parametrize("learnt", [[True, False], [True]], ids=["one of two", "one of one"])
+def test_what_learns_by_chance_decides_nothing_against_what_never_does(tmp_path, learnt):
+    for seed, left in enumerate(learnt):
+        record(tmp_path, "listops", "softmax:8", seed, 0.37 if left else 0.19, left=4000 * left)
+    for seed in range(2):
+        record(tmp_path, "listops", "smgk:4", seed, 0.19, left=0)
+    judged = next(each for each in claims.half(part(tmp_path, "listops")) if str(each) == "smgk:4 − softmax:8")
+    assert (judged.verdict, f"1 of {len(learnt)} times" in judged.remark) == (OPEN, True)
+
+
+def test_a_run_that_has_only_just_left_the_plateau_decides_nothing(tmp_path):
+    for seed in range(2):
+        record(tmp_path, "listops", "smgk:4", seed, 0.27 + 0.001 * seed, left=(4500, 4750)[seed])
+        record(tmp_path, "listops", "softmax:8", seed, 0.37 + 0.001 * seed, left=500)
+    judged = next(each for each in claims.half(part(tmp_path, "listops")) if str(each) == "smgk:4 − softmax:8")
+    assert (judged.verdict, judged.remark) == (OPEN, "a run had only just left the plateau")
+
+
 @pytest.mark.parametrize(("share", "left"), [(0.3, 0), (0.11, 500)])
 def test_models_that_have_not_learnt_decide_nothing(tmp_path, share, left):
     """On the plateau, or no better than the most frequent class."""

@@ -55,6 +55,7 @@ class Trained:
     examples: dict[str, int] = field(default_factory=dict)
     majority: dict[str, float] = field(default_factory=dict)  # per cent of the most frequent class, by split
     left_at: int | None = None  # the step at which it left the task's plateau, 0: never, None: there is none
+    late: bool = False  # in the last tenth of its steps
     setup: str = ""
     params: int = 0
     flops: int = 0
@@ -122,6 +123,7 @@ def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
             found = runs.get((row, int(each["seed"])))
             if found is not None and each["metric"] == "plateau_left_at_step":
                 found.left_at = int(float(each["value"]))
+                found.late = found.left_at > 0.9 * recipe.training.steps
             if found is not None and each["metric"] == "majority_share":
                 found.majority[each["split"]] = 100 * float(each["value"])
     scale = SCALES[tasks.task(recipe.task).objective]
