@@ -15,11 +15,6 @@ from mgk.recipes import Recipe, Row
 
 # Of these results the table takes step time and memory where they exist; `mgk.cost` measures them.
 ALONE = ("step_ms_alone", "peak_mem_mb_alone")
-# Models that agree in all of this cost the same, whatever their schedule.
-COSTS_BY = (
-    "task", "dataset", "variant", "preset", "components", "heads", "kv_heads", "batch", "length", "dtype", "backend",
-    "params", "flops", "gpu",
-)  # fmt: skip
 # Off a terminal, seconds between two lines on how the running trainings stand.
 TOLD_EVERY = 30
 
@@ -103,22 +98,9 @@ def finished(
     return any(each["metric"] == shown(recipe).metric for each in own)
 
 
-def alone(
-    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, setup: str | None = None
-) -> list[dict[str, str]]:
-    """What the row costs by itself, as measured for this recipe or, if not, for one with another schedule."""
-    own = matching(rows, recipe, row, preset, None, setup)
-    # Other files of a folder of results need not have metrics.
-    measured = [each for each in rows if each.get("metric", "").endswith("_alone")]
-    found = [each for each in measured if each in own]
-    if found or not own:
-        return found
-    return [each for each in measured if all(each.get(key) == own[0].get(key) for key in COSTS_BY)]
-
-
 def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, setup: str | None = None) -> bool:
     """Whether the results already have what the row costs by itself."""
-    return any(each["metric"] in ALONE for each in alone(rows, recipe, row, preset, setup))
+    return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None, setup))
 
 
 def known_setups(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> dict[Row, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mgk import answers
-from mgk.compare import Shown, alone, matching, shown
+from mgk.compare import Shown, matching, shown
 from mgk.recipes import Recipe, Row
 
 
@@ -71,8 +71,8 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
         if not found:
             continue
 
-        def median(metric: str, costs: list[dict[str, str]]) -> float | None:
-            values = [float(each["value"]) for each in costs if each["metric"] == metric]
+        def median(metric: str, measured: list[dict[str, str]] = measured) -> float | None:
+            values = [float(each["value"]) for each in measured if each["metric"] == metric]
             return statistics.median(values) if values else None
 
         summary = Summary(row, params=int(found[0]["params"]), flops=int(found[0]["flops"]))
@@ -82,10 +82,10 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
         summary.left_plateau = {
             int(each["seed"]): int(each["value"]) for each in measured if each["metric"] == "plateau_left_at_step"
         }
-        costs = alone(rows, recipe, row, preset)
-        summary.step_ms, memory = median("step_ms_alone", costs), median("peak_mem_mb_alone", costs)
+        summary.step_ms = median("step_ms_alone")
+        alone = median("peak_mem_mb_alone")
         together = statistics.median(float(each["peak_mem_mb"]) for each in found)
-        summary.memory_mb = together if memory is None else memory
+        summary.memory_mb = together if alone is None else alone
         summaries.append(summary)
     return summaries
 

@@ -156,22 +156,6 @@ def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
     assert compare.as_alone([{**results.read([path])[0], "step_ms": "nan"}]) == []
 
 
-def test_a_schedule_does_not_change_what_a_model_costs(tmp_path):
-    path, recipe, row = tmp_path / "listops.csv", recipes.load("listops"), Row("smgk", 4)
-    other = {**measured("smgk:4", 0, 12.5, "train", "step_ms_alone"), "recipe": "listops-4e-4", "lr": "0.0004"}
-    results.append(path, [measured("smgk:4", 0, 0.37), {**other, "batch": "64", "value": "99"}])
-    assert not compare.timed(results.read([path]), recipe, row, "paper")
-    results.append(path, [other])
-    (tmp_path / "blocks.csv").write_text("block,ms\ntable,0.5\n")
-    path_and_others = sorted(tmp_path.glob("*.csv"))
-    assert compare.timed(results.read(path_and_others), recipe, row, "paper")
-    assert compare.timed(results.read([path]), recipe, row, "paper")
-    assert side_by_side.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["12.5", "100"]
-    # Its own measurement comes first.
-    results.append(path, [measured("smgk:4", 0, 11.5, "train", "step_ms_alone")])
-    assert side_by_side.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["11.5", "100"]
-
-
 def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
     """softmax:8 learned with one seed of two, smgk:4 with both, linear:8 with none."""
     recipe, path = recipes.load("listops"), tmp_path / "listops.csv"

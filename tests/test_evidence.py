@@ -144,7 +144,17 @@ def test_what_learns_by_chance_decides_nothing_against_what_never_does(tmp_path,
     for seed in range(2):
         record(tmp_path, "listops", "smgk:4", seed, 0.19, left=0)
     judged = next(each for each in claims.half(part(tmp_path, "listops")) if str(each) == "smgk:4 − softmax:8")
-    assert (judged.verdict, f"1 of {len(learnt)} times" in judged.remark) == (OPEN, True)
+    assert (judged.verdict, f"1 of {len(learnt)} runs" in judged.remark) == (OPEN, True)
+
+
+@pytest.mark.parametrize(("stuck", "left"), [(1, (500, 750)), (2, (4750, 4800))], ids=["one stuck run", "late"])
+def test_one_stuck_run_or_late_ones_decide_nothing(tmp_path, stuck, left):
+    for seed in range(2):
+        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=left[seed])
+    for seed in range(stuck):
+        record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, left=0)
+    judged = next(each for each in claims.half(part(tmp_path, "listops")) if str(each) == "smgk:4 − softmax:8")
+    assert (judged.verdict, f"in {stuck}, the other in 2 of 2 runs" in judged.remark) == (OPEN, True)
 
 
 def test_a_run_that_has_only_just_left_the_plateau_decides_nothing(tmp_path):

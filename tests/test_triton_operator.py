@@ -56,6 +56,10 @@ def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
     out = fused.run(make_call(x))[0]
     found = [out, *torch.autograd.grad(out.sum(), [x["query"], x["keys"], x["value"]])]
     assert all(each.movedim(-2, 1).is_contiguous() and not each.is_contiguous() for each in found)
+    # Users may change a result in place, also one of inference.
+    with torch.no_grad():
+        out = fused.run(make_call(x))[0]
+    out += x["value"][:, :, :1].mean()
 
 
 FORWARD_MODE_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -148,3 +152,19 @@ def test_softmax_with_padding_goes_to_the_kernels_and_without_to_pytorch():
     assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden.expand(2, 1, 9, 9)).backend == "plain"
     by_name = mgk.mgk_attention(**plain, attn_mask=hidden, backend="plain")
     torch.testing.assert_close(mgk.mgk_attention(**plain, attn_mask=hidden), by_name, atol=1e-5, rtol=1e-5)
+
+
+def test_one_token_of_softmax_goes_to_the_kernels(monkeypatch):
+    """Whose plans do not depend on the number of keys; what cuDNN would not take either stays where it was."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+
+    def chosen(dtype=torch.bfloat16, rows=1, keys=9, heads=3, **more):
+        q, k = torch.randn(2, 3, rows, 8), torch.randn(2, heads, keys, 8)
+        given = {"query": q, "keys": k[:, :, None], "value": k, "similarity": "dot", **more}
+        given = {name: t.to(DEVICE, dtype) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+        return mgk.explain_backend("mgk_attention", **given).backend
+
+    assert chosen() == "triton"
+    assert {chosen(torch.float32), chosen(rows=2), chosen(keys=1), chosen(heads=1)} == {"plain"}
+    with torch.enable_grad():
+        assert chosen(query=torch.randn(2, 3, 1, 8, requires_grad=True)) == "plain"

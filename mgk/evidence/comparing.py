@@ -72,18 +72,16 @@ def same_state(ours: list[Trained], theirs: list[Trained]) -> tuple[list[Trained
     """Runs that have learnt the task against runs that have; all against all where only one of the two models has. And
     why that decides nothing, where chance did."""
     learnt = [run for run in ours if run.learnt], [run for run in theirs if run.learnt]
+    late = any(run.late for run in (*learnt[0], *learnt[1]))
     if all(learnt):
-        late = any(run.late for run in (*learnt[0], *learnt[1]))
         return *learnt, "a run had only just left the plateau" if late else ""
     if not any(learnt):
         return ours, theirs, "neither has learnt the task"
     every, some = (ours, learnt[0]) if learnt[0] else (theirs, learnt[1])
-    remark = (
-        ""
-        if len(every) == len(some) > 1
-        else f"one has not learnt the task, the other {len(some)} of {len(every)} times"
-    )
-    return ours, theirs, remark
+    always = len(every) == len(some) and min(len(ours), len(theirs)) > 1 and not late
+    stuck = len(ours) + len(theirs) - len(every)
+    told = f"one has not learnt the task in {stuck}, the other in {len(some)} of {len(every)} runs"
+    return ours, theirs, "" if always else told
 
 
 def compare(found: Found, ours: Row, theirs: Row) -> Compared | None:

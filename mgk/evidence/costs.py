@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mgk.benchmark import goals
 from mgk.benchmark.timing import PASSES
-from mgk.compare import alone
+from mgk.compare import matching
 from mgk.evidence import verdicts
 from mgk.evidence.claims import BASELINES, Part
 from mgk.evidence.runs import PRESET
@@ -38,7 +38,7 @@ def of_part(part: Part, rows: list[dict[str, str]]) -> list[Cost]:
     for row in part.found.rows:
         run = part.found.of(row)[0]
         values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
-        for each in alone(rows, part.found.recipe, row, PRESET):
+        for each in matching(rows, part.found.recipe, row, PRESET, None):
             if each["metric"] in MEASURED:
                 values[MEASURED[each["metric"]]] = float(each["value"])
         found.append(Cost(row, values))

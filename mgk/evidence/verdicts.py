@@ -96,10 +96,10 @@ largest test set whose answers were kept (ListOps: 50,000 fresh ones). Where no 
 verdict is *{OPEN}*.
 - **Runs that did not learn.** A run counts as having learnt the task if it left the plateau (where a recipe names \
 one) and beats the most frequent class by more than its interval. Runs that have are compared with runs that have; \
-how many have not is shown. If of two models one never learns and the other always does, in two runs or more, all runs \
-are compared as they are; if neither does, or one never and the other by chance, or a run left the plateau in the last \
-tenth of its steps and had no time to end anywhere, the verdict is *{OPEN}*. (That chance decides nothing was added \
-when second seeds of linear models left the plateau where the first had not.)
+how many have not is shown. If of two models one never learns and the other always does, in two runs or more each, \
+all runs are compared as they are; if neither does, or one never and the other by chance, or a run that is compared \
+left the plateau in the last tenth of its steps and had no time to end anywhere, the verdict is *{OPEN}*. (That chance \
+decides nothing was added when second seeds of linear models left the plateau where the first had not.)
 - **A claim on a task** holds if it holds for every pair there (so far, where some are not measured yet), fails if it \
 fails for one, and otherwise cannot be told. Every interval is of 95 % by itself, not corrected for their number. The \
 rules are code (`mgk/evidence/verdicts.py`)."""

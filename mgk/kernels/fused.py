@@ -17,6 +17,8 @@ DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau"
 # So many rows, of all query heads of a key head, are attended with the keys split over programs where no gradient is
 # needed.
 DECODE_ROWS = 16
+# A batch entry is an index of the grid's last axis there, which has no more.
+MAX_BATCH = 65535
 CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 
 
@@ -114,7 +116,9 @@ def decodes(call: MixtureCall) -> bool:
 
 
 def _few_rows(call: MixtureCall) -> bool:
-    return call.packed is None and call.dropout_p == 0 and call.query.shape[2] * call.group <= DECODE_ROWS
+    if call.packed is not None or call.dropout_p > 0 or call.query.shape[0] > MAX_BATCH:
+        return False
+    return call.query.shape[2] * call.group <= DECODE_ROWS
 
 
 def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:

@@ -80,8 +80,13 @@ def _operand(like: Tensor, rows: int) -> Tensor | None:
 def by_position(x: Tensor, width: int | None = None) -> Tensor:
     """Room for an output or gradient like x, [B, H, L, D] or [B, H, M, L, D], that lies as a projection of the
     positions does, [B, L, H, (M,) D]: a layer then moves nothing."""
-    *leading, n, last = x.shape
-    return x.new_empty(leading[0], n, *leading[1:], width or last).movedim(1, -2)
+    # Strides by hand instead of a view of that: views may not be changed in place by users.
+    if x.dim() == 4:
+        B, H, L, D = x.shape
+        E = D if width is None else width
+        return x.new_empty_strided((B, H, L, E), (L * H * E, E, H * E, 1))
+    B, H, M, L, D = x.shape
+    return x.new_empty_strided((B, H, M, L, D), (L * H * M * D, M * D, D, H * M * D, 1))
 
 
 def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
