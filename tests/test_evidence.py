@@ -145,6 +145,8 @@ def test_what_learns_by_chance_decides_nothing_against_what_never_does(tmp_path,
         record(tmp_path, "listops", "smgk:4", seed, 0.19, left=0)
     judged = next(each for each in claims.half(part(tmp_path, "listops")) if str(each) == "smgk:4 − softmax:8")
     assert (judged.verdict, f"1 of {len(learnt)} runs" in judged.remark) == (OPEN, True)
+    # The mean over a run that learnt and one that did not has no known interval.
+    assert (judged.compared.over_seeds is None) == (len(learnt) > 1)
 
 
 @pytest.mark.parametrize(("stuck", "left"), [(1, (500, 750)), (2, (4750, 4800))], ids=["one stuck run", "late"])

@@ -99,7 +99,10 @@ def compare(found: Found, ours: Row, theirs: Row) -> Compared | None:
         for state in states
     ]
     spread = pooled(groups)
-    seeds = None if spread is None else spread.half_width(len(a), len(b))
+    # The deviation is one among runs that have learnt, or among those that have not: of a mean over both it says
+    # nothing.
+    mixed = any(len({run.learnt for run in side}) > 1 for side in (a, b))
+    seeds = None if spread is None or mixed else spread.half_width(len(a), len(b))
     if not remark and spread is None:
         remark = "one seed each: what another would say is not known"
     return Compared(split, means[0] - means[1], seeds, over_examples(found, a, b, split), (len(a), len(b)), remark)
