@@ -77,7 +77,10 @@ def test_a_gap_must_be_there_to_be_narrowed(found, gap, verdict):
 
 def test_costs_are_judged_exactly_and_times_within_their_noise():
     assert [verdicts.cheaper(ratio) for ratio in (0.99, 1.0, 1.01, None)] == [HOLDS, OPEN, FAILS, MISSING]
-    assert [costs.judge("training step", ratio) for ratio in (0.96, 0.98, 1.02, 1.04)] == [HOLDS, OPEN, OPEN, FAILS]
+    for name, noise in (("training step", verdicts.STEPS), ("memory of the step", verdicts.MEMORY)):
+        ratios = (0.99 - noise, 1.01 - noise, 0.99 + noise, 1.01 + noise)
+        assert [costs.judge(name, ratio) for ratio in ratios] == [HOLDS, OPEN, OPEN, FAILS]
+    assert costs.judge("parameters", 1.001) == FAILS
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,8 @@ def gap_table(part: Part, found: list[Gap]) -> str:
         softmax = Row("softmax", judged.ours.heads)
         theirs = [paper_difference(part, row, judged.theirs) for row in (softmax, judged.ours)]
         paper = "–" if None in theirs else f"{signed(theirs[1])} of {signed(theirs[0])}"
-        share = "–" if gap.difference <= 0 else f"{100 * judged.compared.difference / gap.difference:.0f} %"
+        told = judged.verdict in (verdicts.HOLDS, verdicts.FAILS) and gap.difference > 0
+        share = f"{100 * judged.compared.difference / gap.difference:.0f} %" if told else "–"
         cells = [f"{signed(x.difference)} ± {number(x.half_width)}" for x in (gap, judged.compared)]
         verdict = f"**{judged.verdict}**" + (f" ({judged.remark})" if judged.remark else "")
         lines.append([f"{judged.ours}, {judged.theirs}, {softmax}", *cells, share, paper, verdict])

@@ -13,8 +13,7 @@ from mgk.evidence.runs import PRESET
 from mgk.markdown import markdown, number
 from mgk.recipes import Row
 
-# What each column holds, and the share by which two measurements of the same may differ.
-COUNTS = {"parameters": 0.0, "FLOPs": 0.0}
+COUNTS = ("parameters", "FLOPs")
 UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
 # What `mgk.cost` measures; not imported, since that would load the whole of training. Its forward is of plain calls, in
 # which a small model waits for Python (the same one took 2.1 and 3.5 ms), and is not judged.
@@ -22,6 +21,7 @@ MEASURED = {
     "step_ms_alone": "training step",
     "peak_mem_mb_alone": "memory of the step",
 }
+TOLERANCES = {"training step": verdicts.STEPS, "memory of the step": verdicts.MEMORY}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def ratios(ours: Cost, theirs: Cost) -> dict[str, float]:
 
 
 def judge(name: str, ratio: float | None) -> str:
-    return verdicts.cheaper(ratio, COUNTS.get(name, verdicts.TIMING))
+    return verdicts.cheaper(ratio, TOLERANCES.get(name, 0.0))
 
 
 def table(costs: list[Cost]) -> str:
@@ -97,7 +97,10 @@ def _cell(name: str, ours: float, theirs: float) -> str:
 
 def machine(rows: list[dict[str, str]]) -> str:
     """Where and when these rows were measured."""
-    return "; ".join(dict.fromkeys(f"{row['gpu']}, torch {row['torch']}, {row['date']}" for row in rows))
+    dates: dict[str, set[str]] = {}
+    for row in rows:
+        dates.setdefault(f"{row['gpu']}, torch {row['torch']}", set()).add(row["date"])
+    return "; ".join(f"{where}, {' and '.join(sorted(when))}" for where, when in dates.items())
 
 
 def operator_table(rows: list[dict[str, str]]) -> str:
@@ -111,6 +114,6 @@ def operator_table(rows: list[dict[str, str]]) -> str:
             values = [by_shape[shape] for shape in goals.GOAL_SHAPES if shape in by_shape]
             whole = len(values) == len(goals.GOAL_SHAPES)
             ratio = goals.geometric_mean(values) if whole else None
-            cells.append(f"{number(ratio)}, {judge('training step', ratio)}")
+            cells.append(f"{number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
         lines.append([name, *cells])
     return f"**The operator alone** ({machine(measured)})\n\n{markdown(lines)}"

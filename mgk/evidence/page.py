@@ -124,13 +124,8 @@ def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool
 
 
 def cost(parts: list[Part], rows: list[Row]) -> str:
-    """Recipes that differ in the schedule alone have the same models: the first that was run stands for them."""
-    text, tasks = [], set()
-    for part in parts:
-        found = costs.of_part(part, rows)
-        if costs.pairs(found) and part.found.recipe.task not in tasks:
-            tasks.add(part.found.recipe.task)
-            text.append(f"**{part.title}**\n\n{costs.table(found)}")
+    found = {part.title: costs.of_part(part, rows) for part in parts}
+    text = [f"**{title}**\n\n{costs.table(each)}" for title, each in found.items() if costs.pairs(each)]
     steps = costs.of_steps(rows)
     if costs.pairs(steps):
         where = costs.machine(costs.step_rows(rows))

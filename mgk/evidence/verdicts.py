@@ -11,8 +11,9 @@ from mgk.evidence.runs import SCALES
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "cannot be told apart at this size", "not measured yet"
 ALL = (HOLDS, SO_FAR, FAILS, OPEN, MISSING)
-# Medians of timings repeat within this share of themselves.
-TIMING = 0.03
+# Noise of a ratio. Two measurements of the same training step differed by up to 4.5 %, of its memory by 13 %, and a ratio
+# has two; an operator is timed beside its peer.
+TIMING, STEPS, MEMORY = 0.03, 0.06, 0.2
 
 
 def suffices(found: Compared | None, margin: float) -> str:
@@ -87,8 +88,9 @@ and MLK is better than linear.
 - **Ranks are higher and heads less alike**: four numbers a model (means over layers), each *holds* if the interval of \
 the mixture minus the baseline lies above 0; seeds alone make the interval, since the matrices of one model are no \
 sample of models.
-- **Parameters, FLOPs, time**: counts exactly; times alone on the machine, where ratios within {100 * TIMING:g} % of \
-1 cannot be told apart.
+- **Parameters, FLOPs, time, memory**: counts exactly; the rest alone on the machine, where ratios cannot be told from \
+1 within {100 * TIMING:g} % (operators' times), {100 * STEPS:g} % (a training step) and {100 * MEMORY:g} % (its memory): \
+two measurements of the same step have differed by 4.5 %, of its memory by 13 %, and a ratio has two.
 - **The interval** has two parts that are added as independent errors are. *Seeds*: Student's t, with the deviation \
 over seeds pooled over all models of the recipe that have two or more (assumed alike for all; with few seeds it is \
 itself hardly known, which the t-factor pays for). *Examples*: the difference on the same test examples, of the \
@@ -98,8 +100,8 @@ verdict is *{OPEN}*.
 one) and beats the most frequent class by more than its interval. Runs that have are compared with runs that have; \
 how many have not is shown. If of two models one never learns and the other always does, in two runs or more each, \
 all runs are compared as they are; if neither does, or one never and the other by chance, or a run that is compared \
-left the plateau in the last tenth of its steps and had no time to end anywhere, the verdict is *{OPEN}*. (That chance \
-decides nothing was added when second seeds of linear models left the plateau where the first had not.)
+left the plateau in the last tenth of its steps and had no time to end anywhere, the verdict is *{OPEN}*. (The rule \
+about chance was added after second seeds of linear models had left the plateau where the first had not.)
 - **A claim on a task** holds if it holds for every pair there (so far, where some are not measured yet), fails if it \
 fails for one, and otherwise cannot be told. Every interval is of 95 % by itself, not corrected for their number. The \
 rules are code (`mgk/evidence/verdicts.py`)."""
