@@ -11,8 +11,8 @@ from mgk.evidence.runs import SCALES
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "cannot be told apart at this size", "not measured yet"
 ALL = (HOLDS, SO_FAR, FAILS, OPEN, MISSING)
-# Noise of a ratio. Two measurements of the same training step differed by up to 4.5 %, of its memory by 13 %, and a ratio
-# has two; an operator is timed beside its peer.
+# Noise of a ratio. Two measurements of the same training step differed by up to 4.5 %, of its memory by 13 %, and a
+# ratio has two; an operator is timed beside its peer.
 TIMING, STEPS, MEMORY = 0.03, 0.06, 0.2
 
 
@@ -89,8 +89,8 @@ and MLK is better than linear.
 the mixture minus the baseline lies above 0; seeds alone make the interval, since the matrices of one model are no \
 sample of models.
 - **Parameters, FLOPs, time, memory**: counts exactly; the rest alone on the machine, where ratios cannot be told from \
-1 within {100 * TIMING:g} % (operators' times), {100 * STEPS:g} % (a training step) and {100 * MEMORY:g} % (its memory): \
-two measurements of the same step have differed by 4.5 %, of its memory by 13 %, and a ratio has two.
+1 within {100 * TIMING:g} % (operators' times), {100 * STEPS:g} % (a training step) and {100 * MEMORY:g} % (its \
+memory): two measurements of the same step have differed by 4.5 %, of its memory by 13 %, and a ratio has two.
 - **The interval** has two parts that are added as independent errors are. *Seeds*: Student's t, with the deviation \
 over seeds pooled over all models of the recipe that have two or more (assumed alike for all; with few seeds it is \
 itself hardly known, which the t-factor pays for). *Examples*: the difference on the same test examples, of the \
