@@ -156,7 +156,8 @@ def draw_linear(axis: Axes, rows: list[Row]) -> None:
     axis.set_ylabel("device time, ms")
     axis.set_title("causal linear attention", fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    axis.set_ylim(bottom=axis.get_ylim()[0] / 4)  # room for the legend
+    axis.legend(fontsize=7, loc="lower right", handlelength=4)
 
 
 def picture(rows: list[Row], path: Path) -> None:
