@@ -145,10 +145,11 @@ def timed_rows(
                 more["eager_ratio"] = f"{cost.eager_ms / min(c.eager_ms for c in first):.3f}"
             peak = "" if cost.peak_mb is None else f"{cost.peak_mb:.1f}"
             more |= {"step_ms": f"{cost.eager_ms:.4f}", "peak_mem_mb": peak}
-            setting.say(
-                f"{task:8} {shape!s:24} {which:16} {contender!s:28} {cost.device_ms:9.3f} ms "
-                f"{more.get('ratio', ''):>6}   eager {cost.eager_ms:9.3f} ms {more.get('eager_ratio', ''):>6}"
-            )
+            line = f"{task:8} {shape!s:24} {which:16} {contender!s:28} {cost.device_ms:9.3f} ms "
+            line += f"{more.get('ratio', ''):>6}"
+            if setting.device != "cpu":  # where there is but one time
+                line += f"   eager {cost.eager_ms:9.3f} ms {more.get('eager_ratio', ''):>6}"
+            setting.say(line)
             yield row(task, contender, shape, which, "device_ms", cost.device_ms, **more)
 
 

@@ -13,15 +13,20 @@ from mgk.checks import fail, one_of
 from mgk.commands.common import app, check_file
 
 # What stands above the lines of the parts, and what it means.
-HEADER = (
-    f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28} {'device':>12} {'ratio':>6}   "
-    f"{'plain calls':>18} {'ratio':>6}"
-)
-MEANING = """\
+COLUMNS = f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28}"
+HEADERS = {
+    "cuda": f"{COLUMNS} {'device':>12} {'ratio':>6}   {'plain calls':>18} {'ratio':>6}",
+    "cpu": f"{COLUMNS} {'time':>12} {'ratio':>6}",
+}
+RATIO = "ratio: over the fastest SDPA with all H heads, below 1 is faster; ours have H / 2."
+MEANINGS = {
+    "cuda": f"""\
 device: the time of the kernels alone; plain calls (eager): with what Python and PyTorch take to launch them.
-ratio: over the fastest SDPA with all H heads, below 1 is faster; ours have H / 2. em: over the layer without EM.
+{RATIO} em: over the layer without EM.
 memory: MB beyond inputs, outputs and gradients, over SDPA-flash with as many heads.
-"""
+""",
+    "cpu": f"{RATIO}\n",
+}
 
 
 @app.command()
@@ -74,7 +79,7 @@ def bench(
         fail("--variants", f"{', '.join(left_out)} is in none of the parts measured: {', '.join(names)}")
     print("checking outputs and gradients" + (", which compiles every kernel" if gpu else ""), file=sys.stderr)
     right, wrong = parts.without_the_wrong(setting, ours)
-    print(f"{MEANING}\n{HEADER}")
+    print(f"{MEANINGS[setting.device]}\n{HEADERS[setting.device]}")
     measured = []
     for name in names:
         for row in parts.PARTS[name].rows(setting, right[name]):

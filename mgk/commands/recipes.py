@@ -9,5 +9,7 @@ from mgk.commands.common import app
 @app.command("recipes")
 def list_recipes() -> None:
     """List the recipes that come with the package."""
-    for name in recipes.names():
-        print(f"{name:20s} {recipes.load(name).title}")
+    names = recipes.names()
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:{width}s}  {recipes.load(name).title}")
