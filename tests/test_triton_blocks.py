@@ -33,6 +33,12 @@ def test_blocks_of_the_tables(variant, hard, M, D, poisoned):
 FORCED, SLACK = (torch.bfloat16, 3e-2) if GPU else (torch.float32, 0.0)
 
 
+def check_within(limit, leaves, options, dtype=FORCED, at=""):
+    """Output, lse and gradients, relative to their size if that is above 1."""
+    for which, (error, _, size) in measure(leaves, options, dtype, yardstick=False).items():
+        assert error <= limit * max(size, 1.0), f"{which}{at}: {error:.3e} of {size:.3e}"
+
+
 BOUNDED_CASES = {
     "smgk": {},
     "mgk": {"variant": "mgk"},
@@ -51,8 +57,7 @@ def test_first_and_second_kernel(name, monkeypatch, poisoned):
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
     for std, limit in ((1.0, 1e-5), (4.0, 2e-4), (20.0, 2e-3), (50.0, 2e-2)):
         leaves, options = case(**{"std": std, "L": 40, "S": 50, **BOUNDED_CASES[name]})
-        for which, (error, _, size) in measure(leaves, options, FORCED, yardstick=False).items():
-            assert error <= (limit + SLACK) * max(size, 1.0), f"{which} at std {std}: {error:.3e} of {size:.3e}"
+        check_within(limit + SLACK, leaves, options, at=f" at std {std}")
 
 
 WAYS = {
@@ -138,8 +143,7 @@ def test_rows_of_the_next_head(way, monkeypatch, poisoned):
     leaves, options = case(M=3, H=2, Hk=2, L=40, S=50)
     leaves["shift"][1, 0] -= 40.0 * leaves["query"][0, 1, 0].sign()
     leaves["log_prior"][:, 0] += 20.0
-    for which, (error, _, size) in measure(leaves, options, torch.float32, yardstick=False).items():
-        assert error <= 3e-2 * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+    check_within(3e-2, leaves, options, torch.float32)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -151,8 +155,7 @@ def test_ways_of_a_block(name, monkeypatch, poisoned):
     if way >= 4 and not GPU:
         monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
     leaves, options = case(**{"L": 40, "S": 50, **options})
-    for which, (error, _, size) in measure(leaves, options, FORCED, yardstick=False).items():
-        assert error <= (1e-5 + SLACK) * max(size, 1.0), f"{which}: {error:.3e} of {size:.3e}"
+    check_within(1e-5 + SLACK, leaves, options)
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -162,8 +165,7 @@ def test_masked_keys_of_any_size(variant, hard, monkeypatch, poisoned):
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
     leaves, options = case(variant, D=72, E=72, L=40, S=50, padding=((0, 21),), prior=not hard, hard=hard)
     leaves["keys"][..., 21:, :] *= 200
-    for name, (error, _, size) in measure(leaves, options, FORCED, yardstick=False).items():
-        assert error <= (1e-5 + SLACK) * max(size, 1.0), f"{name}: {error:.3e} of {size:.3e}"
+    check_within(1e-5 + SLACK, leaves, options)
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -195,14 +197,12 @@ def test_small_calls(variant, monkeypatch, poisoned):
     monkeypatch.setattr(triton_launch, "launch", launch)
     leaves, options = case(variant, causal="top-left")
     for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 1e-2)):
-        for name, (error, _, size) in measure(leaves, options, dtype, yardstick=False).items():
-            assert error <= limit * max(size, 1.0), name
+        check_within(limit, leaves, options, dtype)
     assert set(paths) == {(0,)}
     if variant == "smgk":
         # Four exponentials a pair cost more than a launch; fp16 has its first kernel in the backward passes.
         leaves, options = case(variant, causal="top-left", M=4)
-        for name, (error, _, size) in measure(leaves, options, torch.float16, yardstick=False).items():
-            assert error <= 1e-2 * max(size, 1.0), name
+        check_within(1e-2, leaves, options, torch.float16)
         assert (1, 2) in paths
 
 

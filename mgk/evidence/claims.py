@@ -155,7 +155,8 @@ def gap_table(part: Part, found: list[Gap]) -> str:
         paper = "–" if None in theirs else f"{signed(theirs[1])} of {signed(theirs[0])}"
         told = judged.verdict in (verdicts.HOLDS, verdicts.FAILS) and gap.difference > 0
         share = f"{100 * judged.compared.difference / gap.difference:.0f} %" if told else "–"
-        cells = [f"{signed(x.difference)} ± {number(x.half_width)}" for x in (gap, judged.compared)]
+        widths = ["" if x.half_width is None else f" ± {number(x.half_width)}" for x in (gap, judged.compared)]
+        cells = [signed(x.difference) + width for x, width in zip((gap, judged.compared), widths, strict=True)]
         verdict = f"**{judged.verdict}**" + (f" ({judged.remark})" if judged.remark else "")
         lines.append([f"{judged.ours}, {judged.theirs}, {softmax}", *cells, share, paper, verdict])
     rest = ", ".join(f"{each.judged}" for each in found if each.judged.verdict == verdicts.MISSING)

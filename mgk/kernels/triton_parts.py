@@ -36,7 +36,7 @@ def key_heads_of_part(batch: int, heads: int, key_heads: int, L: int, S: int, co
 
 
 def parts(batch: int, key_heads: int, at_a_time: int) -> Iterator[Part]:
-    """Slices of the batch and of the key heads; a part of the output is contiguous."""
+    """Slices of the batch and of the key heads; a part of the lse is contiguous."""
     if at_a_time >= key_heads:
         step = at_a_time // key_heads
         for b in range(0, batch, step):
