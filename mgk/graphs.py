@@ -114,8 +114,13 @@ class GraphedGradients:
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
             means = self.measure(*inputs, *fixed)
         found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
-        both = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
-        torch._foreach_copy_([mine for mine, _ in both], [of for _, of in both])
+        pairs = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
+        # Those that lie alike take a few launches in all. One that does not among them, and each would take its own.
+        alike = [(mine, of) for mine, of in pairs if mine.stride() == of.stride()]
+        torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
+        for mine, of in pairs:
+            if mine.stride() != of.stride():
+                mine.copy_(of)
         return {name: value.detach() for name, value in means.items()}
 
     def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:

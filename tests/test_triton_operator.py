@@ -54,8 +54,12 @@ def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
     leaves, _ = case(variant, B=2, H=4, Hk=2)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
     out = fused.run(make_call(x))[0]
-    found = [out, *torch.autograd.grad(out.sum(), [x["query"], x["keys"], x["value"]])]
+    large = [name for name in x if name in ("query", "keys", "value")]
+    gradients = dict(zip(x, torch.autograd.grad(out.sum(), list(x.values())), strict=True))
+    found = [out, *(gradients.pop(name) for name in large)]
     assert all(each.movedim(-2, 1).is_contiguous() and not each.is_contiguous() for each in found)
+    # Of parameters as these lie, so that an optimiser takes them together.
+    assert all(gradient.stride() == x[name].stride() for name, gradient in gradients.items())
     # Users may change a result in place, also one of inference.
     with torch.no_grad():
         out = fused.run(make_call(x))[0]

@@ -68,7 +68,9 @@ def row_vectors(
         if TMA:
             out = out + (src.load([r, o_row.to(tl.int32) + m]),)
         else:
-            out = out + load_vectors(src + r * stride + o_row, m + tl.arange(0, BM), stride, n, 1, 0, MASKED)
+            out = out + load_vectors(
+                src + r * stride.to(tl.int64) + o_row, m + tl.arange(0, BM), stride, n, 1, 0, MASKED
+            )
     return out
 
 
@@ -267,7 +269,8 @@ def gradient_keys(
         begin = max(i_n * BN - causal_offset, 0) // BM * BM
         full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
     dv = tl.zeros([BN, BE], tl.float32)
-    SUMS: tl.constexpr = M * D + 1 + M + (M if PRIOR == 1 else 0)
+    TAUS: tl.constexpr = M * D if SHIFTED else 0
+    SUMS: tl.constexpr = TAUS + 1 + M + (M if PRIOR == 1 else 0)
     o_d = tl.arange(0, BD)
     p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * SUMS
     # [B, S, HK, NS, D] and [B, S, HK, E]
@@ -339,7 +342,7 @@ def gradient_keys(
                 square = tl.sum(tl.sum(b_pull * b_kr, 1), 0)
                 dtau -= 0.5 * lam[r] * square
                 if PRIOR == 1:
-                    tl.store(p_sums + M * D + 1 + M + r, tl.sum(tl.where(o_j < n_k, dcs[r - first], 0.0), 0))
+                    tl.store(p_sums + TAUS + 1 + M + r, tl.sum(tl.where(o_j < n_k, dcs[r - first], 0.0), 0))
                 elif PRIOR == 2:
                     tl.store(p_dbias + r * S, dcs[r - first], mask=o_j < n_k)
                 if SHIFTED:
@@ -349,13 +352,13 @@ def gradient_keys(
                     b_dk = lam[r] * (dks[r - first] - tau * b_pull)
                     store_rows(p_dk + r * D, b_dk, o_j, HK * NS * D, n_k, D, BD)
                 if UNEQUAL:
-                    tl.store(p_sums + M * D + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)
+                    tl.store(p_sums + TAUS + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)
                 else:
                     dscale -= 0.5 * tau * square
             if SHIFTED:
                 b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
                 store_rows(p_dk, b_dk, o_j, HK * D, n_k, D, BD)
     if WANTED != VALUES:
-        tl.store(p_sums + M * D, dtau)
+        tl.store(p_sums + TAUS, dtau)
         if not UNEQUAL:
-            tl.store(p_sums + M * D + 1, dscale)
+            tl.store(p_sums + TAUS + 1, dscale)

@@ -190,6 +190,7 @@ def gradient_queries(
     o_vector = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q + o_i
     m_vector = m_i if PACKED else o_i < padded_rows(L)
     p_rows = rows_ptr + o_vector
+    stride_rows = stride_rows.to(tl.int64)
     for r in tl.static_range(M):
         tl.store(p_rows + r * stride_rows, tl.where(m_i, a[r] - lse, 0.0), mask=m_vector)
     for r in tl.static_range(1, M):
@@ -267,11 +268,13 @@ def gradient_queries(
     b_x = (b_q if REGISTERS % 2 else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
     o_d = tl.arange(0, BD)
     i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m
-    SUMS: tl.constexpr = M * D + 1 + M + (M if PRIOR == 1 else 0)
+    # Of d shift, d tau, d scale and d log pi.
+    TAUS: tl.constexpr = M * D if SHIFTED else 0
+    SUMS: tl.constexpr = TAUS + 1 + M + (M if PRIOR == 1 else 0)
     p_sums = sums_ptr + (i_row * (H // GROUP) + i_k).to(tl.int64) * SUMS
     # The sums of d log pi are the keys' to write.
-    for r in tl.static_range(SUMS - (M * D + 1 + M)):
-        tl.store(p_sums + M * D + 1 + M + r, 0.0)
+    for r in tl.static_range(SUMS - (TAUS + 1 + M)):
+        tl.store(p_sums + TAUS + 1 + M + r, 0.0)
     if SHIFTED:
         for r in tl.static_range(M):
             b_r = load_shift(shift_ptr, i_k, r, M, D, BD)
@@ -282,11 +285,11 @@ def gradient_queries(
         for r in tl.static_range(M):
             acc -= (das[r] * (tau * lam[r]))[:, None] * b_x
             dtau -= 0.5 * lam[r] * tl.sum(das[r] * norm, 0)
-            tl.store(p_sums + M * D + 1 + r, tl.sum(das[r] * a[r], 0) / (lam[r] * LOG2E))
+            tl.store(p_sums + TAUS + 1 + r, tl.sum(das[r] * a[r], 0) / (lam[r] * LOG2E))
     else:
-        tl.store(p_sums + M * D + 1, tl.sum(tl.sum(acc * b_x, 1), 0))
+        tl.store(p_sums + TAUS + 1, tl.sum(tl.sum(acc * b_x, 1), 0))
         acc *= lam[0]
-    tl.store(p_sums + M * D, dtau)
+    tl.store(p_sums + TAUS, dtau)
     # [B, L, H, D]
     dq_ptr += ((i_b * L + start_q).to(tl.int64) * H + i_h) * D
     store_rows(dq_ptr, acc, o_i, H * D, n_q, D, BD)

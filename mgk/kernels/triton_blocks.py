@@ -80,6 +80,9 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         64: (64, 64, 4, 3, None, 6),
         128: (32, 64, 4, 2, None, 6),
     },
+    "small keys": {
+        16: (64, 32, 2, 2, None, 2),
+    },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {

@@ -14,6 +14,7 @@ from .triton_plans import (
     BLEND_WIDTH,
     EACH,
     SLOT,
+    SUMMED,
     Flags,
     backward_plan,
     broadcast_strides,
@@ -23,9 +24,9 @@ from .triton_plans import (
     layouts,
     padded_width,
     preparation,
-    sums_of,
     switches_of,
 )  # fmt: skip
+from .triton_sums import sums_of
 
 # Types whose forward may take a bound of the row for its maximum. Weights in fp16 need their true maximum near 1, or
 # they flush; fp32 would lose digits to the bound.
@@ -265,6 +266,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """The gradients that `triton_ops.backward_op` returns, None where those are empty."""
     (B, H, L, D), (HK, S), M = query.shape, value.shape[1:3], prepared.shape[2]
+    shifts = 0 if shift is None else M * D
     dq, dk, dv = by_position(query), by_position(keys), by_position(value)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else None
     dmask = (lse.new_zeros if causal else lse.new_empty)(B, H, L, S) if mask_grad else None
@@ -272,7 +274,7 @@ def launch_backward(
         for x in (dq, dk, dv, dbias, dmask):
             if x is not None:
                 x.zero_()
-        return dq, dk, dv, dbias, lse.new_zeros(HK, sums_of(M, D, prior_grad)), dmask
+        return dq, dk, dv, dbias, lse.new_zeros(HK * sums_of(M, shifts, prior_grad == SUMMED)), dmask
     flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
     along_keys, along_queries = (not flags.small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
     plan = backward_plan(
@@ -281,7 +283,8 @@ def launch_backward(
     )  # fmt: skip
     rows, spread = lse.new_empty(plan.rows), lse.new_empty(plan.spread)
     flagged = lse.new_empty(plan.flags) if plan.flags else spread
-    sums = (lse.new_empty if cu_q is None else lse.new_zeros)(plan.sums)
+    parts = (lse.new_empty if cu_q is None else lse.new_zeros)(plan.parts)
+    sums = lse.new_empty(plan.parts[1] * plan.parts[2])
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     floats = (scale, tau, dropout_p)
     key_operand, row_operand = _operand(stats, plan.key_operand), _operand(stats, plan.row_operand)
@@ -291,8 +294,8 @@ def launch_backward(
     launch(
         plan.queries,
         (query, *_sources(along_keys, plan.cols, keys, value), *inputs, out, lse, grad, grad_lse, dq,
-        sums if dmask is None else dmask, rows, row_operand, *_sources(along_keys, plan.cols, key_operand), spread,
-        flagged, sums), floats,
+        parts if dmask is None else dmask, rows, row_operand, *_sources(along_keys, plan.cols, key_operand), spread,
+        flagged, parts), floats,
     )  # fmt: skip
     for step, k_rows, by_engine in plan.keys:
         launch(
@@ -300,6 +303,7 @@ def launch_backward(
             (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
             TensorDescriptor(rows, rows.shape, rows.stride(), [1, k_rows]) if by_engine else rows,
             *_sources(along_queries and cu_q is None, k_rows, row_operand), spread, flagged, dk, dv,
-            sums if dbias is None else dbias, sums), floats,
+            parts if dbias is None else dbias, parts), floats,
         )  # fmt: skip
-    return dq, dk, dv, dbias, sums.sum(0), dmask
+    launch(plan.add, (parts, sums), ())
+    return dq, dk, dv, dbias, sums, dmask

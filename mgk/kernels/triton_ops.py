@@ -9,7 +9,8 @@ from torch.utils.flop_counter import register_flop_formula
 from .direct import differentiable, observed
 from .triton_launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
 from .triton_parts import launch_inference
-from .triton_plans import EACH, NOTHING, SLOT, SUMMED, sums_of
+from .triton_plans import EACH, NOTHING, SLOT, SUMMED
+from .triton_sums import sums_of
 
 
 @torch.library.custom_op("mgk::mixture_forward", mutates_args=())
@@ -70,8 +71,9 @@ def backward_op(
     scale: float, tau: float, dropout_p: float, causal: int, hard: bool, max_q: int, max_k: int, mask_grad: bool,
     prior_grad: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys, value; of log prior [B, Hk, M, S] if prior_grad is EACH, or empty; [Hk, M * D + 1 + M]
-    of shift, tau and scale, and M more of log prior if prior_grad is SUMMED; [B, H, L, S] of a float mask or empty."""
+    """Gradients of query, keys, value; of log prior [B, Hk, M, S] if prior_grad is EACH, or empty; one after
+    another of shift [Hk, M, D], tau [Hk], scale [Hk, M] and, if prior_grad is SUMMED, log prior [Hk, M];
+    [B, H, L, S] of a float mask or empty."""
     dq, dk, dv, dbias, sums, dmask = launch_backward(
         grad, grad_lse, out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k,
         scale, tau, dropout_p, causal, hard,
@@ -93,7 +95,8 @@ def _backward_fake(
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
     dq, dk, dv = by_position(query), by_position(keys), by_position(value)
-    return dq, dk, dv, dbias, lse.new_empty(HK, sums_of(M, D, prior_grad)), dmask
+    n = HK * sums_of(M, 0 if shift is None else M * D, prior_grad == SUMMED)
+    return dq, dk, dv, dbias, lse.new_empty(n), dmask
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -126,15 +129,17 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
         scale, tau, dropout_p, causal, hard,
         max_q, max_k, need[7], prior_grad,
     )  # fmt: skip
-    M, D, (HK, n) = prepared.shape[2], query.shape[3], sums.shape
+    M, D, HK = prepared.shape[2], query.shape[3], value.shape[1]
+    taus = 0 if shift is None else HK * M * D
+    scales = taus + HK
     if prior_grad == SUMMED:
-        dbias = sums.as_strided((1, HK, M, 1), (HK * n, n, 1, 1), M * D + 1 + M)
+        dbias = sums.as_strided((1, HK, M, 1), (HK * M, M, 1, 1), scales + HK * M)
     return (
         dq, dk, dv,
-        sums.as_strided((HK, M, D), (n, D, 1)).to(shift.dtype) if need[3] else None,
+        sums.as_strided((HK, M, D), (M * D, D, 1)).to(shift.dtype) if need[3] else None,
         _reduced(dbias, *ctx.bias_like) if need[4] else None,
-        sums[:, M * D + 1 : M * D + 1 + scale_t.shape[1]].to(scale_t.dtype) if need[5] else None,
-        sums[:, M * D].to(tau_t.dtype) if need[6] else None,
+        sums.as_strided(scale_t.shape, (M, 1), scales).to(scale_t.dtype) if need[5] else None,
+        sums[taus:scales].to(tau_t.dtype) if need[6] else None,
         _reduced(dmask, mask.shape, mask.dtype) if need[7] else None,
         *(None,) * 11,
     )  # fmt: skip

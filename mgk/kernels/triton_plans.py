@@ -15,6 +15,7 @@ from .triton_blocks import SPLIT_WIDTH, Block
 from .triton_forward import mixture_forward
 from .triton_launcher import Launch
 from .triton_prepare import prepare_keys
+from .triton_sums import add_parts, sums_of
 from .triton_tiles import ROWS, TILE
 
 SLOT = TILE.value
@@ -23,6 +24,9 @@ L2_BYTES = 24 << 20
 
 # Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
 BLEND_WIDTH = 16
+
+# Of the block in which the parts of sums are added up: as many bytes of a row as memory gives at once or twice.
+PART_ROWS, PART_COLS = 512, 16
 
 # Of the gradient of log pi: nothing, its sum over batch and keys, or all of it.
 NOTHING, SUMMED, EACH = 0, 1, 2
@@ -167,11 +171,6 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * blends)
 
 
-def sums_of(components: int, width: int, prior_grad: int) -> int:
-    """How many sums over all rows a head has: of d shift, d tau, d scale and, where its sum is asked for, d log pi."""
-    return components * width + 1 + components + (components if prior_grad == SUMMED else 0)
-
-
 class KeysPass(NamedTuple):
     launch: Launch
     rows: int  # queries of a block
@@ -182,15 +181,16 @@ class BackwardPlan(NamedTuple):
     queries: Launch
     keys: tuple[KeysPass, ...]  # dk and dv together, or one after the other
     cols: int  # keys of a block along the keys
-    # Workspaces: vectors of the rows, ranges of them, flags (0 without a second kernel), and sums to be added up.
+    # Workspaces: vectors of the rows, ranges of them, flags (0 without a second kernel), and parts of sums.
     rows: tuple[int, int]
     spread: int
     flags: int
-    sums: tuple[int, int, int]
+    parts: tuple[int, int, int]
     # Keys and rows of the operands that blend the components, where that is a product, or 0; and what writes the first.
     key_operand: int
     row_operand: int
     write: Launch
+    add: Launch  # the parts to one another
 
 
 @functools.lru_cache(1 << 10)
@@ -256,11 +256,16 @@ def backward_plan(
     key_blend, row_blend = (
         _blends(way, factored and bounded, M) for way in (q_way, blocks(of_keys + "keys", width, M, shifted, size)[-1])
     )
+    sums, n_parts = sums_of(M, M * D if shifted else 0, prior_grad == SUMMED), query_sums + n_seq * k_tiles[0]
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
         flags=0 if paths == (0,) else n_seq * most_tiles,
-        sums=(query_sums + n_seq * k_tiles[0], HK, sums_of(M, D, prior_grad)),
+        parts=(n_parts, HK, sums),
         key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
         write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
+        add=Launch(
+            add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
+            {"SHIFTS": M * D if shifted else 0, "M": M, "SUMS": sums, "ROWS": PART_ROWS, "COLS": PART_COLS}, (0,), 8, 1,
+        ),
     )  # fmt: skip
