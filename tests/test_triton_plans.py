@@ -53,7 +53,7 @@ def test_same_call_same_launches(steps):
     first = steps.copy()
     steps.clear()
     gradients({name: t.clone() for name, t in x.items()})
-    assert len(first) == 4
+    assert len(first) == 5
     assert all(a is b for a, b in zip(first, steps, strict=True))
 
 
@@ -88,9 +88,9 @@ def test_other_tensors_other_launches(change, steps):
         pairs = [torch.autograd.grad(y.sum(), list(leaves.values())) for y in (found, want)]
         for a, b in zip(*pairs, strict=True):
             torch.testing.assert_close(a, b, atol=20 * limit, rtol=20 * limit)
-    assert len(steps) == 12
-    assert all(a is b for a, b in zip(steps[:4], steps[8:], strict=True))
-    assert not any(a is b for a, b in zip(steps[:4], steps[4:8], strict=True) if a.kernel.__name__ != "prepare_keys")
+    assert len(steps) == 15
+    assert all(a is b for a, b in zip(steps[:5], steps[10:], strict=True))
+    assert not any(a is b for a, b in zip(steps[:5], steps[5:10], strict=True) if a.kernel.__name__ != "prepare_keys")
 
 
 def test_other_settings_other_launches(steps, tf32, monkeypatch):
@@ -100,16 +100,16 @@ def test_other_settings_other_launches(steps, tf32, monkeypatch):
     steps.clear()
     tf32(True)
     gradients(x)
-    assert [step.switches.get("PRECISION") for step in steps] == [None, "tf32", "tf32", "tf32"]
+    assert [step.switches.get("PRECISION") for step in steps] == [None, "tf32", "tf32", "tf32", None]
     steps.clear()
     tf32(False)
     monkeypatch.setattr(triton_launch, "BOUNDED", [torch.float32])
     gradients(x)
-    assert [step.paths for step in steps] == [(0,), (1, 2), (1, 2), (1, 2)]
+    assert [step.paths for step in steps] == [(0,), (1, 2), (1, 2), (1, 2), (0,)]
     steps.clear()
     monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 1 << 20)
     gradients(x)
-    assert [step.paths for step in steps] == [(0,)] * 4
+    assert [step.paths for step in steps] == [(0,)] * 5
     steps.clear()
     monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 2, 1, None, 0))
     gradients(x)

@@ -21,13 +21,13 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
+        64: (64, 128, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 0),
         256: (64, 32, 8, 2, None, 0),
     },
     "hard queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
+        64: (64, 128, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
     },
@@ -45,19 +45,28 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "bulk keys": {
         32: (128, 64, 4, 3, None, 0),
-        64: (128, 64, 4, 2, None, 0),
+        64: (64, 64, 4, 4, None, 4),
         128: (64, 64, 4, 2, None, 4),
     },
     "bulk hard keys": {
         32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 2, None, 4),
+        64: (64, 64, 4, 3, None, 4),
         128: (64, 64, 4, 2, None, 4),
     },
     "small forward": {
         16: (32, 64, 2, 2, None, 0),
     },
     "small queries": {
-        16: (64, 64, 4, 2, None, 1),
+        16: (32, 32, 1, 2, None, 1),
+    },
+    "small hard queries": {
+        16: (32, 32, 1, 2, None, 1),
+    },
+    "small keys": {
+        16: (32, 32, 1, 2, None, 1),
+    },
+    "small hard keys": {
+        16: (32, 32, 1, 2, None, 1),
     },
 }
 # More than two components: where what is above would not fit the registers.
@@ -80,8 +89,11 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         64: (64, 64, 4, 3, None, 6),
         128: (32, 64, 4, 2, None, 6),
     },
+    "small queries": {
+        16: (32, 32, 1, 2, None, 1),
+    },
     "small keys": {
-        16: (64, 32, 2, 2, None, 2),
+        16: (32, 32, 1, 2, None, 1),
     },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
@@ -93,13 +105,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "queries": {
         32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
+        64: (64, 64, 4, 3, None, 0),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "hard queries": {
         32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 2, None, 1),
+        64: (64, 64, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
@@ -122,14 +134,32 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "bulk keys": {
         16: (64, 64, 4, 2, None, 1),
         32: (64, 64, 4, 3, None, 5),
-        64: (64, 64, 4, 2, None, 4),
+        64: (64, 64, 4, 4, None, 4),
         128: (64, 64, 4, 2, None, 6),
     },
     "bulk hard keys": {
         16: (64, 64, 4, 2, None, 1),
         32: (64, 64, 4, 3, None, 5),
         64: (64, 64, 4, 3, None, 4),
-        128: (32, 64, 4, 2, None, 0),
+        128: (32, 64, 4, 3, None, 4),
+    },
+    "bulk hard values": {
+        128: (64, 64, 4, 3, None, 5),
+    },
+    "small forward": {
+        16: (32, 32, 2, 2, None, 0),
+    },
+    "small queries": {
+        16: (32, 32, 1, 2, None, 1),
+    },
+    "small hard queries": {
+        16: (32, 32, 1, 2, None, 1),
+    },
+    "small keys": {
+        16: (64, 32, 2, 2, None, 1),
+    },
+    "small hard keys": {
+        16: (64, 32, 2, 2, None, 1),
     },
 }
 # Beyond this width the pass along the queries is launched once for dk and once for dv, unless components come one after
@@ -157,7 +187,7 @@ def blocks(
         # memory.
         rows, keys = min(rows, 32 if width > 128 else 64), min(keys, 32 if width <= 128 else 16)
         keys = 16 if itemsize > 2 and components > 2 and not shifted else keys
-        stages, registers, resident = min(stages, 2 if width <= 64 else 1), None, 0
+        warps, stages, registers, resident = max(warps, 4), min(stages, 2 if width <= 64 else 1), None, 0
     return rows, keys, warps, stages, registers, resident
 
 
