@@ -113,7 +113,7 @@ def test_other_settings_other_launches(steps, tf32, monkeypatch):
     steps.clear()
     monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 2, 1, None, 0))
     gradients(x)
-    assert [step.warps for step in steps] == [4, 2, 2, 2]
+    assert [step.warps for step in steps] == [4, 2, 2, 2, 8]
 
 
 def test_gradients_or_not_by_the_flags_of_now():
