@@ -60,6 +60,7 @@ def test_parts_give_the_same_bits(name, monkeypatch):
 
     def into(out, lse, prepared, *rest):
         held.append(prepared.shape[1] * prepared.shape[3] // triton_plans.SLOT)
+        assert rest[-1] is True, "a part has no room for the blend's operand"
         triton_launch.forward_into(out, lse, prepared, *rest)
 
     monkeypatch.setattr(triton_parts, "key_heads_of_part", lambda *_: at_a_time)

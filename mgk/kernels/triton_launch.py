@@ -136,9 +136,10 @@ def workspace(like: Tensor, key_heads: int, components: int, slots: int) -> tupl
 def forward_into(
     out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any, shift: Any, bias: Any,
     scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any,
-    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any,
+    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, unblended: bool = False,
 ) -> None:  # fmt: skip
-    """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], which is contiguous."""
+    """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], which is contiguous. unblended: by blocks that need
+    no operand to blend components, where there are such."""
     if out.numel() == 0:
         return
     if value.shape[2] == 0:
@@ -146,7 +147,7 @@ def forward_into(
         if lse is not None:
             lse.fill_(float("inf"))
         return
-    flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
+    flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats, unblended)
     bulk = not flags.small and _bulk(keys, value)
     plan = forward_plan(
         layouts(query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, out),
@@ -168,13 +169,14 @@ def forward_into(
 
 
 def _flags(
-    query: Any, cu_q: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, stats: Any
+    query: Any, cu_q: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, stats: Any,
+    unblended: bool = False,
 ) -> Flags:  # fmt: skip
     B, H = query.shape[:2]
     pairs = (B if cu_q is None else cu_q.shape[0] - 1) * H * max_q * max_k
     return Flags(
         causal, hard, dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= SMALL_PAIRS, query.dtype in BOUNDED,
-        precision_of(query), blocks,
+        precision_of(query), blocks, unblended,
     )  # fmt: skip
 
 

@@ -60,7 +60,8 @@ def launch_inference(
     # Packed sequences share an entry of the batch, and dropout draws by the number of a head in the call.
     at_a_time = B * HK
     if out.numel() and S and cu_q is None and dropout_p == 0:
-        block = blocks("forward", padded_width(max(query.shape[3], E)), M, shift is not None, query.element_size())
+        width = padded_width(max(query.shape[3], E))
+        block = blocks("unblended forward", width, M, shift is not None, query.element_size())
         at_a_time = key_heads_of_part(B, H, HK, L, S, M, block)
     if at_a_time >= B * HK:
         prepared, stats = workspace(query, HK, M, slots_of(cu_k, B, S))
@@ -87,7 +88,7 @@ def launch_inference(
             of(out, batch, row), of(lse, batch, row), *_leading(prepared, stats, n_heads, slots), q,
             of(keys, batch, key), of(value, batch, key), None if shift is None else shift[key], of(bias, batch, key),
             None if scale_t is None else scale_t[key], None if tau_t is None else tau_t[key], of(mask, batch, row),
-            seed, cu_q, cu_k, scale, tau, constant, dropout_p, causal, hard, max_q, max_k,
+            seed, cu_q, cu_k, scale, tau, constant, dropout_p, causal, hard, max_q, max_k, True,
         )  # fmt: skip
     return out, lse
 

@@ -53,6 +53,7 @@ class Flags(NamedTuple):
     bounded: bool  # the forward may take a bound of the row for its maximum
     precision: str
     blocks: Callable[..., Block]  # where the block sizes are looked up
+    unblended: bool = False  # the forward has no room for the operand of a blend
 
 
 def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -145,15 +146,15 @@ class ForwardPlan(NamedTuple):
 def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: bool) -> ForwardPlan:
     """Of query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k and out, as `layouts` gives them."""
     query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, out = (x and Layout(*x) for x in tensors)
-    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks = flags
+    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, unblended = flags
     switches = switches_of(
         query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
     )  # fmt: skip
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq, size = B if cu_q is None else cu_q.shape[0] - 1, query.dtype.itemsize
-    smallness = "small " if small else ""
+    kind = "small " if small else ("unblended " if hard or unblended else "")
     rows, cols, warps, stages, registers, way = blocks(
-        smallness + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
+        kind + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
     )
     n_tiles = ceil_div(max_q, rows)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
@@ -202,7 +203,7 @@ def backward_plan(
     query, keys, value, shift, scale_t, tau_t, mask, _, cu_q, _, out, grad, grad_lse = (
         x and Layout(*x) for x in tensors
     )
-    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks = flags
+    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, _ = flags
     switches = switches_of(
         query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
     )  # fmt: skip
