@@ -29,7 +29,6 @@ class Record(pl.Callback):
 
     def __init__(self, directory: Path, settings: Training) -> None:
         self.directory, self.settings = directory, settings
-        self.device = torch.device("cpu")
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
         self.steps = 0  # taken by this process
@@ -37,9 +36,12 @@ class Record(pl.Callback):
         self._left = False
         self._old_handlers: dict[int, Any] = {}
 
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        # Where the model is judged in the end. Lightning leaves it on the CPU when it is done, and a training that is
+        # gone on with after its last step never starts.
+        self.device = trainer.strategy.root_device
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        # Lightning leaves the model on the CPU when it is done.
-        self.device = module.device
         # Rows after the checkpoint will be written again.
         done = trainer.global_step
         path = self.directory / "metrics.csv"

@@ -272,7 +272,9 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
         patched.setattr(tiny_training.TinyTask, "key", lambda self, data_dir: "other data")
         with pytest.raises(ValueError, match=r"other settings \(data\)"):
             fit_here(tmp_path, resume=True)
-    assert fit_here(tmp_path, resume=True)[1].steps == 0
+    # One that was stopped while its model was being judged: nothing trains, and it is known where to judge.
+    module, kept = fit_here(tmp_path, resume=True)
+    assert (kept.steps, kept.device) == (0, module.trainer.strategy.root_device)
     (tmp_path / runs.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
         fit_here(tmp_path, resume=True)
