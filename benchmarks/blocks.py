@@ -31,7 +31,7 @@ from mgk.results import environment
 
 # By name on the command line: the kernel, and the rows of the tables that are replaced.
 KERNELS = {
-    "forward": ("mixture_forward", ("forward",)),
+    "forward": ("mixture_forward", ("forward", "unblended forward")),
     "queries": ("gradient_queries", ("queries", "hard queries")),
     "keys": ("gradient_keys", ("keys", "hard keys")),
     "values": ("gradient_keys", ("values", "hard values")),

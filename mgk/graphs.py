@@ -115,9 +115,10 @@ class GraphedGradients:
             means = self.measure(*inputs, *fixed)
         found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
         pairs = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
-        # Those that lie alike take a few launches in all. One that does not among them, and each would take its own.
-        alike = [(mine, of) for mine, of in pairs if mine.stride() == of.stride()]
-        torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
+        # Those that lie as their parameters do take a few launches in all; with another among them, each takes its own.
+        alike = [pair for pair in pairs if pair[0].stride() == pair[1].stride()]
+        if alike:
+            torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
         for mine, of in pairs:
             if mine.stride() != of.stride():
                 mine.copy_(of)

@@ -58,6 +58,21 @@ def test_a_run_of_recorded_steps_is_the_plain_run(task, tmp_path, without_a_gpu)
     assert len(told) == 7  # the header, and at steps 2, 4 and 6 the last step's loss and the development set
 
 
+@pytest.mark.parametrize("turned", [(True,), (False, True), (False, False)])
+def test_gradients_arrive_however_they_lie(turned):
+    """The gradient of a matrix that is used turned lies turned too."""
+    parameters = [nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in turned]
+    factors = [torch.randn(4, 3) if each else torch.randn(3, 4) for each in turned]
+
+    def measure(x):
+        pairs = zip(parameters, factors, turned, strict=True)
+        return {"loss": sum((x * (p.t() if each else p) * f).sum() for p, f, each in pairs)}
+
+    GraphedGradients(parameters, measure, recording=False)((torch.ones(()),))
+    for parameter, factor, each in zip(parameters, factors, turned, strict=True):
+        assert torch.equal(parameter.grad, factor.t() if each else factor)
+
+
 def network_and_loss(dropout):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 3)).cuda()

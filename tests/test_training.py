@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from mgk.evaluation import finish, judge_of
 from mgk.models import LanguageModel, save_model
 from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row, Training
+from mgk.record import Record
 from mgk.tasks.store import Split
 
 SCRIPT = Path(__file__).with_name("tiny_training.py")
@@ -278,6 +280,13 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
     (tmp_path / runs.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
         fit_here(tmp_path, resume=True)
+
+
+def test_a_model_is_judged_where_it_trained(tmp_path):
+    """Also by a training that is gone on with after its last step, which Lightning does not even start."""
+    kept, device = Record(tmp_path, Training()), torch.device("meta")
+    kept.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=device)), None, "fit")
+    assert kept.device == device
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""A large forward without gradients goes part after part: the same bits as at once, with less held."""
+"""A large forward without gradients goes part after part: the same bits as at once where neither blends components as a
+product, with less held."""
 
 import dataclasses
 
@@ -88,6 +89,18 @@ def test_no_lse_where_nobody_asks(monkeypatch):
     assert torch.equal(got, want)
     assert lse is None
     assert given == [None]
+
+
+@pytest.mark.parametrize(("hard", "unblended", "components", "has"), [
+    (False, False, 2, True), (False, False, 1, False), (False, True, 2, False), (True, False, 2, False),
+])  # fmt: skip
+def test_who_holds_the_operand_of_a_blend(hard, unblended, components, has):
+    """Two soft components at width 64, but not in parts."""
+    call = make(1, 2, 2, D=64, M=components)
+    tensors = (call.query, call.keys, call.value, call.shift, *(None,) * 7, call.query)
+    flags = triton_plans.Flags(0, hard, False, 40, 40, 1, False, True, "ieee", triton_parts.blocks, unblended)
+    plan = triton_plans.forward_plan(triton_plans.layouts(*tensors), flags, False, True)
+    assert (plan.operand > 0) == has
 
 
 def test_parts_are_large():

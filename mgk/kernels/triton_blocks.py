@@ -18,22 +18,29 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 3, None, 1),
         256: (64, 32, 4, 2, None, 0),
     },
-    # Without the blend's operand: hard assignment has none, and long inference no room for it.
+    # Without the blend's operand: hard assignment has none, and inference in parts is to hold little.
     "unblended forward": {
         32: (64, 128, 4, 3, None, 1),
         64: (64, 64, 4, 3, 128, 1),
     },
     "queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
         128: (64, 64, 4, 2, None, 0),
         256: (64, 32, 8, 2, None, 0),
     },
     "hard queries": {
         32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 3, None, 1),
+        64: (64, 128, 4, 2, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 32, 8, 2, None, 0),
+    },
+    # More stages than devices without the engine have shared memory for.
+    "bulk queries": {
+        64: (64, 128, 4, 3, None, 1),
+    },
+    "bulk hard queries": {
+        64: (64, 128, 4, 3, None, 1),
     },
     "keys": {
         32: (128, 64, 4, 3, None, 0),
@@ -99,6 +106,9 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     "small keys": {
         16: (32, 32, 1, 2, None, 1),
     },
+    "small hard keys": {
+        16: (128, 64, 4, 3, None, 0),
+    },
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
@@ -109,15 +119,22 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "queries": {
         32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 3, None, 0),
+        64: (64, 64, 4, 2, None, 0),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "hard queries": {
         32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 1),
+        64: (64, 64, 4, 2, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
+    },
+    "bulk queries": {
+        32: (64, 128, 4, 2, None, 1),
+        64: (64, 64, 4, 3, None, 0),
+    },
+    "bulk hard queries": {
+        64: (64, 64, 4, 3, None, 1),
     },
     "keys": {
         32: (64, 64, 4, 2, None, 1),

@@ -25,7 +25,7 @@ L2_BYTES = 24 << 20
 # Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
 BLEND_WIDTH = 16
 
-# Of the block in which the parts of sums are added up: as many bytes of a row as memory gives at once or twice.
+# Of the block in which the parts of sums are added up; 16 columns are 64 bytes of a row, two sectors of memory.
 PART_ROWS, PART_COLS = 512, 16
 
 # Of the gradient of log pi: nothing, its sum over batch and keys, or all of it.
@@ -53,7 +53,7 @@ class Flags(NamedTuple):
     bounded: bool  # the forward may take a bound of the row for its maximum
     precision: str
     blocks: Callable[..., Block]  # where the block sizes are looked up
-    unblended: bool = False  # the forward has no room for the operand of a blend
+    unblended: bool = False  # the forward takes blocks without the operand of a blend, where there are such
 
 
 def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -112,7 +112,7 @@ def _factored(switches: dict[str, Any]) -> bool:
 
 def _blends(way: int, factored: bool, components: int) -> bool:
     """Whether a block blends the components as a product."""
-    return bool(way & 2) and factored and 3 * components <= BLEND_WIDTH
+    return bool(way & 2) and factored and components > 1 and 3 * components <= BLEND_WIDTH
 
 
 @functools.lru_cache(1 << 10)
@@ -210,12 +210,14 @@ def backward_plan(
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
-    hardness, smallness = "hard " if hard else "", "small " if small else ""
+    # Blocks of small calls are for a warp or two, whose registers masks, dropout and several scales would not fit.
+    smallest = small and not dropout and not switches["MASK"] and switches["SCALE"] <= 1
+    hardness, smallness = "hard " if hard else "", "small " if smallest else ""
     # Packed sequences begin anywhere in the rows' vectors.
     bulk = along_queries and cu_q is None
     of_keys = ("bulk " if bulk else smallness) + hardness
     q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(
-        smallness + hardness + "queries", width, M, shifted, size
+        ("bulk " if along_keys else smallness) + hardness + "queries", width, M, shifted, size
     )  # fmt: skip
     in_turn = not shifted and not hard and bool(blocks(of_keys + "keys", width, M, shifted, size)[-1] & 2)
     together = shifted or width <= SPLIT_WIDTH or in_turn

@@ -11,7 +11,8 @@ def add_parts(
     ROWS: tl.constexpr, COLS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Parts [n_parts, heads, SUMS] added up, in a fixed order. What belongs together then lies together: [heads,
-    SHIFTS] of d shift, [heads] of d tau, [heads, M] of d scale and, where SUMS has room for it, as much of d log pi."""
+    SHIFTS] of d shift, [heads] of d tau, [heads, M] of d scale (one for all components: the first of M, and the others
+    are never written) and, where SUMS has room for it, [heads, M] of d log pi."""
     n_columns = n_heads * SUMS
     o_c = tl.program_id(0) * COLS + tl.arange(0, COLS)
     acc = tl.zeros([ROWS, COLS], tl.float32)

@@ -16,7 +16,7 @@ import triton.language as tl
 TILE = tl.constexpr(128)
 # Vectors of a head's rows are a multiple of this long: the bulk copy engine then reads no block across their end, and
 # none from an address that is no multiple of 16 bytes, at which it stops the device. Blocks that it reads divide this
-# and have 32 rows at least, the 128 bytes that it writes to shared memory in.
+# and have 32 rows at least: it writes to multiples of 128 bytes in shared memory.
 ROWS = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
