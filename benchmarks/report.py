@@ -182,8 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("results"))
     folder = parser.parse_args().results
-    rows = goals.latest(results.read([folder / "attention.csv"]))
-    rows = [row for row in rows if not row["gpu"].startswith("cpu")]
+    rows = goals.on_gpu(results.read([folder / "attention.csv"]))
     if not rows:
         raise SystemExit(f"{folder / 'attention.csv'} has no measurements on a GPU: run `mgk bench` on one first")
     write_atomically(folder / "attention.md", report(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class MultiheadAttention(nn.Module):
     """A drop-in for nn.MultiheadAttention, also as `self_attn` inside nn.TransformerEncoderLayer.
 
     The first eleven arguments are torch's; add_bias_kv and add_zero_attn must stay False. The rest, by keyword, are
-    those of `Attention`. As in torch's module, in **both masks True = hidden**.
+    those of `Attention`, but for is_causal, which is the forward's. As in torch's module, in **both masks True =
+    hidden**.
     """
 
     # nn.TransformerEncoder and its layers have fast paths that compute softmax attention from these, past our forward:
@@ -49,9 +51,13 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         head_dim: int | None = None,
+        num_kv_heads: int | None = None,
         variant: str | Variant = "smgk",
         num_components: int = 2,
         preset: str = "paper",
+        feature_map: str | Callable[[Tensor], Tensor] = "elu",
+        max_positions: int | None = None,
+        rotary: float | Callable[[Tensor, Tensor], Tensor] | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -63,11 +69,15 @@ class MultiheadAttention(nn.Module):
             embed_dim,
             num_heads,
             head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
             kdim=kdim,
             vdim=vdim,
             variant=variant,
             num_components=num_components,
             preset=preset,
+            feature_map=feature_map,
+            max_positions=max_positions,
+            rotary=rotary,
             dropout=dropout,
             bias=bias,
             backend=backend,

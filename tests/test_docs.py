@@ -17,7 +17,18 @@ def test_code_blocks_run(name):
         exec(compile(block, name, "exec"), scope)
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are linked to."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            target, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {link}"

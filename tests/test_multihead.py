@@ -24,6 +24,18 @@ def test_the_constructor_is_torchs_and_more_by_keyword():
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 
+def test_more_is_all_that_a_layer_takes():
+    mine, layers = ({each.name for each in parameters(kind.__init__)} for kind in (MultiheadAttention, Attention))
+    assert layers - mine == {"is_causal"}
+    torch.manual_seed(0)
+    given = {"variant": "mlk", "feature_map": "relu", "num_kv_heads": 1}
+    ours = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, rotary=100.0, **given)
+    torch.manual_seed(0)
+    layer = Attention(EMBED, H, dropout=0.0, bias=True, dtype=F64, rotary=100.0, **given)
+    x = torch.randn(2, 5, EMBED, dtype=F64)
+    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], layer(x))
+
+
 def test_the_forward_is_torchs():
     theirs, ours = parameters(nn.MultiheadAttention.forward), parameters(MultiheadAttention.forward)
     assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]

@@ -43,6 +43,11 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     return list({tuple(row[name] for name in KEY): row for row in rows if row["recipe"] == "bench"}.values())
 
 
+def on_gpu(rows: Iterable[Row]) -> list[Row]:
+    """The latest measurements of operators that were made on a GPU."""
+    return latest(row for row in rows if row.get("pass") and not row["gpu"].startswith("cpu"))
+
+
 def shape_of(row: Row) -> str:
     mask = "xcausal" if row["causal"] == "True" else ""
     return f"{row['batch']}x{row['full_heads']}x{row['length']}x{row['head_dim']}{mask}"

@@ -105,7 +105,7 @@ def machine(rows: list[dict[str, str]]) -> str:
 
 def operator_table(rows: list[dict[str, str]]) -> str:
     """Of results/attention.csv: the operator with H/2 heads over the best SDPA with H, geometric means."""
-    measured = goals.latest(row for row in rows if "pass" in row and not row["gpu"].startswith("cpu"))
+    measured = goals.on_gpu(rows)
     lines = [["operator, H/2 heads, over SDPA with H", *PASSES]]
     for variant, name in goals.NAMES.items():
         cells = []

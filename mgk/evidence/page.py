@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mgk import results as files
 from mgk.checks import fail
-from mgk.evidence import claims, costs, figures, heads, plan, probe, verdicts
+from mgk.evidence import claims, costs, figures, heads, plan, probe, speed, verdicts
 from mgk.evidence.claims import Part
 from mgk.evidence.figures import Picture
 from mgk.evidence.runs import find
@@ -38,6 +38,8 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
     text = {
         "rules": verdicts.RULES,
         "headline": headline(parts[0], rows),
+        "fast": speed.sentence(rows),
+        "speed": speed.table(rows),
         "summary": summary(parts, seen, rows),
         "runs": _joined(claims.runs_table(part) for part in parts),
         "half": half(parts),

@@ -1,0 +1,168 @@
+"""How fast: ours with half the heads over the fastest softmax attention with all of them, by operator and by model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mgk.benchmark import goals
+from mgk.benchmark.timing import PASSES
+from mgk.evidence import costs, verdicts
+from mgk.markdown import markdown, number
+
+Row = dict[str, str]
+Ratio = float | None
+LONG_LINEAR = "16384"  # the length at which causal linear attention is shown
+LENGTHS = ("4096", "256")  # of the language model
+PLAIN, RECORDED = "tokens_per_second_plain", "tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Line:
+    """On the device and in plain calls: forward and with all gradients, or one number. None: not measured."""
+
+    what: str
+    device: tuple[Ratio, ...]
+    plain: tuple[Ratio, ...]
+    commits: set[str]
+
+
+def mean(by_shape: dict[str, float]) -> Ratio:
+    """Over the shapes that the goals are for, if all are there."""
+    values = [by_shape[shape] for shape in goals.GOAL_SHAPES if shape in by_shape]
+    return goals.geometric_mean(values) if len(values) == len(goals.GOAL_SHAPES) else None
+
+
+def sentence(rows: list[Row]) -> str:
+    forward, both = (mean(goals.ratios(goals.on_gpu(rows), "smgk", which)) for which in PASSES)
+    if forward is None or both is None:
+        return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+    return (
+        f"On an H200 in bf16, sMGK with half the heads takes **{forward:.2f}** of the time of the fastest softmax "
+        f"attention in PyTorch with all of\nthem, and **{both:.2f}** with all gradients."
+    )
+
+
+def table(rows: list[Row]) -> str:
+    measured = goals.on_gpu(rows)
+    lines = [
+        *(_operator(measured, variant) for variant in ("smgk", "mgk")),
+        _half_softmax(measured),
+        _small(measured),
+        *_against_best(measured, "decoding", "smgk", "sMGK, one token against a cache of 32,768, width"),
+        *_against_best(measured, "linear", "mlk", "causal MLK at length 16,384, width", LONG_LINEAR),
+        *_models(rows),
+    ]
+    header = ["", "on the device", "in plain calls, with their Python", "commit"]
+    return markdown(
+        [header, *([line.what, _cell(line.device), _cell(line.plain), _commits(line.commits)] for line in lines)]
+    )
+
+
+def _cell(values: tuple[Ratio, ...]) -> str:
+    shown = [f"**{number(x)}**" if x is not None and x < 1 else number(x) for x in values if x is not None]
+    return ", ".join(shown) or "–"
+
+
+def _commits(found: set[str]) -> str:
+    return ", ".join(sorted(found)) or "–"
+
+
+def _commits_of(rows: list[Row]) -> set[str]:
+    return {row["commit"] for row in rows}
+
+
+def _both(find: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
+    return tuple(find(which) for which in PASSES)
+
+
+def _operator(rows: list[Row], variant: str) -> Line:
+    return Line(
+        f"{goals.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
+        _both(lambda which: mean(goals.ratios(rows, variant, which))),
+        _both(lambda which: mean(goals.plain_ratios(rows, variant, which))),
+        _commits_of(goals.select(rows, "speed", variant=variant, components="2")),
+    )
+
+
+def _half_softmax(rows: list[Row]) -> Line:
+    """What fewer heads save by themselves."""
+
+    def best(which: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for row in goals.select(rows, "speed", which, variant="softmax"):
+            if int(row["full_heads"]) == 2 * int(row["heads"]) == 2 * int(row["kv_heads"]):
+                shape = goals.shape_of(row)
+                found[shape] = min(found.get(shape, math.inf), float(row["ratio"]))
+        return found
+
+    softmax = goals.select(rows, "speed", variant="softmax")
+    words = "for comparison: softmax with half the heads, the same shapes"
+    return Line(words, _both(lambda which: mean(best(which))), (), _commits_of(softmax))
+
+
+def _small(rows: list[Row]) -> Line:
+    shape = goals.SMALL_SHAPE
+    found = [row for row in goals.select(rows, "speed", variant="smgk") if goals.shape_of(row) == shape]
+    return Line(
+        "sMGK at length 256 and width 16, the paper's language model",
+        _both(lambda which: goals.ratios(rows, "smgk", which).get(shape)),
+        _both(lambda which: goals.plain_ratios(rows, "smgk", which).get(shape)),
+        _commits_of(found),
+    )
+
+
+def _against_best(rows: list[Row], task: str, variant: str, words: str, length: str | None = None) -> list[Line]:
+    """One line for each head width: a part of `mgk bench` whose rows have their ratio to the best SDPA."""
+    wanted = {} if length is None else {"length": length}
+    lines = []
+    for width in dict.fromkeys(row["head_dim"] for row in goals.select(rows, task, **wanted)):
+        found = {
+            which: goals.select(rows, task, which, variant=variant, backend="triton", head_dim=width, **wanted)
+            for which in PASSES
+        }
+        present = [row for own in found.values() for row in own]
+        if not present:
+            continue
+
+        def plain(which: str, width: str = width, own: dict[str, list[Row]] = found) -> Ratio:
+            others = [
+                float(row["step_ms"])
+                for row in goals.select(rows, task, which, variant="softmax", head_dim=width, **wanted)
+                if row["heads"] == row["kv_heads"] == row["full_heads"]
+            ]
+            return float(own[which][-1]["step_ms"]) / min(others) if own[which] and others else None
+
+        def device(which: str, own: dict[str, list[Row]] = found) -> Ratio:
+            return float(own[which][-1]["ratio"]) if own[which] else None
+
+        lines.append(Line(f"{words} {width}", _both(device), _both(plain), _commits_of(present)))
+    return lines
+
+
+def _models(rows: list[Row]) -> list[Line]:
+    lines = []
+    for pair in costs.pairs(costs.of_steps(rows)):
+        if pair[0].row.variant == "smgk":
+            what = "a training step of the paper's encoder at length 4,096, compiled"
+            ratio = costs.ratios(*pair)["training step"]
+            lines.append(Line(what, (ratio,), (), _commits_of(costs.step_rows(rows))))
+    for length in LENGTHS:
+        ratios: dict[str, float] = {}
+        commits: set[str] = set()
+        for metric in (RECORDED, PLAIN):
+            last = {
+                (row["variant"], row["heads"], row["kv_heads"]): row
+                for row in rows
+                if row["recipe"] == "language-model" and row["metric"] == metric and row["length"] == length
+            }
+            if {("smgk", "4", "4"), ("softmax", "8", "8")} <= last.keys():
+                ours, theirs = last["smgk", "4", "4"], last["softmax", "8", "8"]
+                ratios[metric] = float(theirs["value"]) / float(ours["value"])
+                commits |= {ours["commit"], theirs["commit"]}
+        what = (
+            f"one of its language model at length {int(length):,} (as CUDA graphs, which `mgk train` records; without)"
+        )
+        lines.append(Line(what, (ratios.get(RECORDED),), (ratios.get(PLAIN),), commits))
+    return lines
