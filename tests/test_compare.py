@@ -228,6 +228,17 @@ def test_redrawing_needs_one_setup_of_each_model(tmp_path):
         compare.known_setups(results.read([path]), recipe, rows, "paper")
 
 
+def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
+    recipe, path = recipes.load("listops"), tmp_path / "listops.csv"
+    right = np.arange(2000) % 3 == 0
+    for row in ("softmax:8", "smgk:4"):
+        for split in ("dev", "test"):
+            results.append(path, [measured(row, 0, right.mean(), split)])
+            answers.keep(tmp_path, answers.Place("listops", Row.parse(row), "paper", 0, split), right)
+    lines = side_by_side.report(recipe, [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    assert "minus softmax:8, test" in lines[0]
+
+
 def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
     right = np.random.default_rng(1).random(1003) < 0.5
     place = answers.Place("a", Row("softmax", 8, 4), "paper", 2, "fresh")
