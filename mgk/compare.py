@@ -38,7 +38,8 @@ class Shown:
     factor: float
     paired: str  # what a difference on the same examples is in
     decimals: int  # of such a difference
-    note: str
+    note: str  # on the metric
+    flops: str  # what they are counted of
 
 
 SHOWN = {
@@ -48,8 +49,8 @@ SHOWN = {
         100.0,
         "points on the same examples",
         2,
-        "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
-        "GFLOPs are one example's forward.",
+        "",
+        "GFLOPs are one example's forward",
     ),
     "language-model": Shown(
         "perplexity",
@@ -57,8 +58,8 @@ SHOWN = {
         1.0,
         "nats a token on the same text",
         4,
-        "Perplexity of the sliding window. "
-        "± is the standard deviation over seeds. GFLOPs are one segment's forward, all its targets frequent words.",
+        "Perplexity of the sliding window.",
+        "GFLOPs are one segment's forward",
     ),
 }
 

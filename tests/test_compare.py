@@ -140,7 +140,7 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     assert compare.finished(results.read([path]), recipe, row, "paper", 0)
     lines = side_by_side.report(recipe, [row], "paper", [path], tmp_path)
     assert lines[1][-2:] == ["12.5", "77"]
-    assert "alone on the machine" in (tmp_path / "listops.md").read_text()
+    assert "Step time: one model after another" in (tmp_path / "listops.md").read_text()
 
 
 def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
@@ -226,6 +226,31 @@ def test_redrawing_needs_one_setup_of_each_model(tmp_path):
     results.append(path, [{**measured("smgk:4", 1, 0.37), "setup": "those"}])
     with pytest.raises(ValueError, match="smgk:4 has results of 2 settings"):
         compare.known_setups(results.read([path]), recipe, rows, "paper")
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "seeds", "means", "words"),
+    [
+        ("listops", "accuracy", (1, 1), "± is half the 95 % interval of the test set.", False),
+        ("listops", "accuracy", (2, 2), "± is the standard deviation over seeds.", False),
+        ("listops", "accuracy", (2, 1), "over seeds, or with one seed half the 95 % interval of the test set.", False),
+        ("bytes", "perplexity_stride_64", (1, 1), None, False),
+        ("bytes", "perplexity_stride_64", (2, 1), "± is the standard deviation over seeds.", False),
+        ("wikitext-103", "perplexity", (1, 1), None, True),
+    ],
+)
+def test_only_what_stands_in_the_table_has_a_footnote(tmp_path, name, metric, seeds, means, words):
+    recipe, path = recipes.load(name), tmp_path / "results.csv"
+    for row, count in zip(recipe.rows, seeds, strict=False):
+        for seed in range(count):
+            each = measured(str(row), seed, 0.3 + seed / 10, metric=metric)
+            settings = recipe.training
+            each |= {"steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size, "recipe": name}
+            results.append(path, [each])
+    side_by_side.report(recipe, list(recipe.rows), "paper", [path], tmp_path)
+    note = (tmp_path / f"{name}.md").read_text().splitlines()[-1]
+    assert "± is" not in note if means is None else means in note
+    assert ("frequent words" in note) == words
 
 
 def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
