@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from mgk.commands import analyze
 from mgk.objectives import Classification, LanguageModelling
 from mgk.progress import LINE_EVERY, Told, clock_time
 
@@ -83,6 +84,24 @@ def test_on_a_terminal_there_is_a_bar_that_goes_when_the_training_ends(width):
     fake.told.on_exception(fake.trainer, fake.module, KeyboardInterrupt())
     # The cursor is shown again.
     assert "\x1b[?25h" in fake.file.getvalue()
+
+
+def test_a_stage_of_an_analysis_that_has_had_a_line_has_one_for_its_end(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with analyze._bar() as tell:
+        for done in range(1, 5):
+            now += 0.6 * LINE_EVERY
+            tell("looking", done, 4)
+        tell("writing", 1, 1)
+    assert capsys.readouterr().err.splitlines() == ["looking: 2 of 4", "looking: 4 of 4"]
+    with analyze._bar() as tell:
+        tell("looking", 1, 2)
+        now += 1.1 * LINE_EVERY
+        tell("looking", 1, 3)
+        tell("looking", 3, 3)
+        tell("looking", 3, 3)
+    assert capsys.readouterr().err.splitlines() == ["looking: 1 of 3", "looking: 3 of 3"]
 
 
 def test_times_are_told_as_a_clock_does():

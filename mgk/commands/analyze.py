@@ -281,12 +281,14 @@ def _bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         stages: dict[str, Any] = {}
-        told = time.monotonic()
+        told, begun = time.monotonic(), ""
 
         def tell(stage: str, done: int, total: int) -> None:
-            nonlocal told
-            if not console.is_terminal and time.monotonic() - told > LINE_EVERY:
-                told = time.monotonic()
+            nonlocal told, begun
+            # A stage that has had a line also has one for its end.
+            due = time.monotonic() - told > LINE_EVERY or (stage == begun and done >= total)
+            if not console.is_terminal and due:
+                told, begun = time.monotonic(), stage if done < total else ""
                 print(f"{stage}: {done:,} of {total:,}", file=sys.stderr, flush=True)
             # A second model goes through the same stages again.
             if stage not in stages or bar.tasks[stages[stage]].finished:
