@@ -206,6 +206,16 @@ def test_an_error_of_ours_is_not_hidden(mgk, monkeypatch):
         mgk("recipes")
 
 
+@pytest.mark.parametrize(("value", "whole"), [("1", True), ("0", False), ("", False)])
+def test_the_traceback_of_a_line_is_there_for_who_wants_it(mgk, monkeypatch, value, whole):
+    monkeypatch.setenv("MGK_TRACEBACK", value)
+    if whole:
+        with pytest.raises(ValueError, match="recipe must be one of"):
+            mgk("train", "nothing")
+    else:
+        assert mgk("train", "nothing")[0] == 2
+
+
 def test_the_module_is_the_command(tmp_path):
     arguments = [sys.executable, "-m", "mgk", "train", "nothing"]
     result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
