@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk.checks import fail, number, one_of, positive_integer
-from mgk.commands.common import DataDir, app, check_folder, data_directory, progress
+from mgk.commands.common import DataDir, app, check_folder, data_directory, progress, same_data
 
 if TYPE_CHECKING:
     from mgk.analysis.report import Subject
@@ -195,6 +195,7 @@ def _run(
         one_of("--split", given.split, task.splits)
         where = data_directory(given.data, description)
         task.prepare(where, 1, progress)
+        same_data(run, description, task, where)
         count = max(-(-wanted // config.num_heads), settings["removal"])
         split, words = task.split(where, given.split), f"{description['task']}, {given.split}"
         found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
