@@ -1,6 +1,7 @@
 """Results and comparisons: what is measured is kept, found again, and told as it is."""
 
 import itertools
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,6 +121,40 @@ def test_when_the_time_is_up_what_runs_is_asked_to_leave_and_the_rest_waits(tmp_
     assert [job.seed for job in queue.waiting] == [2]
     assert [job.process.returncode for job in queue.running] == [143, 143]
     assert not queue.failed
+
+
+class Stubborn:
+    """A process that waits on: an interrupt comes while it is waited for, and it leaves after so many signals."""
+
+    def __init__(self, signals):
+        self.left, self.killed, self.interrupted = signals, False, False
+
+    def terminate(self):
+        self.left -= 1
+
+    def kill(self):
+        self.left, self.killed = 0, True
+
+    def wait(self, timeout=None):
+        if self.left > 0 and timeout is not None:
+            raise subprocess.TimeoutExpired("train", timeout)
+        if self.left > 0 and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        assert self.left <= 0, "waited for ever"
+
+
+@pytest.mark.parametrize(("signals", "killed"), [(1, False), (2, False), (3, True)])
+def test_a_second_interrupt_is_passed_on_and_nothing_is_waited_for_for_ever(tmp_path, signals, killed):
+    jobs = [compare.Job(Row("smgk", 4), seed, tmp_path, Stubborn(signals)) for seed in (0, 1)]
+    queue = compare.Queue([], [], running=jobs)
+    if signals == 1:
+        queue.stop()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            queue.stop()
+    assert [job.process.left for job in jobs] == [0, 0]
+    assert [job.process.killed for job in jobs] == [killed, killed]
 
 
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):

@@ -93,7 +93,7 @@ def compare(
     try:
         queue = comparison.run_jobs(wanted, command, at_once, minutes)
     except (KeyboardInterrupt, SystemExit):
-        print("stopped, and what was training has saved; the same command goes on with it", file=sys.stderr)
+        print("stopped; the same command goes on from what was saved", file=sys.stderr)
         raise
     failed, left = queue.failed, [*queue.running, *queue.waiting]
     if failed and not results.read([own]):
