@@ -46,6 +46,7 @@ class Fake:
 def test_the_line_tells_step_loss_metric_speed_and_time_left():
     fake = Fake().start()
     fake.step(1, seconds=40)  # compiling: it counts neither for the speed nor for the time left
+    assert fake.lines[-1] == "step 1/100  40.0 s/step  1:06:00 left"  # but there is nothing else to go by yet
     fake.step(41, seconds=20, loss=1.5, accuracy=0.25)
     assert fake.lines[-1] == "step 41/100  loss 1.500  accuracy 25.00 %  2.0 steps/s  0:30 left"
 
@@ -66,6 +67,20 @@ def test_off_a_terminal_it_is_never_silent_for_long_and_never_chatty():
     assert all(line.startswith("step ") and "\x1b" not in line for line in fake.lines)
     fake.evaluate(LINE_EVERY)
     assert fake.lines[-1] == "step 100/100  evaluating, 3 of 7"
+
+
+def test_steps_that_take_long_have_a_line_each_with_the_time_left_from_the_first_on():
+    fake = Fake()
+    fake.trainer.global_step = 50  # gone on with
+    fake.start()
+    for number in (51, 52, 53):
+        fake.step(number, seconds=120.0, loss=1.0, accuracy=0.5)
+    said = "loss 1.000  accuracy 50.00 %  120.0 s/step"
+    assert fake.lines[1:] == [
+        f"step 51/100  {said}  1:38:00 left",
+        f"step 52/100  {said}  1:36:00 left",
+        f"step 53/100  {said}  1:34:00 left",
+    ]
 
 
 def test_other_processes_are_silent():
