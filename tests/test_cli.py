@@ -60,6 +60,24 @@ def test_every_option_of_train_is_in_the_table():
     assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train.train).parameters)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "gpu", "told"),
+    [
+        (["listops"], False, True),
+        (["listops"], True, False),
+        (["listops", "--accelerator", "cpu"], True, True),
+        (["demo"], False, False),
+        (["demo", "--set", "model.embed_dim=8192"], False, True),
+    ],
+)
+def test_what_is_meant_for_a_gpu_says_so_on_a_cpu(asked, monkeypatch, arguments, gpu, told):
+    monkeypatch.setattr("pytorch_lightning.accelerators.CUDAAccelerator.is_available", lambda: gpu)
+    monkeypatch.setattr("pytorch_lightning.accelerators.MPSAccelerator.is_available", lambda: False)
+    result = CliRunner().invoke(commands.app, ["train", *arguments])
+    assert result.exception is None, result.output
+    assert ("is meant for a GPU; on a CPU try `mgk compare demo`\n" in result.stderr) == told
+
+
 def test_each_layer_is_the_variant_that_was_asked_for(asked):
     from mgk.models import Classifier
 

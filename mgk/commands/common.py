@@ -22,6 +22,9 @@ app = typer.Typer(
     help="Train and compare transformers whose attention keys are mixtures of Gaussians.",
 )
 
+# With sequences as long, or more parameters, few would wait for a training on a CPU.
+LONG, LARGE = 1000, 10_000_000
+
 DataDir = Annotated[Path | None, typer.Option(help="Where the data lives; by default $MGK_DATA, else ./data.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value or model.key=value.")]
 
@@ -41,6 +44,13 @@ def same_data(run: Path, description: dict[str, Any], task: Task, data_dir: Path
     if not same:
         print(f"{data_dir} is not the data that {run} was trained on", file=sys.stderr)
     return {"same_data": same}
+
+
+def tell_if_for_a_gpu(recipe: Recipe, length: int, parameters: int) -> None:
+    """Said before a training on a CPU."""
+    if length >= LONG or parameters > LARGE:
+        size = f"{parameters:,} parameters, sequences of {length:,}"
+        print(f"{recipe.name} ({size}) is meant for a GPU; on a CPU try `mgk compare demo`", file=sys.stderr)
 
 
 def progress(stage: str, done: int, total: int) -> None:
