@@ -16,22 +16,26 @@ def fail(name: str, message: str) -> NoReturn:
     raise ValueError(f"{name} {message}")
 
 
+def nearest(value: Any, known: Iterable[str]) -> str:
+    """Which of the known names was probably meant, as the end of a message; "" if none is near."""
+    alike = difflib.get_close_matches(value, list(known), cutoff=0.7) if isinstance(value, str) else []
+    # Letters in another order come first.
+    alike.sort(key=lambda other: sorted(other) != sorted(value))
+    return f"; did you mean {alike[0]!r}?" if alike else ""
+
+
 def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
     """The value, if it is one of the known names; otherwise a ValueError that lists them and says which is nearest."""
     known = list(known)
     if not isinstance(value, str) or value not in known:
-        alike = difflib.get_close_matches(value, known, cutoff=0.7) if isinstance(value, str) else []
-        # Letters in another order come first.
-        alike.sort(key=lambda other: sorted(other) != sorted(value))
-        hint = f"; did you mean {alike[0]!r}?" if alike else ""
-        fail(name, f"must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+        fail(name, f"must be one of {', '.join(map(repr, known))}, got {value!r}{nearest(value, known)}")
     return value
 
 
 def number(name: str, value: Any, least: float = -math.inf, below: float = math.inf, *, above: bool = False) -> float:
     """The value as a float in [least, below), or in (least, below) with `above`."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        fail(name, f"must be a number, got {type(value).__name__}")
+        fail(name, f"must be a number, got {repr(value) if isinstance(value, str) else type(value).__name__}")
     result = float(value)
     if math.isnan(result) or math.isinf(result) or not least <= result < below or (above and result == least):
         bounds = "finite" if least == -math.inf else f"{'more than' if above else 'at least'} {least:g}"

@@ -51,7 +51,7 @@ def main() -> None:
         status = commands.app(sys.argv[1:] or ["--help"], prog_name="mgk", standalone_mode=False)
     except Exception as error:
         told = _told(error)
-        if told is None:
+        if told is None or os.environ.get("MGK_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"mgk: {told}", file=sys.stderr)
         status = 2

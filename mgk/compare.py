@@ -17,6 +17,8 @@ from mgk.recipes import Recipe, Row
 ALONE = ("step_ms_alone", "peak_mem_mb_alone")
 # Off a terminal, seconds between two lines on how the running trainings stand.
 TOLD_EVERY = 30
+# Seconds that trainings have, after a second interrupt, until they are killed.
+ENDING = 5.0
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Shown:
     factor: float
     paired: str  # what a difference on the same examples is in
     decimals: int  # of such a difference
-    note: str
+    note: str  # on the metric
+    flops: str  # what they are counted of
 
 
 SHOWN = {
@@ -48,8 +51,8 @@ SHOWN = {
         100.0,
         "points on the same examples",
         2,
-        "± is the standard deviation over seeds, or with one seed half the 95 % interval of the test set. "
-        "GFLOPs are one example's forward.",
+        "",
+        "GFLOPs are one example's forward",
     ),
     "language-model": Shown(
         "perplexity",
@@ -57,8 +60,8 @@ SHOWN = {
         1.0,
         "nats a token on the same text",
         4,
-        "Perplexity of the sliding window. "
-        "± is the standard deviation over seeds. GFLOPs are one segment's forward, all its targets frequent words.",
+        "Perplexity of the sliding window.",
+        "GFLOPs are one segment's forward",
     ),
 }
 
@@ -152,13 +155,31 @@ class Queue:
         return ended
 
     def stop(self) -> None:
-        """What still trains is asked to save and leave, and is not left behind."""
-        for job in self.running:
-            if job.process is not None:
-                job.process.terminate()
-        for job in self.running:
-            if job.process is not None:
-                job.process.wait()
+        """What still trains is asked to save and leave, and is not left behind. An interrupt meanwhile ends it at
+        once."""
+        running = [job.process for job in self.running if job.process is not None]
+        for process in running:
+            process.terminate()
+        try:
+            for process in running:
+                process.wait()
+        except (KeyboardInterrupt, SystemExit):
+            for process in running:
+                # The second signal that it gets.
+                process.terminate()
+            _end(running)
+            raise
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Those that do not leave by themselves are killed."""
+    end = time.monotonic() + ENDING
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
+            process.kill()
+            process.wait()
 
 
 def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float | None = None) -> Queue:
@@ -190,6 +211,8 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
                     seconds = time.time() - started
                     console.print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s in all)")
         finally:
+            if queue.running:
+                console.print("stopping: each training ends its step and saves; an interrupt now ends them at once")
             queue.stop()
     return queue
 

@@ -64,9 +64,14 @@ class Objective(ABC):
         """The recipe's settings of the model over `settings`, and what the row says over both."""
         known = {field.name for field in fields(cls.config_class)}
         for name in recipe.model:
-            one_of("--set model.", name, sorted(known))
+            one_of("model.* (from --set or the recipe)", name, sorted(known))
         chosen = {"variant": row.variant, "num_heads": row.heads, "num_kv_heads": row.kv_heads, "preset": preset}
-        return cls.config_class(**{**settings, **recipe.model, **chosen})
+        try:
+            return cls.config_class(**{**settings, **recipe.model, **chosen})
+        except ValueError as error:
+            if str(error).partition(" ")[0] not in recipe.model.keys() - chosen.keys():
+                raise
+            raise ValueError(f"model.{error} (from --set or the recipe)") from None
 
     @classmethod
     @abstractmethod

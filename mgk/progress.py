@@ -34,6 +34,7 @@ class Told(pl.Callback):
         self._every = BAR_EVERY if self.console.is_terminal else LINE_EVERY
         self._bar: Progress | None = None
         self._told = 0.0  # when the last line was
+        self._began = 0, 0.0  # step and time
         self._since: tuple[int, float] | None = None  # the first step's end: it holds what is compiled
         self._evaluation = 0.0  # when the one that runs began
         self._evaluating = 0.0  # seconds in all, since the first step
@@ -43,6 +44,7 @@ class Told(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._told = self.clock()
+        self._began = trainer.global_step, self._told
         if self.console.is_terminal:
             # The line first: where the terminal is narrow, the bar gives way.
             columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH)
@@ -104,7 +106,10 @@ class Told(pl.Callback):
         return "  ".join([*parts, *self._pace(step)])
 
     def _pace(self, step: int) -> list[str]:
-        first, began = self._since or (step, 0.0)
+        first, began = self._since or self._began
+        if step == first:
+            # With no other to go by, the first step: where each takes minutes, they are told after it.
+            first, began = self._began
         if step == first:
             return []
         seconds = max(self.clock() - began, 1e-9)

@@ -18,6 +18,7 @@ from mgk.files import write_atomically
 from mgk.models import save_model
 from mgk.recipes import Training
 from mgk.runs import CHECKPOINT
+from mgk.signals import STOPPING, Heard
 from mgk.steps import Fit
 
 # Steps between two points of the curves that TensorBoard shows.
@@ -35,6 +36,7 @@ class Record(pl.Callback):
         self._mark: tuple[int, float] | None = None
         self._left = False
         self._old_handlers: dict[int, Any] = {}
+        self._heard: Heard | None = None
 
     def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         # Where the model is judged in the end. Lightning leaves it on the CPU when it is done, and a training that is
@@ -56,8 +58,18 @@ class Record(pl.Callback):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 self._old_handlers[number] = signal.signal(number, self._stop)
+        # Of several processes one tells; all of them end.
+        self._heard = Heard(self._old_handlers, STOPPING if trainer.is_global_zero else "")
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
+        if self._heard is not None:
+            self._heard.close()
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._listen_no_more()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 

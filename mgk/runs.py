@@ -15,6 +15,7 @@ from mgk.tasks.vocabulary import Vocabulary
 
 # In the directory of a run: what it goes on from.
 CHECKPOINT = "last.ckpt"
+REMEDY = "train again, or take another folder"
 
 
 def read_run(directory: Path, *needed: str) -> dict[str, Any]:
@@ -23,12 +24,14 @@ def read_run(directory: Path, *needed: str) -> dict[str, Any]:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{directory} is no run: it has no run.json") from None
+        raise ValueError(
+            f"{directory} is no run: it has no run.json; `mgk train` tells the folder of a run in its last line"
+        ) from None
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        raise ValueError(f"{path} is damaged: {error}; {REMEDY}") from None
     missing = [name for name in ("task", *needed) if not isinstance(description, dict) or name not in description]
     if missing:
-        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}")
+        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}; {REMEDY}")
     return dict(description)
 
 

@@ -63,6 +63,24 @@ def without_a_network(rows: list[dict[str, str]], recipe: Recipe) -> dict[str, f
     return simple | ({MAJORITY: known["majority_share"]} if "majority_share" in known else {})
 
 
+def notes(summaries: list[Summary], recipe: Recipe) -> list[str]:
+    """What the numbers are."""
+    how = shown(recipe)
+    cells = [(len(values), summary.spread(split, how)) for summary in summaries for split, values in _counted(summary)]
+    several = any(count > 1 for count, _ in cells)
+    meant = ["the standard deviation over seeds"] if several else []
+    if any(count == 1 and spread is not None for count, spread in cells):
+        meant.append(f"{'with one seed ' if several else ''}half the 95 % interval of the test set")
+    # Which targets are frequent words matters where the rare ones pay for a second softmax.
+    targets = ", all its targets frequent words" if recipe.model.get("cutoffs") else ""
+    said = [how.note, f"± is {', or '.join(meant)}." if meant else "", f"{how.flops}{targets}."]
+    return [sentence for sentence in said if sentence]
+
+
+def _counted(summary: Summary) -> list[tuple[str, list[float]]]:
+    return [(split, summary.of(split)) for split in summary.values]
+
+
 def remarks(summaries: list[Summary], recipe: Recipe, paired_on: str) -> list[str]:
     """What the columns mean, as far as it is not the same for all tables."""
     said = []
@@ -74,14 +92,13 @@ def remarks(summaries: list[Summary], recipe: Recipe, paired_on: str) -> list[st
     if any(isinstance(summary.difference, str) and summary.difference for summary in summaries):
         said.append("n/a where one of the two learned and the other stayed on the plateau.")
     timed = [summary.step_ms is not None for summary in summaries]
-    said += ["Step time: each model alone on the machine."] if any(timed) else []
+    said += ["Step time: one model after another, with nothing else of mgk beside it."] if any(timed) else []
     said += [] if all(timed) else [f"{NOT_MEASURED}: not timed alone on the machine, which `--alone` does."]
     return said
 
 
 def page(lines: list[list[str]], recipe: Recipe, said: list[str]) -> str:
-    note = " ".join([shown(recipe).note, *said])
-    return "\n".join([f"# {recipe.title}", "", markdown(lines), "", note, ""])
+    return "\n".join([f"# {recipe.title}", "", markdown(lines), "", " ".join(said), ""])
 
 
 def report(
@@ -110,11 +127,9 @@ def report(
     paired_on = compare_answers(summaries, recipe, preset, out, setups or {})
     lines = table(summaries, recipe, paired_on)
     simple = without_a_network(rows, recipe)
-    said = (
-        [f"Without a network: {', '.join(f'{name} {value:.1f} %' for name, value in simple.items())}."]
-        if simple
-        else []
-    )
+    said = notes(summaries, recipe)
+    if simple:
+        said.append(f"Without a network: {', '.join(f'{name} {value:.1f} %' for name, value in simple.items())}.")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{recipe.name}.md", page(lines, recipe, said + remarks(summaries, recipe, paired_on)))
     draw(summaries, recipe, out / f"{recipe.name}.png", simple.get(MAJORITY))

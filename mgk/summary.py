@@ -99,11 +99,12 @@ def all_splits(summaries: list[Summary]) -> list[str]:
 def compare_answers(summaries: list[Summary], recipe: Recipe, preset: str, out: Path, setups: dict[Row, str]) -> str:
     """Fills in the differences to the first row; returns the split they are of, "" if there are none.
 
-    It is the largest of the splits. A row that never left the plateau stands against one that never did either.
+    It is the largest of the splits, of equal ones the one that the table leads with. A row that never left
+    the plateau stands against one that never did either.
     """
     first, *others = summaries
     factor = shown(recipe).factor
-    split = max(first.examples, key=lambda name: first.examples[name])
+    split = max(all_splits([first]), key=lambda name: first.examples[name])
 
     def kept(summary: Summary) -> list[np.ndarray]:
         setup = setups.get(summary.row, "")

@@ -98,7 +98,9 @@ def _check_whole(checkpoint: Path) -> None:
     try:
         torch.load(checkpoint, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # The first sentence: torch goes on with what else one might try.
+        sentence = str(error).partition("\n")[0].partition(". ")[0]
+        reason = ": ".join(part for part in (type(error).__name__, sentence) if part)
         raise ValueError(f"{checkpoint} is damaged ({reason}): remove {checkpoint.parent} and train again") from error
 
 

@@ -60,6 +60,24 @@ def test_every_option_of_train_is_in_the_table():
     assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train.train).parameters)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "gpu", "told"),
+    [
+        (["listops"], False, True),
+        (["listops"], True, False),
+        (["listops", "--accelerator", "cpu"], True, True),
+        (["demo"], False, False),
+        (["demo", "--set", "model.embed_dim=8192"], False, True),
+    ],
+)
+def test_what_is_meant_for_a_gpu_says_so_on_a_cpu(asked, monkeypatch, arguments, gpu, told):
+    monkeypatch.setattr("pytorch_lightning.accelerators.CUDAAccelerator.is_available", lambda: gpu)
+    monkeypatch.setattr("pytorch_lightning.accelerators.MPSAccelerator.is_available", lambda: False)
+    result = CliRunner().invoke(commands.app, ["train", *arguments])
+    assert result.exception is None, result.output
+    assert ("is meant for a GPU; on a CPU try `mgk compare demo`\n" in result.stderr) == told
+
+
 def test_each_layer_is_the_variant_that_was_asked_for(asked):
     from mgk.models import Classifier
 
@@ -100,6 +118,8 @@ FILES = {
     "broken/run.json": b"{",
     "binary/run.json": b"\xff",
     "empty/run.json": b"{}",
+    "headless/run.json": b'{"task": "bytes"}',
+    "headless/best/config.json": b'{"a": 1}',
     "file": b"",
 }
 WRONG = [
@@ -123,6 +143,15 @@ WRONG = [
     (["train", "listops", "--steps", "0"], "--steps must be a positive integer"),
     (["train", "listops", "--set", "steps=0"], "--set: steps must be a positive integer"),
     (["train", "listops", "--set", "speed=1"], "--set knows"),
+    (["train", "listops", "--set", "lrr=1"], "got 'lrr'; did you mean 'lr'?"),
+    (["train", "listops", "--set", "batchsize=1"], "got 'batchsize'; did you mean 'batch_size'?"),
+    (["train", "listops", "--set", "lr=abc"], "--set: lr must be a number, got 'abc'"),
+    (["train", "bytes", "--set", "steps=50"], "below steps = 50, got 100; use --steps, which scales the warm-up"),
+    (["train", "bytes", "--set", "warmup=2000"], "--set: warmup must be below steps = 1000, got 2000\n"),
+    (["flops", "demo", "--set", "model.hed_dim=3"], "model.* (from --set or the recipe) must be one of"),
+    (["flops", "demo", "--set", "model.hed_dim=3"], "got 'hed_dim'; did you mean 'head_dim'?"),
+    (["flops", "demo", "--set", "model.embed_dim=big"], "model.embed_dim must be a positive integer, got 'big' (from"),
+    (["train", "bytes", "--data-dir", "nodir"], "the folder nodir does not exist: nodir has no *.txt: point"),
     (["train", "listops", "--set", "lr=["], "--set lr: '[' is no value"),
     (["train", "listops", "--resume", "yes"], "--resume must be auto"),
     (["train", "listops", "--accelerator", "tpu"], "--accelerator must be one of"),
@@ -135,13 +164,18 @@ WRONG = [
     (["eval", "nowhere"], "nowhere is no run"),
     (["eval", "broken"], "run.json is damaged"),
     (["eval", "binary"], "run.json is damaged"),
-    (["eval", "empty"], "run.json is damaged: it has no task, training"),
+    (["eval", "empty"], "run.json is damaged: it has no task, training; train again, or take another folder"),
+    (["eval", "broken"], "; train again, or take another folder"),
+    (["eval", "."], ". is no run: it has no run.json; `mgk train` tells the folder of a run"),
+    (["generate", "headless", "--prompt", "a"], "is damaged (config.json has no kind, which is classifier or"),
     (["eval", "empty", "--batch-size", "0"], "--batch-size must be a positive integer"),
     (["eval", "empty", "--precision", "fp8"], "--precision must be one of"),
     (["generate", "nowhere", "--prompt", "a"], "nowhere is no run"),
     (["generate", "nowhere"], "'--prompt'"),
     (["compare", "demo", "--rows", "smgk"], "--rows must read"),
-    (["compare", "demo", "--rows", ""], "--rows must be one of"),
+    (["compare", "demo", "--rows", ""], "--rows must read variant:heads"),
+    (["compare", "demo", "--rows", "softmax4"], "--rows must read variant:heads or"),
+    (["compare", "demo", "--rows", "softmx:4"], "did you mean 'softmax'?"),
     (["compare", "demo", "--rows", "smgk:4/3"], "3 key heads do not divide 4 heads"),
     (["compare", "demo", "--jobs", "-1"], "'--jobs'"),
     (["compare", "demo", "--minutes", "0"], "--minutes must be more than 0"),
@@ -169,7 +203,7 @@ WRONG = [
 def test_wrong_input_is_one_line_and_exit_code_2(mgk, tmp_path, arguments, says):
     for name, content in FILES.items():
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
     code, _, errors = mgk(*arguments)
@@ -204,6 +238,16 @@ def test_an_error_of_ours_is_not_hidden(mgk, monkeypatch):
     monkeypatch.setattr(recipes, "names", broken)
     with pytest.raises(KeyError, match="ours"):
         mgk("recipes")
+
+
+@pytest.mark.parametrize(("value", "whole"), [("1", True), ("0", False), ("", False)])
+def test_the_traceback_of_a_line_is_there_for_who_wants_it(mgk, monkeypatch, value, whole):
+    monkeypatch.setenv("MGK_TRACEBACK", value)
+    if whole:
+        with pytest.raises(ValueError, match="recipe must be one of"):
+            mgk("train", "nothing")
+    else:
+        assert mgk("train", "nothing")[0] == 2
 
 
 def test_the_module_is_the_command(tmp_path):

@@ -1,6 +1,7 @@
 """Results and comparisons: what is measured is kept, found again, and told as it is."""
 
 import itertools
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,40 @@ def test_when_the_time_is_up_what_runs_is_asked_to_leave_and_the_rest_waits(tmp_
     assert not queue.failed
 
 
+class Stubborn:
+    """A process that waits on: an interrupt comes while it is waited for, and it leaves after so many signals."""
+
+    def __init__(self, signals):
+        self.left, self.killed, self.interrupted = signals, False, False
+
+    def terminate(self):
+        self.left -= 1
+
+    def kill(self):
+        self.left, self.killed = 0, True
+
+    def wait(self, timeout=None):
+        if self.left > 0 and timeout is not None:
+            raise subprocess.TimeoutExpired("train", timeout)
+        if self.left > 0 and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        assert self.left <= 0, "waited for ever"
+
+
+@pytest.mark.parametrize(("signals", "killed"), [(1, False), (2, False), (3, True)])
+def test_a_second_interrupt_is_passed_on_and_nothing_is_waited_for_for_ever(tmp_path, signals, killed):
+    jobs = [compare.Job(Row("smgk", 4), seed, tmp_path, Stubborn(signals)) for seed in (0, 1)]
+    queue = compare.Queue([], [], running=jobs)
+    if signals == 1:
+        queue.stop()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            queue.stop()
+    assert [job.process.left for job in jobs] == [0, 0]
+    assert [job.process.killed for job in jobs] == [killed, killed]
+
+
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
     lines = ["step,split,loss,accuracy", "250,dev,2.2,0.17", "500,train,1,0.4", "500,dev,2.1,0.26", "750,dev,2,0.31"]
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
@@ -140,7 +175,7 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     assert compare.finished(results.read([path]), recipe, row, "paper", 0)
     lines = side_by_side.report(recipe, [row], "paper", [path], tmp_path)
     assert lines[1][-2:] == ["12.5", "77"]
-    assert "alone on the machine" in (tmp_path / "listops.md").read_text()
+    assert "Step time: one model after another" in (tmp_path / "listops.md").read_text()
 
 
 def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
@@ -226,6 +261,42 @@ def test_redrawing_needs_one_setup_of_each_model(tmp_path):
     results.append(path, [{**measured("smgk:4", 1, 0.37), "setup": "those"}])
     with pytest.raises(ValueError, match="smgk:4 has results of 2 settings"):
         compare.known_setups(results.read([path]), recipe, rows, "paper")
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "seeds", "means", "words"),
+    [
+        ("listops", "accuracy", (1, 1), "± is half the 95 % interval of the test set.", False),
+        ("listops", "accuracy", (2, 2), "± is the standard deviation over seeds.", False),
+        ("listops", "accuracy", (2, 1), "over seeds, or with one seed half the 95 % interval of the test set.", False),
+        ("bytes", "perplexity_stride_64", (1, 1), None, False),
+        ("bytes", "perplexity_stride_64", (2, 1), "± is the standard deviation over seeds.", False),
+        ("wikitext-103", "perplexity", (1, 1), None, True),
+    ],
+)
+def test_only_what_stands_in_the_table_has_a_footnote(tmp_path, name, metric, seeds, means, words):
+    recipe, path = recipes.load(name), tmp_path / "results.csv"
+    for row, count in zip(recipe.rows, seeds, strict=False):
+        for seed in range(count):
+            each = measured(str(row), seed, 0.3 + seed / 10, metric=metric)
+            settings = recipe.training
+            each |= {"steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size, "recipe": name}
+            results.append(path, [each])
+    side_by_side.report(recipe, list(recipe.rows), "paper", [path], tmp_path)
+    note = (tmp_path / f"{name}.md").read_text().splitlines()[-1]
+    assert "± is" not in note if means is None else means in note
+    assert ("frequent words" in note) == words
+
+
+def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
+    recipe, path = recipes.load("listops"), tmp_path / "listops.csv"
+    right = np.arange(2000) % 3 == 0
+    for row in ("softmax:8", "smgk:4"):
+        for split in ("dev", "test"):
+            results.append(path, [measured(row, 0, right.mean(), split)])
+            answers.keep(tmp_path, answers.Place("listops", Row.parse(row), "paper", 0, split), right)
+    lines = side_by_side.report(recipe, [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    assert "minus softmax:8, test" in lines[0]
 
 
 def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):

@@ -9,9 +9,9 @@ import torch
 from test_decoder import tiny
 from typer.testing import CliRunner
 
-from mgk import commands, compare, recipes, side_by_side
+from mgk import commands, compare, recipes, side_by_side, tasks
 from mgk.generation import Sampling, generate
-from mgk.models import Classifier, EncoderConfig, save_model
+from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel, save_model
 from mgk.recipes import Row
 from mgk.sliding import sliding_losses
 from mgk.summary import summarise
@@ -160,6 +160,28 @@ def test_a_run_is_trained_judged_by_the_window_and_judged_again(own_text):
     (cheaper,) = (json.loads(line) for line in CliRunner().invoke(commands.app, arguments).stdout.splitlines())
     assert "perplexity" not in cheaper
     assert "perplexity_stride_64" in cheaper
+
+
+def test_eval_says_when_the_data_is_not_what_the_run_was_trained_on(tmp_path):
+    texts = {"here": "the cat sat on the mat. " * 250, "there": "the dog lay on the rug. " * 250}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text)
+    run, config = tmp_path / "run", DecoderConfig(256, embed_dim=8, ffn_dim=8, num_layers=1, num_heads=1)
+    save_model(LanguageModel(config), run / "best")
+    settings = {"stride": 256, "precision": "fp32"}
+
+    def judged(where, **described):
+        (run / "run.json").write_text(json.dumps({"task": "bytes", "training": settings, **described}))
+        arguments = ["eval", str(run), "--data-dir", str(tmp_path / where), "--split", "test"]
+        result = CliRunner().invoke(commands.app, arguments)
+        return json.loads(result.stdout).get("same_data"), result.stderr
+
+    key = tasks.task("bytes").key(tmp_path / "here")
+    assert judged("here", data=key) == (True, "")
+    assert judged("there", data=key) == (False, f"{tmp_path / 'there'} is not the data that {run} was trained on\n")
+    # Of a run that does not know, nothing is said.
+    assert judged("there") == (None, "")
 
 
 @pytest.mark.slow

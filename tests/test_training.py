@@ -282,6 +282,13 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
         fit_here(tmp_path, resume=True)
 
 
+def test_what_is_wrong_with_a_checkpoint_is_told_in_one_sentence(tmp_path):
+    """Of torch's own words on what else could be tried nothing is kept."""
+    torch.save({"state": Path}, tmp_path / runs.CHECKPOINT)
+    with pytest.raises(ValueError, match=r"is damaged \(\w+: Weights only load failed\): remove .* and train again$"):
+        training._check_whole(tmp_path / runs.CHECKPOINT)
+
+
 def test_a_model_is_judged_where_it_trained(tmp_path):
     """Also by a training that is gone on with after its last step, which Lightning does not even start."""
     kept, device = Record(tmp_path, Training()), torch.device("meta")

@@ -75,6 +75,14 @@ def test_the_layers_that_stand_out_are_named():
     assert "The heads of layer 2 are most alike (1.0 of 4 different), those of layer 1 least (4.0 of 4)." in sentences
 
 
+def test_layers_that_are_told_the_same_number_are_not_ranked():
+    first, second = layer(2, 0.94), layer(2, 0.97)
+    fewer, more = (one.similarity.different["maps"] / 2 for one in (second, first))
+    assert more - fewer > verdict.SAME
+    _, sentences = told(first, second)
+    assert "It is about the same in every layer: 1.1 of 2 heads are different." in sentences
+
+
 def test_what_costs_the_same_is_not_fewer():
     own = Cost("linear", 8, 100, 1000, 10**9)
     half = [Cost("linear", 4, 100, 1001, 5 * 10**8), Cost("smlk", 4, 100, 1200, 6 * 10**8)]

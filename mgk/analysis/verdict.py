@@ -63,11 +63,14 @@ def _layers(analysis: Analysis) -> str:
     if len(each) < 2:
         return ""
     (least_share, a, least), (most_share, b, most) = min(each)[:3], max(each)[:3]
+    fewest, most_of_all = (f"{one.similarity.different['maps']:.1f} of {one.heads}" for one in (least, most))
     if most_share - least_share < SAME:
         return f"It is the same in every layer: {100 * least_share:.0f} % of its heads are different."
+    # What is behind the last digit that is told ranks nothing.
+    if fewest == most_of_all:
+        return f"It is about the same in every layer: {fewest} heads are different."
     return (
-        f"The heads of layer {a + 1} are most alike ({least.similarity.different['maps']:.1f} of {least.heads} "
-        f"different), those of layer {b + 1} least ({most.similarity.different['maps']:.1f} of {most.heads})."
+        f"The heads of layer {a + 1} are most alike ({fewest} different), those of layer {b + 1} least ({most_of_all})."
     )
 
 

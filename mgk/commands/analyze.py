@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk.checks import fail, number, one_of, positive_integer
-from mgk.commands.common import DataDir, app, check_folder, data_directory, progress
+from mgk.commands.common import DataDir, app, check_folder, data_directory, progress, same_data
 
 if TYPE_CHECKING:
     from mgk.analysis.report import Subject
@@ -195,6 +195,7 @@ def _run(
         one_of("--split", given.split, task.splits)
         where = data_directory(given.data, description)
         task.prepare(where, 1, progress)
+        same_data(run, description, task, where)
         count = max(-(-wanted // config.num_heads), settings["removal"])
         split, words = task.split(where, given.split), f"{description['task']}, {given.split}"
         found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
@@ -281,12 +282,14 @@ def _bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         stages: dict[str, Any] = {}
-        told = time.monotonic()
+        told, begun = time.monotonic(), ""
 
         def tell(stage: str, done: int, total: int) -> None:
-            nonlocal told
-            if not console.is_terminal and time.monotonic() - told > LINE_EVERY:
-                told = time.monotonic()
+            nonlocal told, begun
+            # A stage that has had a line also has one for its end.
+            due = time.monotonic() - told > LINE_EVERY or (stage == begun and done >= total)
+            if not console.is_terminal and due:
+                told, begun = time.monotonic(), stage if done < total else ""
                 print(f"{stage}: {done:,} of {total:,}", file=sys.stderr, flush=True)
             # A second model goes through the same stages again.
             if stage not in stages or bar.tasks[stages[stage]].finished:

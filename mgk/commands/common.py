@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,11 +13,17 @@ from mgk import __version__, recipes
 from mgk.checks import fail, positive_integer
 from mgk.recipes import Recipe, Row
 
+if TYPE_CHECKING:
+    from mgk.tasks import Task
+
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Train and compare transformers whose attention keys are mixtures of Gaussians.",
 )
+
+# With sequences as long, or more parameters, few would wait for a training on a CPU.
+LONG, LARGE = 1000, 10_000_000
 
 DataDir = Annotated[Path | None, typer.Option(help="Where the data lives; by default $MGK_DATA, else ./data.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value or model.key=value.")]
@@ -27,6 +33,24 @@ def data_directory(given: Path | None, run: dict[str, Any] | None = None) -> Pat
     """run: the description of a run, which knows where its data lay."""
     elsewhere = os.environ.get("MGK_DATA") or (run or {}).get("data_dir") or "data"
     return given or Path(elsewhere)
+
+
+def same_data(run: Path, description: dict[str, Any], task: Task, data_dir: Path) -> dict[str, bool]:
+    """Whether a run was trained on this data, for its line of results; said, where it was not. Runs that do not know
+    what they were trained on say nothing."""
+    if "data" not in description:
+        return {}
+    same = task.key(data_dir) == description["data"]
+    if not same:
+        print(f"{data_dir} is not the data that {run} was trained on", file=sys.stderr)
+    return {"same_data": same}
+
+
+def tell_if_for_a_gpu(recipe: Recipe, length: int, parameters: int) -> None:
+    """Said before a training on a CPU."""
+    if length >= LONG or parameters > LARGE:
+        size = f"{parameters:,} parameters, sequences of {length:,}"
+        print(f"{recipe.name} ({size}) is meant for a GPU; on a CPU try `mgk compare demo`", file=sys.stderr)
 
 
 def progress(stage: str, done: int, total: int) -> None:

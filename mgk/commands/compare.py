@@ -20,6 +20,7 @@ from mgk.commands.common import (
     data_directory,
     progress,
     run_directory,
+    tell_if_for_a_gpu,
     with_steps,
 )
 from mgk.variants import PRESETS
@@ -54,6 +55,7 @@ def compare(
 
     from mgk import compare as comparison
     from mgk import cost, tasks
+    from mgk.evaluation import parameters
     from mgk.training import Run
 
     overrides = with_steps(recipe, settings, steps)
@@ -89,11 +91,13 @@ def compare(
         print(f"{total - len(wanted)} of {total} trainings are already in {out} and not run again", file=sys.stderr)
     command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
     command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
+    if wanted and not torch.cuda.is_available():
+        tell_if_for_a_gpu(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
     at_once = jobs or (4 if torch.cuda.is_available() else 1)
     try:
         queue = comparison.run_jobs(wanted, command, at_once, minutes)
     except (KeyboardInterrupt, SystemExit):
-        print("stopped, and what was training has saved; the same command goes on with it", file=sys.stderr)
+        print("stopped; the same command goes on from what was saved", file=sys.stderr)
         raise
     failed, left = queue.failed, [*queue.running, *queue.waiting]
     if failed and not results.read([own]):

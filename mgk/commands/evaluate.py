@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mgk.checks import one_of, positive_integer
-from mgk.commands.common import DataDir, app, data_directory
+from mgk.commands.common import DataDir, app, data_directory, same_data
 
 
 @app.command("eval")
@@ -47,9 +47,11 @@ def evaluate(
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = Training(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    judge = judge_of(best_of(run), settings, task, data_directory(data_dir, description), device, split)
+    data = data_directory(data_dir, description)
+    judge = judge_of(best_of(run), settings, task, data, device, split)
+    same = same_data(run, description, task, data)
     for name in judge.splits:
         found = list(judge.judge(name, None))
         values = {each.metric: each.value for each in found}
-        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples, **values}
-        print(json.dumps(line))
+        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples}
+        print(json.dumps({**line, **same, **values}))

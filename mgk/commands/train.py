@@ -22,6 +22,7 @@ from mgk.commands.common import (
     data_directory,
     progress,
     run_directory,
+    tell_if_for_a_gpu,
     with_steps,
 )
 from mgk.recipes import Row
@@ -77,7 +78,8 @@ def train(
     number("--seed", seed, 0)
     one_of("--accelerator", accelerator, ("auto", "cpu", "gpu"))
     one_of("--strategy", strategy, STRATEGIES)
-    if accelerator == "gpu" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+    gpu = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
+    if accelerator == "gpu" and not gpu:
         fail("--accelerator", "is gpu, but PyTorch finds none here: take cpu")
     if resume not in (None, "auto"):
         fail("--resume", f"must be auto, got {resume!r}")
@@ -90,8 +92,13 @@ def train(
     task.prepare(data, os.cpu_count() or 1, progress)
     run = Run(chosen, row, preset, seed, data, where)
     if os.environ.get("RANK", "0") == "0":
-        size = f"{parameters(run.model_config(task)):,} parameters"
-        print(f"{row}, {size}, on {task.dataset}: {chosen.training.steps:,} steps", file=sys.stderr)
+        count = parameters(run.model_config(task))
+        print(
+            f"{row}, {count:,} parameters, on {task.dataset}: {chosen.training.steps:,} steps",
+            file=sys.stderr,
+        )
+        if accelerator == "cpu" or not gpu:
+            tell_if_for_a_gpu(chosen, task.max_length, count)
     try:
         module, record = fit(
             run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs

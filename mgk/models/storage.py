@@ -39,6 +39,8 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
     directory = Path(directory)
     try:
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or fields.get("kind") not in KINDS:
+            raise ValueError(f"config.json has no kind, which is {' or '.join(KINDS)}")
         config_class, model_class = KINDS[fields.pop("kind")]
         model: nn.Module = model_class(config_class(**fields))
         model.load_state_dict(load_file(directory / "model.safetensors"))
@@ -46,7 +48,9 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
         # safetensors does not say which file it missed.
         missing = Path(error.filename or "model.safetensors").name
         raise ValueError(f"{directory} holds no model: {missing} is missing") from error
-    except (json.JSONDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
+    except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"the model in {directory} is damaged: {first_line}") from error
+        raise ValueError(
+            f"the model in {directory} is damaged ({first_line}): train again, or take another folder"
+        ) from error
     return model.to(device).eval()

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mgk.checks import fail, number, one_of, positive_integer
+from mgk.checks import fail, nearest, number, one_of, positive_integer
 from mgk.variants import VARIANTS
 
 SCHEDULES = ("one-cycle", "constant", "cosine")
@@ -27,8 +27,9 @@ class Row:
     @classmethod
     def parse(cls, text: str, name: str = "row") -> Row:
         """name: what the text is called where it is given."""
-        variant, _, heads = text.strip().partition(":")
-        one_of(name, variant, VARIANTS)
+        variant, colon, heads = text.strip().partition(":")
+        if colon:
+            one_of(name, variant, VARIANTS)
         counts = heads.split("/")
         if len(counts) > 2 or not all(count.isdigit() and int(count) > 0 for count in counts):
             fail(name, f"must read variant:heads or variant:heads/key-heads, as in smgk:4, got {text!r}")
@@ -120,11 +121,14 @@ class Recipe:
             elif key in known:
                 training[key] = value
             else:
-                fail("--set", f"knows {', '.join(sorted(known))} and model.*, got {key!r}")
+                hint = nearest(key, known)
+                fail("--set", f"knows {', '.join(sorted(known))} and model.*, got {key!r}{hint}")
         try:
             changed = dataclasses.replace(self.training, **training)
         except ValueError as error:
-            raise ValueError(f"--set: {error}") from None
+            longer = "steps" in training and "warmup" not in training and str(error).startswith("warmup ")
+            hint = "; use --steps, which scales the warm-up with it" if longer else ""
+            raise ValueError(f"--set: {error}{hint}") from None
         return dataclasses.replace(self, model=model, training=changed)
 
 

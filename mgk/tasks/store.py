@@ -152,7 +152,9 @@ class Task(ABC):
         settings = asdict(self)
         try:
             files = self.files(data_dir)
-        except DataError:
+        except DataError as error:
+            if not data_dir.is_dir():
+                raise DataError(f"the folder {data_dir} does not exist: {error}") from None
             prepared = without_source(data_dir, self.name, settings, verify)
             if prepared is None:
                 raise
