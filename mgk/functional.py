@@ -213,6 +213,8 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
     op is one of the four operators or its name, e.g. explain_backend(mgk.smgk_attention, q, k, v, shift).
     """
     operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
+    if isinstance(op, torch.nn.Module):
+        fail("op", f"must be an operator ({', '.join(operators)}) with its tensors, got a layer, {type(op).__name__}")
     name = one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), operators)
     bound = inspect.signature(operators[name]).bind(*args, **kwargs)
     bound.apply_defaults()

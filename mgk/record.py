@@ -18,7 +18,7 @@ from mgk.files import write_atomically
 from mgk.models import save_model
 from mgk.recipes import Training
 from mgk.runs import CHECKPOINT
-from mgk.signals import STOPPING, Heard
+from mgk.signals import SAME, STOPPING, Heard
 from mgk.steps import Fit
 
 # Steps between two points of the curves that TensorBoard shows.
@@ -34,6 +34,7 @@ class Record(pl.Callback):
         self.step_ms: list[float] = []
         self.steps = 0  # taken by this process
         self._mark: tuple[int, float] | None = None
+        self._stopped_at = 0.0
         self._left = False
         self._old_handlers: dict[int, Any] = {}
         self._heard: Heard | None = None
@@ -74,9 +75,10 @@ class Record(pl.Callback):
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: Any) -> None:
-        if self.stopped_by is not None:
+        if self.stopped_by is None:
+            self.stopped_by, self._stopped_at = number, time.monotonic()
+        elif time.monotonic() > self._stopped_at + SAME:
             raise KeyboardInterrupt
-        self.stopped_by = number
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -8,10 +8,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Collection
 
 # Seconds that an orderly end has, after the second signal.
 GRACE = 2.0
+# Seconds after the first in which another is the same wish: Ctrl-C reaches a launcher and its processes, and the launcher
+# then asks them too.
+SAME = 1.0
 STOPPING = "stopping after this step, and saving; once more ends it now"
 
 
@@ -34,13 +38,14 @@ class Heard:
             self._writer.close()
 
     def _listen(self) -> None:
-        heard = 0
+        first = None
         with self._reader:
             while found := self._reader.recv(1):
                 if found[0] not in self._numbers:
                     continue
-                heard += 1
-                if heard == 1 and self._told:
-                    print(self._told, file=sys.stderr, flush=True)
-                elif heard > 1 and not self._closed.wait(GRACE):
+                if first is None:
+                    first = time.monotonic()
+                    if self._told:
+                        print(self._told, file=sys.stderr, flush=True)
+                elif time.monotonic() > first + SAME and not self._closed.wait(GRACE):
                     os._exit(128 + found[0])

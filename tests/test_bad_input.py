@@ -282,6 +282,11 @@ def test_the_right_values_are_accepted(call):
     call()
 
 
+def test_explain_backend_wants_an_operator():
+    with pytest.raises(ValueError, match="got a layer, Attention"):
+        mgk.explain_backend(mgk.Attention(8, 2), QUERY)
+
+
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 def test_explain_backend_checks_too(backend):
     assert "eager" in str(mgk.explain_backend(mgk.mgk_attention, QUERY, KEYS, VALUE, backend=backend))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mgk.signals import STOPPING, Heard
+from mgk.signals import GRACE, SAME, STOPPING, Heard
 
 # hashlib lets other threads run, and no handler: as a backward pass does.
 BUSY = """
@@ -28,6 +28,10 @@ def test_the_first_signal_is_told_at_once_and_the_second_ends_the_process():
             assert process.stderr.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             assert process.stderr.readline() == f"{STOPPING}\n"
+            # As if a launcher passed it on.
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(GRACE + SAME + 0.5)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
         finally:
