@@ -13,8 +13,8 @@ from collections.abc import Collection
 
 # Seconds that an orderly end has, after the second signal.
 GRACE = 2.0
-# Seconds after the first in which another is the same wish: Ctrl-C reaches a launcher and its processes, and the launcher
-# then asks them too.
+# Seconds after the first in which another is the same wish: Ctrl-C reaches a launcher and its processes, and the
+# launcher then asks them too.
 SAME = 1.0
 STOPPING = "stopping after this step, and saving; once more ends it now"
 
