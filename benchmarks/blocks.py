@@ -51,28 +51,30 @@ class Case(NamedTuple):
     blocks: str
 
 
-D16, D16_LONG, D32, D64, D128 = "96,4,256,16", "32,4,1024,16", "32,4,2048,32", "8,4,4096,64", "4,8,4096,128"
+D16, D32, D64, D128 = "96,4,256,16", "32,4,2048,32", "8,4,4096,64", "4,8,4096,128"
 CANDIDATES = (
-    Case("mgk-hard", 2, D128, True, "values", "table 64,64,4,3,0,5 128,64,4,2,0,5 64,128,8,4,0,5"),
+    Case("mgk-hard", 2, D128, True, "values", "table 128,64,4,2,0,5 64,128,8,4,0,5"),
     Case("mgk-hard", 2, D64, False, "forward", "table 64,64,4,3,128,1 128,64,8,3,0,1 64,128,4,3,168,1"),
     Case("mgk", 2, D64, False, "forward", "table 64,64,4,3,128,1 128,64,8,3,0,1 64,64,4,3,152,1"),
     Case("mgk-hard", 2, D64, False, "keys", "table 64,128,8,3,0,4 64,128,8,4,0,4 64,64,4,3,0,0"),
     Case("mgk-hard", 2, D64, True, "keys", "table 64,64,4,2,0,4 64,64,4,4,0,4"),
     Case("mgk-hard", 2, D64, False, "queries", "table 128,64,8,3,0,1 64,128,4,2,0,1"),
-    Case("mgk", 2, D64, False, "keys", "table 64,64,4,4,0,4 64,64,4,5,0,4 64,128,8,4,0,4"),
-    Case("mgk", 2, D64, True, "keys", "table 64,64,4,3,0,4 64,64,4,4,0,4"),
-    Case("mgk", 2, D64, True, "queries", "table 64,64,4,3,0,0 64,64,4,3,0,1"),
+    Case("mgk", 2, D64, False, "keys", "table 64,64,4,5,0,4 64,128,8,4,0,4"),
+    Case("mgk", 2, D64, True, "keys", "table 64,64,4,3,0,4"),
+    Case("mgk", 2, D64, True, "queries", "table 64,64,4,3,0,1"),
     Case("mgk-hard", 2, D32, False, "forward", "table 64,64,4,3,128,1 64,128,4,3,0,1 128,64,8,3,0,1"),
     Case("mgk-hard", 2, D32, False, "queries", "table 64,64,4,3,168,1 64,64,4,3,192,1"),
     Case("mgk-hard", 2, D32, False, "keys", "table 64,64,4,3,0,4 64,64,4,5,0,5"),
     Case("mgk", 2, D32, False, "forward", "table 64,64,4,3,128,1 64,128,4,3,0,1"),
-    Case("smgk", 2, D64, True, "keys", "table 64,64,4,4,0,4 64,64,4,3,0,4 64,64,4,4,168,4"),
-    Case("smgk", 2, D64, False, "keys", "table 64,64,4,4,0,4 64,64,4,4,168,4 64,64,4,4,0,5"),
-    Case("smgk", 2, D64, True, "queries", "table 64,128,4,3,0,1 64,64,4,4,168,1"),
+    Case("smgk", 2, D64, True, "keys", "table 64,64,4,3,0,4 64,64,4,4,168,4"),
+    Case("smgk", 2, D64, False, "keys", "table 64,64,4,4,168,4 64,64,4,4,0,5"),
+    Case("smgk", 2, D64, True, "queries", "table 64,64,4,4,168,1"),
     Case("smgk", 2, D32, False, "keys", "table 64,64,4,4,0,4 64,64,4,4,168,4 64,64,4,4,0,5"),
     Case("smgk", 2, D128, True, "keys", "table 64,64,4,2,0,0 64,64,4,2,0,5"),
-    Case("smgk-hard", 2, D64, True, "keys", "table 64,64,4,3,0,4 64,64,4,4,0,4"),
-    Case("smgk-hard", 2, D64, True, "queries", "table 64,128,4,3,0,1"),
+    Case("smgk-hard", 2, D64, True, "keys", "table 64,64,4,4,0,4"),
+    Case("smgk", 2, D64, True, "forward", "table 64,64,4,3,0,1 64,64,4,3,128,1"),
+    Case("smgk", 4, D16, True, "forward", "table 32,32,1,2,0,1"),
+    Case("mgk", 2, D16, True, "keys", "table 32,32,1,2,0,1"),
     Case("smgk-hard", 2, D32, False, "keys", "table 64,64,4,4,0,4 64,64,4,4,0,5 64,64,4,4,168,4"),
     Case("smgk-hard", 2, D32, False, "queries", "table 64,128,4,2,0,1 64,128,4,4,0,1"),
 )  # fmt: skip

@@ -45,13 +45,12 @@ def speed_table(rows: list[Row]) -> str:
     means, largest = ["**geometric mean without the last**"], ["largest of them"]
     for found in columns.values():
         values = [found[shape] for shape in GOAL_SHAPES if shape in found]
-        means.append(f"**{geometric_mean(values):.2f}**" if len(values) == len(GOAL_SHAPES) else "–")
+        mean = goals.mean(found)
+        means.append("–" if mean is None else f"**{mean:.2f}**")
         largest.append(number(max(values, default=None)))
     plain = ["mean in plain calls, with their Python"]
     for name, which in columns:
-        found = plain_ratios(rows, name, which)
-        values = [found[shape] for shape in GOAL_SHAPES if shape in found]
-        plain.append(number(geometric_mean(values) if len(values) == len(GOAL_SHAPES) else None))
+        plain.append(number(goals.mean(plain_ratios(rows, name, which))))
     wanted = ["goal of the mean", *(number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
     return markdown([*lines, means, largest, wanted, plain])
 

@@ -116,12 +116,14 @@ class GraphedGradients:
         found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
         pairs = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
         # Those that lie as their parameters do take a few launches in all; with another among them, each takes its own.
-        alike = [pair for pair in pairs if pair[0].stride() == pair[1].stride()]
+        alike: list[tuple[Tensor, Tensor]] = []
+        for mine, of in pairs:
+            if mine.stride() == of.stride():
+                alike.append((mine, of))
+            else:
+                mine.copy_(of)
         if alike:
             torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
-        for mine, of in pairs:
-            if mine.stride() != of.stride():
-                mine.copy_(of)
         return {name: value.detach() for name, value in means.items()}
 
     def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:

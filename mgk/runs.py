@@ -10,12 +10,12 @@ import torch
 
 from mgk import tasks
 from mgk.models import LanguageModel, load_model
+from mgk.models.storage import REMEDY
 from mgk.tasks.corpus import Corpus
 from mgk.tasks.vocabulary import Vocabulary
 
 # In the directory of a run: what it goes on from.
 CHECKPOINT = "last.ckpt"
-REMEDY = "train again, or take another folder"
 
 
 def read_run(directory: Path, *needed: str) -> dict[str, Any]:

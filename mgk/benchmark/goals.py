@@ -67,6 +67,12 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.mean(map(math.log, values)))
 
 
+def mean(by_shape: dict[str, float]) -> float | None:
+    """The geometric mean over the shapes that the goals are for, if all of them are there."""
+    values = [by_shape[shape] for shape in GOAL_SHAPES if shape in by_shape]
+    return geometric_mean(values) if len(values) == len(GOAL_SHAPES) else None
+
+
 def ratios(rows: list[Row], variant: str, which: str, components: str = "2") -> dict[str, float]:
     """By shape: the operator's device time over that of the best SDPA with H heads."""
     found = select(rows, "speed", which, variant=variant, components=components, backend="triton")

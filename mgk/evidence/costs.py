@@ -110,10 +110,7 @@ def operator_table(rows: list[dict[str, str]]) -> str:
     for variant, name in goals.NAMES.items():
         cells = []
         for which in PASSES:
-            by_shape = goals.ratios(measured, variant, which)
-            values = [by_shape[shape] for shape in goals.GOAL_SHAPES if shape in by_shape]
-            whole = len(values) == len(goals.GOAL_SHAPES)
-            ratio = goals.geometric_mean(values) if whole else None
+            ratio = goals.mean(goals.ratios(measured, variant, which))
             cells.append(f"{number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
         lines.append([name, *cells])
     return f"**The operator alone** ({machine(measured)})\n\n{markdown(lines)}"

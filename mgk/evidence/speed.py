@@ -28,19 +28,15 @@ class Line:
     commits: set[str]
 
 
-def mean(by_shape: dict[str, float]) -> Ratio:
-    """Over the shapes that the goals are for, if all are there."""
-    values = [by_shape[shape] for shape in goals.GOAL_SHAPES if shape in by_shape]
-    return goals.geometric_mean(values) if len(values) == len(goals.GOAL_SHAPES) else None
-
-
 def sentence(rows: list[Row]) -> str:
-    forward, both = (mean(goals.ratios(goals.on_gpu(rows), "smgk", which)) for which in PASSES)
+    measured = goals.on_gpu(rows)
+    forward, both = (goals.mean(goals.ratios(measured, "smgk", which)) for which in PASSES)
     if forward is None or both is None:
         return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+    where = f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}"
     return (
-        f"On an H200 in bf16, sMGK with half the heads takes **{forward:.2f}** of the time of the fastest softmax "
-        f"attention in PyTorch with all of\nthem, and **{both:.2f}** with all gradients."
+        f"{where}, sMGK with half the heads takes **{forward:.2f}** of the time of the fastest softmax\n"
+        f"attention in PyTorch with all of them, and **{both:.2f}** with all gradients."
     )
 
 
@@ -80,8 +76,8 @@ def _both(find: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
 def _operator(rows: list[Row], variant: str) -> Line:
     return Line(
         f"{goals.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
-        _both(lambda which: mean(goals.ratios(rows, variant, which))),
-        _both(lambda which: mean(goals.plain_ratios(rows, variant, which))),
+        _both(lambda which: goals.mean(goals.ratios(rows, variant, which))),
+        _both(lambda which: goals.mean(goals.plain_ratios(rows, variant, which))),
         _commits_of(goals.select(rows, "speed", variant=variant, components="2")),
     )
 
@@ -99,7 +95,7 @@ def _half_softmax(rows: list[Row]) -> Line:
 
     softmax = goals.select(rows, "speed", variant="softmax")
     words = "for comparison: softmax with half the heads, the same shapes"
-    return Line(words, _both(lambda which: mean(best(which))), (), _commits_of(softmax))
+    return Line(words, _both(lambda which: goals.mean(best(which))), (), _commits_of(softmax))
 
 
 def _small(rows: list[Row]) -> Line:

@@ -259,7 +259,8 @@ def backward_plan(
     key_blend, row_blend = (
         _blends(way, factored and bounded, M) for way in (q_way, blocks(of_keys + "keys", width, M, shifted, size)[-1])
     )
-    sums, n_parts = sums_of(M, M * D if shifted else 0, prior_grad == SUMMED), query_sums + n_seq * k_tiles[0]
+    shifts, n_parts = M * D if shifted else 0, query_sums + n_seq * k_tiles[0]
+    sums = sums_of(M, shifts, prior_grad == SUMMED)
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
@@ -269,6 +270,6 @@ def backward_plan(
         write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
         add=Launch(
             add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
-            {"SHIFTS": M * D if shifted else 0, "M": M, "SUMS": sums, "ROWS": PART_ROWS, "COLS": PART_COLS}, (0,), 8, 1,
+            {"SHIFTS": shifts, "M": M, "SUMS": sums, "ROWS": PART_ROWS, "COLS": PART_COLS}, (0,), 8, 1,
         ),
     )  # fmt: skip

@@ -21,6 +21,8 @@ KINDS: dict[str, tuple[type, type]] = {
     "classifier": (EncoderConfig, Classifier),
     "language-model": (DecoderConfig, LanguageModel),
 }
+# What to do about damaged files.
+REMEDY = "train again, or take another folder"
 
 
 def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
@@ -50,7 +52,5 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
         raise ValueError(f"{directory} holds no model: {missing} is missing") from error
     except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"the model in {directory} is damaged ({first_line}): train again, or take another folder"
-        ) from error
+        raise ValueError(f"the model in {directory} is damaged ({first_line}): {REMEDY}") from error
     return model.to(device).eval()
