@@ -9,8 +9,10 @@ import torch
 # Small cases, and cores that belong to the workers: threads that wait for each other took 40 x the time.
 torch.set_num_threads(1)
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 # Tests of the GPU kernels: on a GPU, or in the process that test_interpreter.py starts for them.
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+if not torch.cuda.is_available() and not INTERPRETED:
     collect_ignore_glob = ["test_triton*.py"]
 
 # Passed cases that a full run of the operators' table must reach: (backend, variant) -> cases for each dtype.
@@ -58,6 +60,24 @@ def poisoned():
     torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def crowded(monkeypatch):
+    """Where kernels are interpreted, uninitialised memory holds the largest number there is: to calculate with it
+    overflows, and NumPy's warning of that is an error, also where the result is thrown away. Left as it is, it would
+    only sometimes be one."""
+
+    def filled(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.finfo(tensor.dtype).max) if tensor.is_floating_point() else tensor
+
+        return made
+
+    for owner, names in ((torch, ("empty", "empty_like")), (torch.Tensor, ("new_empty", "new_empty_strided"))):
+        for name in names:
+            monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
 
 
 @pytest.fixture

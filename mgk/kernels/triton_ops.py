@@ -72,7 +72,7 @@ def backward_op(
     prior_grad: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, keys, value; of log prior [B, Hk, M, S] if prior_grad is EACH, or empty; one after
-    another of shift [Hk, M, D], tau [Hk], scale [Hk, M] (one for all: in the first column, and nothing in the
+    another of shift [Hk, M, D], tau [Hk], scale [Hk, M] (one for all: in the first column, and 0 in the
     others) and, if prior_grad is SUMMED, log prior [Hk, M];
     [B, H, L, S] of a float mask or empty."""
     dq, dk, dv, dbias, sums, dmask = launch_backward(

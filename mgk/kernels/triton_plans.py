@@ -270,6 +270,7 @@ def backward_plan(
         write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
         add=Launch(
             add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
-            {"SHIFTS": shifts, "M": M, "SUMS": sums, "ROWS": PART_ROWS, "COLS": PART_COLS}, (0,), 8, 1,
+            {"SHIFTS": shifts, "M": M, "SCALES": max(switches["SCALE"], 1), "SUMS": sums, "ROWS": PART_ROWS,
+            "COLS": PART_COLS}, (0,), 8, 1,
         ),
     )  # fmt: skip
