@@ -53,11 +53,17 @@ class _Inputs:
         return self.query.shape[1] // self.keys.shape[1]
 
     @property
-    def has_tangents(self) -> bool:
-        """Whether forward-mode derivatives are wanted, which operators of our own would drop without a word."""
-        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-            return False
-        return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in vars(self).values())
+    def transform(self) -> str | None:
+        """What is wanted of the call that operators of our own have no rule for, or would drop without a word."""
+        if torch.compiler.is_compiling():
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "the transforms of torch.func"
+        if forward_ad._current_level < 0:
+            return None
+        tensors = (x for x in vars(self).values() if isinstance(x, Tensor))
+        tangents = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+        return "forward-mode derivatives" if tangents else None
 
     def component_keys(self, dtype: torch.dtype) -> Tensor:
         """The component keys k_jr, [B, Hk, M, S, D], in the type to compute in."""

@@ -250,6 +250,8 @@ def _passed_over(name: str, backend: Backend, call: Any) -> str | None:
     reason = backend.refuses(call) or backend.slower(call)
     if reason is None and name != "eager" and call.query.dtype == torch.float64:
         reason = "auto computes fp64 by the equations"
+    if reason is None and name != "eager" and torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+        reason = "ONNX knows the equations alone"
     return reason
 
 

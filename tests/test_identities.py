@@ -369,6 +369,36 @@ def test_equations_11_and_13():
     close((found.means[1, 1], found.variance[1, 1], found.prior), (means, variance, wanted.mean(3)))
 
 
+@pytest.mark.parametrize("operator", [mgk.mgk_attention, mgk.mlk_attention])
+def test_transforms_of_functions(operator):
+    """What auto takes for a call like this would have no rule for them."""
+    queries, keys, value = torch.randn(3, 1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
+
+    def loss(query):
+        return operator(query, keys, value, is_causal=True).square().sum()
+
+    gradients = []
+    for query in queries:
+        query.requires_grad_()
+        gradients += torch.autograd.grad(loss(query), query)
+    close(torch.func.grad(loss)(queries[0].detach()), gradients[0], 1e-5)
+    close(torch.func.vmap(torch.func.grad(loss))(queries.detach()), torch.stack(gradients), 1e-5)
+
+
+def test_a_second_derivative_is_eager_s():
+    query, keys, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    query.requires_grad_()
+
+    def second(backend):
+        out = mgk.mgk_attention(query, keys, value, backend=backend)
+        (first,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), query)[0]
+
+    assert second("eager").abs().sum() > 0
+    with pytest.raises(RuntimeError, match="use backend='eager'"):
+        second("sdpa")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("operator", [mgk.mgk_attention, mgk.mlk_attention])
 def test_forward_mode_derivatives_are_those_of_the_equations(operator):

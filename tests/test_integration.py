@@ -90,9 +90,9 @@ def test_em_is_compiled_too(masked):
 EXPORTED = ["softmax", "mgk", "smgk", "smgk-hard", "mgk-em", "mlk", "smlk"]
 
 
-def exportable(variant):
+def exportable(variant, backend="eager"):
     layer = Attention(
-        EMBED, H, head_dim=D, num_kv_heads=HK, variant=variant, is_causal=True, rotary=100.0, backend="eager"
+        EMBED, H, head_dim=D, num_kv_heads=HK, variant=variant, is_causal=True, rotary=100.0, backend=backend
     )
     return layer.eval()
 
@@ -134,9 +134,10 @@ def test_export_with_any_length(variant):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:# The axis name:UserWarning")
-@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk-hard", "smlk"])
+@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk-hard", "smgk-em", "smlk"])
 def test_onnx_with_any_length(variant):
-    module = Padded(exportable(variant)).eval()
+    """By the default backend, which is "eager" there."""
+    module = Padded(exportable(variant, backend="auto")).eval()
     with torch.no_grad():
         program = torch.onnx.export(module, example(3, 10), dynamic_shapes=dynamic(), dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])

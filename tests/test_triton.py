@@ -1,6 +1,8 @@
 """The fused kernels against the oracle by the 2x rule: under Triton's interpreter (fp32, fp16) without a GPU, on one
 in bf16, fp16 and fp32."""
 
+import itertools
+
 import oracle
 import pytest
 import torch
@@ -60,7 +62,24 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
     return leaves, options
 
 
-def truth(leaves, dtype, causal=None, hard=False, attn_mask=None, reverse=False, **_):
+def truth(leaves, dtype, lengths=None, **options):
+    """lengths: of the queries and keys of packed sequences, each of which is a call of its own."""
+    if lengths is None:
+        return _truth(leaves, dtype, **options)
+    pieces = []
+    for (q_begin, q_end), (k_begin, k_end) in zip(*map(bounds, zip(*lengths, strict=True)), strict=True):
+        place = {"query": (q_begin, q_end), "keys": (k_begin, k_end), "value": (k_begin, k_end)}
+        part = {name: t[..., slice(*place[name]), :] if name in place else t for name, t in leaves.items()}
+        pieces.append(_truth(part, dtype, **options))
+    return tuple(torch.cat(parts, 2) for parts in zip(*pieces, strict=True))
+
+
+def bounds(lengths):
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return list(itertools.pairwise(ends))
+
+
+def _truth(leaves, dtype, causal=None, hard=False, attn_mask=None, reverse=False):
     x = {name: t.to(dtype) for name, t in leaves.items()}
     if reverse:
         # Another order of the sums over features.
@@ -84,8 +103,11 @@ def truth(leaves, dtype, causal=None, hard=False, attn_mask=None, reverse=False,
     return out, lse
 
 
-def make_call(x, causal=None, hard=False, attn_mask=None, dropout_p=0.0, packed=None, return_lse=True):
+def make_call(x, causal=None, hard=False, attn_mask=None, dropout_p=0.0, packed=None, lengths=None, return_lse=True):
     attn_mask = x.get("attn_mask", attn_mask)
+    if lengths is not None:
+        starts = [[0, *itertools.accumulate(n)] for n in zip(*lengths, strict=True)]
+        packed = Packed(*(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in starts), None, None)
     return MixtureCall(
         query=x["query"], keys=x["keys"], value=x["value"], shift=x.get("shift"),
         attn_mask=attn_mask if attn_mask is None else attn_mask.to(DEVICE),
@@ -184,6 +206,16 @@ CASES = {
     "smgk-key-bias": {"B": 2, "mask_shape": (2, 1, 1, 37)},
     "smgk-bool": {"B": 2, "H": 4, "Hk": 2, "mask_shape": (1, 4, 37, 37), "bool_mask": True, "causal": "top-left"},
     "smgk-bias": {"B": 2, "H": 4, "Hk": 2, "mask_shape": (1, 4, 37, 37), "causal": "top-left"},
+    "smgk-packed": {"H": 2, "L": 58, "S": 58, "causal": "top-left", "lengths": ((20, 20), (1, 1), (37, 37))},
+    "smgk-packed-cross": {"H": 2, "Hk": 2, "L": 44, "S": 58, "lengths": ((20, 37), (23, 1), (1, 20))},
+    "smgk-packed-hard": {"L": 44, "S": 58, "hard": True, "prior": False, "lengths": ((20, 21), (24, 37))},
+    "mgk-packed": {
+        "variant": "mgk",
+        "L": 44,
+        "S": 58,
+        "causal": "bottom-right",
+        "lengths": ((20, 37), (23, 1), (1, 20)),
+    },
     "mgk": {"variant": "mgk"},
     "mgk-causal-gqa": {"variant": "mgk", "H": 4, "Hk": 2, "causal": "top-left", "D": 24, "E": 20, "L": 40, "S": 50},
     "mgk-m3-unequal-tau": {"variant": "mgk", "M": 3, "H": 2, "Hk": 2, "tau_shape": (2,), "scale_shape": (1, 2, 3, 1)},
@@ -244,37 +276,6 @@ def test_range(dtype, monkeypatch):
     torch.testing.assert_close(got.cpu().double(), want, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("causal", [None, "top-left"])
-@pytest.mark.parametrize("variant", ["smgk", "mgk"])
-def test_packed_is_each_sequence_alone(variant, causal, dtype, poisoned):
-    lengths = [20, 1, 37]
-    leaves, _ = case(variant, L=sum(lengths), S=sum(lengths), H=2, Hk=1)
-    x = {name: t.to(DEVICE, dtype).requires_grad_() for name, t in leaves.items()}
-    cu = torch.tensor([0, 20, 21, 58], dtype=torch.int32, device=DEVICE)
-    weights = torch.randn(1, 2, sum(lengths), 16, device=DEVICE, dtype=dtype)
-    out, lse, _ = fused.run(make_call(x, causal=causal, packed=Packed(cu, cu, None, None)))
-    grads = torch.autograd.grad(out, list(x.values()), weights)
-    alone = [torch.zeros_like(t) for t in grads]
-    for begin, end in ((0, 20), (20, 21), (21, 58)):
-        part = {
-            n: t[..., begin:end, :].detach().requires_grad_() if n in ("query", "keys", "value") else t
-            for n, t in x.items()
-        }
-        one, one_lse, _ = fused.run(make_call(part, causal=causal))
-        torch.testing.assert_close(out[:, :, begin:end], one, atol=2e-3, rtol=2e-3)
-        torch.testing.assert_close(lse[:, :, begin:end], one_lse, atol=1e-4, rtol=1e-4)
-        for name, whole, g in zip(
-            x, alone, torch.autograd.grad(one, list(part.values()), weights[:, :, begin:end]), strict=True
-        ):
-            if name in ("query", "keys", "value"):
-                whole[..., begin:end, :] += g
-            else:
-                whole += g
-    for name, g, want in zip(x, grads, alone, strict=True):
-        torch.testing.assert_close(g, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
-
-
 def test_dropout_drops_weights():
     """With the identity for values the output is the dropped weights themselves; the same seed then gives the same
     gradients as by hand."""
@@ -300,9 +301,11 @@ def test_dropout_drops_weights():
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_same_bits_every_time():
-    leaves, options = case(L=65, S=65, H=4, Hk=2, causal="top-left")
-    x = {name: t.to(DEVICE, torch.float16) for name, t in leaves.items()}
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_same_bits_every_time(variant, hard):
+    leaves, options = case(variant, L=65, S=65, H=4, Hk=2, causal="top-left", hard=hard, prior=not hard)
+    x = {name: t.to(DEVICE, DTYPES[-1]) for name, t in leaves.items()}
     weights = torch.randn(1, 4, 65, 16), torch.randn(1, 4, 65)
     runs = [gradients(lambda x: fused.run(make_call(x, **options))[:2], x, weights) for _ in range(1000 if GPU else 2)]
     for run in runs[1:]:

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from test_triton import DEVICE, DTYPES, GPU, case, make_call, truth
 
+import mgk
 from mgk import functional
 from mgk.decoding import DecodingStep
 from mgk.kernels import fused, triton_launch, triton_ops
@@ -74,6 +75,16 @@ def test_pairs(name, monkeypatch, poisoned):
     monkeypatch.setattr(triton_launch, "_in_pairs", in_pairs)
     check(PAIRS[name], torch.bfloat16, monkeypatch)
     assert set(seen) == {torch.int32 if name.startswith("pairs") else torch.bfloat16}
+
+
+def test_an_odd_width_is_not_read_in_pairs():
+    """Though its rows begin at multiples of 64 bytes."""
+    keys, value = (torch.randn(1, 2, 40, 32, device=DEVICE).bfloat16()[..., :31] for _ in range(2))
+    query, shift = torch.randn(1, 2, 1, 31, device=DEVICE).bfloat16(), torch.randn(2, 2, 31, device=DEVICE)
+    with torch.no_grad():
+        got = mgk.smgk_attention(query, keys, value, shift, backend="triton")
+        want = mgk.smgk_attention(query, keys.contiguous(), value.contiguous(), shift, backend="triton")
+    assert torch.equal(got, want)
 
 
 def check(shape, dtype, monkeypatch):

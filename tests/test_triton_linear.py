@@ -204,6 +204,8 @@ NOT_COVERED = {
     "callable": ({"feature_map": mgk.DPFP()}, "only the feature maps"),
     "double": ({"dtype": torch.float64}, "float64"),
     "wide": ({"D": 257}, "256"),
+    "no-values": ({"E": 0}, "width 0"),
+    "many-heads": ({"B": 32_768, "S": 1}, "65,535 heads"),
 }
 
 
@@ -225,7 +227,7 @@ def test_auto_picks_it(name):
 def test_says_why_not(name):
     options, reason = NOT_COVERED[name]
     options = {"is_causal": True, **options}
-    x = inputs(**{key: options.pop(key) for key in ("dtype", "D") if key in options})
+    x = inputs(**{key: options.pop(key) for key in ("dtype", "D", "E", "B", "S") if key in options})
     assert mgk.explain_backend("smlk_attention", **x, **options).backend in ("chunked", "eager")
     with pytest.raises(ValueError, match=reason):
         mgk.smlk_attention(**x, **options, backend="triton")

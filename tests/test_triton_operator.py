@@ -66,6 +66,66 @@ def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
     out += x["value"][:, :, :1].mean()
 
 
+PADDING = torch.arange(20).view(1, 1, 1, 20) < 17
+STARTS = torch.tensor([0, 7, 20], dtype=torch.int32)
+PROMISED = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "bottom-right": {"is_causal": "bottom-right", "L": 5},
+    "padding": {"attn_mask": PADDING},
+    "mask": {"attn_mask": PADDING.expand(1, 2, 20, 20).contiguous()},
+    "bias": {"attn_mask": torch.zeros(1, 2, 20, 20, requires_grad=True)},
+    "packed": {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 13, "max_seqlen_k": 13},
+    "grouped": {"Hk": 1},
+    "cross": {"L": 7},
+    "one-query": {"L": 1},
+    "wide": {"D": 256},
+    "odd-width": {"D": 23},
+    "many-components": {"M": 8},
+    "dropout": {"dropout_p": 0.1},
+    "hard": {"assignment": "hard"},
+    "dot": {"similarity": "dot", "M": 3},
+    "between": {"similarity": 0.5},
+    "scale": {"scale": torch.ones(1, 1, 1, 1)},
+    "scales": {"scale": torch.ones(1, 2, 2, 1)},
+    "prior": {"log_prior": torch.zeros(1, 2, 2, 1)},
+    "prior-per-position": {"log_prior": torch.zeros(1, 1, 2, 20)},
+    "lse": {"return_lse": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PROMISED)
+def test_auto_picks_it(name, dtype):
+    """For everything that the operators promise; what is left out stands in test_says_why_not."""
+    options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in PROMISED[name].items()}
+    sizes = {"L": 20, "Hk": 2, "D": 16, "M": 2}
+    sizes |= {key: options.pop(key) for key in sizes if key in options}
+    L, Hk, D, M = sizes.values()
+
+    def randn(*shape):
+        return torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
+
+    query, key, value = randn(1, 2, L, D), randn(1, Hk, 20, D), randn(1, Hk, 20, 16)
+    chosen = mgk.explain_backend("smgk_attention", query, key, value, randn(Hk, M, D), **options)
+    assert chosen.backend == "triton", chosen
+    chosen = mgk.explain_backend("mgk_attention", query, randn(1, Hk, M, 20, D), value, **options)
+    assert chosen.backend == "triton", chosen
+
+
+@pytest.mark.parametrize("as_operator", [False, True], ids=["direct", "operator"])
+@pytest.mark.parametrize("linear", [False, True], ids=["smgk", "smlk"])
+def test_second_derivatives_are_refused(linear, as_operator, monkeypatch):
+    """Not left out of the sum without a word, where the output's gradient itself is a constant."""
+    monkeypatch.setattr("mgk.kernels.direct.observed", lambda: as_operator)
+    query, key, value = (torch.randn(1, 1, 20, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    attend = mgk.smlk_attention if linear else mgk.smgk_attention
+    out = attend(query, key, value, torch.randn(1, 2, 16, device=DEVICE), is_causal=True, backend="triton")
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="use backend='eager'"):
+        (out.sum() + gradient.square().sum()).backward()
+
+
 FORWARD_MODE_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from test_triton import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
 
-from mgk.kernels import eager, fused, triton_launch, triton_launcher
+from mgk.kernels import eager, fused, triton_launch, triton_launcher, triton_linear_ops, triton_statistics
 from mgk.kernels.triton_launcher import Launch, launch
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -231,6 +231,53 @@ def test_launched_where_the_tensors_are(stream, monkeypatch):
     for _ in range(2):
         launch(step_of(kernel), (x, None), ())
     assert [args[3] for args in kernel.launched] == ["3"]
+
+
+def test_linear_attention_is_launched_where_the_tensors_are(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(device):
+        entered.append(device)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_linear_ops, "current_device", lambda: device)
+            yield
+
+    class Compiled:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: entered.append("launched")
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    triton_linear_ops._launch(Compiled(), (1,), (torch.zeros(8),), (), {})
+    assert entered == [3, "launched"]
+
+
+def test_as_many_sequences_as_there_are(steps, monkeypatch):
+    """The second and third axis of a grid end at 65,535, the first does not."""
+    monkeypatch.setattr(triton_launch, "launch", lambda step, *_: steps.append(step))
+    monkeypatch.setattr(triton_statistics, "launch", lambda step, *_: steps.append(step))
+    query, value = torch.empty(70_000, 1, 2, 16), torch.empty(70_000, 1, 2, 16)
+    call = make_call({"query": query, "keys": query, "value": value, "shift": torch.empty(1, 2, 16)})
+    fused.run(call)
+    triton_statistics.component_counts(query, query, call.shift, *(None,) * 6, 1.0, 1.0, 0, 2, 2)
+    assert {step.kernel.__name__ for step in steps} >= {"prepare_keys", "query_terms", "count_components"}
+    assert max(n for step in steps for n in step.grid[1:]) <= 65_535
+
+
+@pytest.mark.skipif(not triton_launch.HAS_NEW_TF32, reason="this torch has one setting")
+def test_either_setting_of_tf32():
+    """To ask for the old one raises once the new one is used."""
+    x, matmul = torch.zeros(1), torch.backends.cuda.matmul
+    try:
+        for setting, precision in (("tf32", "tf32"), ("ieee", "ieee")):
+            matmul.fp32_precision = setting
+            assert triton_launch.precision_of(x) == triton_linear_ops._precision(x.dtype) == precision
+    finally:
+        matmul.fp32_precision = "none"
+        matmul.allow_tf32 = False
 
 
 @pytest.mark.skipif(triton_launcher.knobs is None, reason="this Triton has other hooks")

@@ -19,6 +19,21 @@ def observed() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def no_second_derivatives(ctx: Any, *grads: Any) -> Any:
+    """The gradient of our gradients, as autograd wants it."""
+    raise RuntimeError("second derivatives are not covered by this backend: use backend='eager'")
+
+
+class _Final(torch.autograd.Function):
+    """Gradients as they are, except that theirs are refused, and not silently 0."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x.view_as(x) for x in gradients)
+
+    backward = staticmethod(no_second_derivatives)
+
+
 def differentiable(
     operator: Any,
     launch_forward: Callable[..., Tensors],
@@ -43,12 +58,13 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             # Most backward passes are not themselves recorded: there is nothing to forbid.
-            return (launched_once if torch.is_grad_enabled() else launched)(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return gradients(ctx, *grads, launch=launch_backward)
+            with torch.no_grad():
+                found = gradients(ctx, *grads, launch=launch_backward)
+            recorded: tuple[Tensor | None, ...] = _Final.apply(*[x if x is None else x.requires_grad_() for x in found])
+            return recorded
 
-    def launched(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return gradients(ctx, *grads, launch=launch_backward)
-
-    launched_once = torch.autograd.function.once_differentiable(launched)
     # `Direct.apply` but for its questions about function transforms: under one, a call is observed.
     apply = super(torch.autograd.Function, Direct).apply
     alive = torch._C._functorch.unwrap_if_dead

@@ -47,8 +47,8 @@ def refuses(call: MixtureCall) -> str | None:
         return "values of width 0 are not covered"
     if _scales_differ(call) and call.shift is not None and _adds_to_scores(call):
         return "a float attn_mask together with shifted keys and a scale per component is not covered"
-    if call.has_tangents:
-        return "forward-mode derivatives are not covered"
+    if call.transform is not None:
+        return f"{call.transform} are not covered"
     return None
 
 

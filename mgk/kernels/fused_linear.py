@@ -12,6 +12,7 @@ from mgk.features import FEATURE_MAPS
 from mgk.kernels.direct import observed
 from mgk.kernels.fused import HAS_TRITON, MAX_WIDTH
 
+MAX_HEADS = 65_535  # programs along the second axis of a grid
 # The numbers by which the kernels know them.
 MAPS = {FEATURE_MAPS["elu"]: 0, FEATURE_MAPS["relu"]: 1}
 
@@ -29,12 +30,16 @@ def refuses(call: LinearCall) -> str | None:
         return "only causal calls are covered: without is_causal the sums are plain matrix products"
     if call.return_weights:
         return "the weights are never formed (return_weights=True)"
-    if call.has_tangents:
-        return "forward-mode derivatives are not covered"
+    if call.transform is not None:
+        return f"{call.transform} are not covered"
     if not any(call.feature_map is known for known in MAPS):
         return "only the feature maps 'elu' and 'relu' are covered"
     if max(query.shape[-1], call.value.shape[-1]) > MAX_WIDTH:
         return f"head widths above {MAX_WIDTH} are not covered"
+    if call.value.shape[-1] == 0:
+        return "values of width 0 are not covered"
+    if query.shape[0] * query.shape[1] > MAX_HEADS:
+        return f"more than {MAX_HEADS:,} heads, over the batch, are not covered"
     return None
 
 

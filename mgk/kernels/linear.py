@@ -228,7 +228,7 @@ def _causal(f: Features, state: State | None, reference: Tensor | None, call: Li
 
     key, value = chunks(f.key), chunks(f.value)
     # One column more, of ones, makes the denominator another output.
-    value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+    value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     query = chunks(f.query)
     within = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).tril()
     if f.log_weight is None or reference is None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mgk.arguments import MixtureCall
+from mgk.kernels.direct import no_second_derivatives
 from mgk.kernels.eager import compute_dtype, without_autocast
 from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
 
@@ -40,8 +41,8 @@ def refuses(call: MixtureCall) -> str | None:
         return "it has no gradient for attn_mask"
     if isinstance(call.scale, Tensor) and call.scale.shape[-1] != 1:
         return "it takes one scale for all keys"
-    if call.has_tangents:
-        return "it has no forward-mode derivatives"
+    if call.transform is not None:
+        return f"{call.transform} are not covered"
     return None
 
 
@@ -282,3 +283,4 @@ def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor |
 
 
 mixture_forward.register_autograd(_backward, setup_context=_setup_context)
+mixture_backward.register_autograd(no_second_derivatives)

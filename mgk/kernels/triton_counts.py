@@ -42,7 +42,8 @@ def query_terms(
     TAU: tl.constexpr, PACKED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """a_ir and A_ir = 2^(a_ir - max_r a_ir), [2 M, B H L], and per tile of queries the largest range of a_i."""
-    i_m, i_h, i_seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Sequences on the first axis too: the others end at 65,535.
+    i_m, i_h, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
     i_b, start, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
     if i_m * BM >= n_q:
         return
@@ -76,7 +77,7 @@ def count_along(
         if CAUSAL and MASKED:
             valid = valid & (o_i[None, :] + causal_offset >= o_j[:, None])
         if MASK:
-            p_mask = mask_ptr + o_i[None, :].to(tl.int64) * stride_ml + o_j[:, None] * stride_mj
+            p_mask = mask_ptr + o_i[None, :].to(tl.int64) * stride_ml + o_j[:, None].to(tl.int64) * stride_mj
             m_in = (o_i < L)[None, :] & (o_j < S)[:, None]
             if MASK == 1:
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0) != 0)
@@ -122,18 +123,18 @@ def count_along(
     return counts, pairs
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_query_tiles"])
+@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_query_tiles", "n_tiles"])
 def count_components(
     q_ptr, k_ptr, mask_ptr, scale_ptr, cu_q_ptr, cu_k_ptr, c_ptr, rows_ptr, spread_ptr, count_ptr, pairs_ptr, scale,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_mb, stride_mh, stride_ml,
-    stride_mj, stride_rows, GROUP, H, L, S, n_slots, n_query_tiles,
+    stride_mj, stride_rows, GROUP, H, L, S, n_slots, n_query_tiles, n_tiles,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     PATH: tl.constexpr,
 ):  # fmt: skip
     """N_jr, [B, Hk, M, S], and N_j, [B, Hk, S], for a tile of keys: a group's query heads one after another."""
     PRODUCTS: tl.constexpr = not SHIFTED or SCALE > 1
-    i_n, i_k, i_seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_n, i_k, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
     i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
     if i_n * BN >= n_k:

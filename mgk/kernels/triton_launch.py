@@ -32,6 +32,8 @@ from .triton_sums import sums_of
 # they flush; fp32 would lose digits to the bound.
 BOUNDED = (torch.bfloat16,)
 
+HAS_NEW_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
 # Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
 # general kernels alone, one launch instead of two (unless they take more than two exponentials where the first takes
 # one), by pointers, which cost the launcher less than descriptors do.
@@ -44,11 +46,19 @@ def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
         n % 32 for x in tensors for n in (x.data_ptr() // 2, *x.stride()[:-1])
     ):
         return tensors
+    if any(x.shape[-1] % 2 for x in tensors):
+        return tensors
     return tuple(x.view(torch.int32) for x in tensors)
 
 
+def tf32_allowed() -> bool:
+    """By either of torch's two settings: to ask the old one raises once the new one is used."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if HAS_NEW_TF32 else bool(matmul.allow_tf32)
+
+
 def precision_of(x: Tensor) -> str:
-    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if x.dtype == torch.float32 and tf32_allowed() else "ieee"
 
 
 @functools.cache

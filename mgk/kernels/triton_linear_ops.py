@@ -6,15 +6,16 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
-from mgk.kernels.direct import differentiable
-from mgk.kernels.triton_launcher import kinds_of
+from mgk.kernels.direct import differentiable, no_second_derivatives
+from mgk.kernels.triton_launch import tf32_allowed
+from mgk.kernels.triton_launcher import NO_GPU, current_device, kinds_of
 from mgk.kernels.triton_linear_step import one_token
+from mgk.kernels.triton_plans import ceil_div, padded_width
 
 
 class Blocks(NamedTuple):
@@ -40,15 +41,6 @@ def blocks(width: int, type_bytes: int) -> Blocks:
     return next(block for limit, block in table.items() if width <= limit)
 
 
-@functools.cache
-def _width(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def feature_type(dtype: torch.dtype) -> torch.dtype:
     """What φ̃ is kept in and products read. Sums of fp16 features leave fp16's range."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -56,13 +48,12 @@ def feature_type(dtype: torch.dtype) -> torch.dtype:
 
 def _precision(dtype: torch.dtype) -> str:
     """TF32 has fp16's digits and fp32's range."""
-    tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if dtype == torch.float16 or (dtype == torch.float32 and tf32_allowed()) else "ieee"
 
 
 def _slots(S: int, slot: int, cu_seqlens: Tensor | None) -> int:
     """Each packed sequence begins a new slot; how many that makes is known up to one a sequence."""
-    return _cdiv(S, slot) if cu_seqlens is None else S // slot + cu_seqlens.shape[0] - 1
+    return ceil_div(S, slot) if cu_seqlens is None else S // slot + cu_seqlens.shape[0] - 1
 
 
 def _slot_table(cu_seqlens: Tensor, slots: int, slot: int) -> Tensor:
@@ -99,7 +90,7 @@ class Plan(NamedTuple):
 def _plan(query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_seqlens: Tensor | None) -> Plan:
     (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
     dtype = feature_type(query.dtype)
-    size = blocks(max(_width(D), _width(E)), dtype.itemsize)
+    size = blocks(max(padded_width(D), padded_width(E)), dtype.itemsize)
     slots = _slots(S, size.slot, cu_seqlens)
     table = None if cu_seqlens is None else _slot_table(cu_seqlens, slots, size.slot)
     switches = {
@@ -119,10 +110,14 @@ def _launch(
 ) -> None:  # fmt: skip
     """Past the first time without Triton's examination of every argument, which takes longer than short sequences do.
     The key has what Triton specialises on: types and alignment of tensors, size and divisibility of numbers."""
+    device = current_device()
+    if (home := tensors[0].get_device()) not in (device, NO_GPU):
+        with torch.cuda.device(home):
+            _launch(kernel, grid, tensors, numbers, switches, warps, stages)
+        return
     constants = tuple(switches[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
     key = (
-        kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else 0, warps, stages, constants,
-        kinds_of(numbers),
+        kernel, device, warps, stages, constants, kinds_of(numbers),
         *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
     )  # fmt: skip
     grid = (*grid, 1, 1)[:3]
@@ -135,7 +130,7 @@ def _launch(
 
 def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
     """Grid, strides and switches of the two kernels between keys and mixed features."""
-    width = _width(plan.D)
+    width = padded_width(plan.D)
     rows = max(16, 4096 // width)
     strides = (*keys.stride()[:2], 0, keys.stride(2)) if shift is not None else keys.stride()[:4]
     if prior is not None:
@@ -146,7 +141,7 @@ def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_m
         "D": plan.D, "BD": width, "ROWS": rows, "MAP": feature_map, "SHIFTED": shift is not None,
         "PRIOR": prior is not None, "MASK": mask is not None,
     }  # fmt: skip
-    return (_cdiv(plan.S, rows), plan.B * plan.HK), (*strides, 1 / plan.M, plan.HK, plan.S, plan.M), switches
+    return (ceil_div(plan.S, rows), plan.B * plan.HK), (*strides, 1 / plan.M, plan.HK, plan.S, plan.M), switches
 
 
 def _sum_states(
@@ -154,8 +149,8 @@ def _sum_states(
 ) -> None:
     """Fills the rows of `states`: of what lies before each slot, or with `rows` (1/d and −δ/d) of what lies behind."""
     behind = rows[0] is not None
-    part_d, part_e = min(PART, _width(plan.D)), min(PART, _width(plan.E))
-    parts = _cdiv(plan.D, part_d) * _cdiv(plan.E, part_e)
+    part_d, part_e = min(PART, padded_width(plan.D)), min(PART, padded_width(plan.E))
+    parts = ceil_div(plan.D, part_d) * ceil_div(plan.E, part_e)
     _launch(
         kernels.slot_sums, (plan.slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
         (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, plan.S, plan.slots,
@@ -164,14 +159,14 @@ def _sum_states(
     )  # fmt: skip
     width = plan.D * (plan.E + 1)
     _launch(
-        kernels.running_sums, (_cdiv(width, 128), plan.B * plan.HK), (states, plan.table), (width, plan.slots),
+        kernels.running_sums, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, plan.slots),
         {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
     )  # fmt: skip
 
 
 def _tiles(plan: Plan) -> tuple[int, dict[str, Any]]:
     """Tiles in a head, and what the kernels that work on tiles are compiled for."""
-    BD, BE = _width(plan.D), _width(plan.E)
+    BD, BE = padded_width(plan.D), padded_width(plan.E)
     switches = {**plan.switches, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
     return plan.slots * (plan.size.slot // plan.size.block), switches
 
@@ -255,14 +250,14 @@ def linear_step(
     total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
     out = query.new_empty(B, H, 1, E)
     new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
-    width = min(STEP_COLUMNS, _width(E))
+    width = min(STEP_COLUMNS, padded_width(E))
     prior_strides: tuple[int, ...] = (0, 0, 0)
     if prior is not None:
         prior_strides = tuple(
             0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
         )
     switches: dict[str, Any] = {
-        "D": D, "E": E, "BD": _width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
+        "D": D, "E": E, "BD": padded_width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
         "PRIOR": prior is not None, "NORMALISE": normalise,
     }  # fmt: skip
     _launch(
@@ -292,7 +287,7 @@ def _forward_fake(
     (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
     dtype = feature_type(query.dtype)
     # Head widths are numbers, also where a compiler keeps other sizes open.
-    slots = _slots(S, blocks(max(_width(int(D)), _width(int(E))), dtype.itemsize).slot, cu_seqlens)
+    slots = _slots(S, blocks(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).slot, cu_seqlens)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
@@ -348,6 +343,7 @@ def _gradients(ctx: Any, grad: Any, grad_final: Any, *_: Any, launch: Any = None
 
 # Output and final state.
 causal_linear = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
+backward_op.register_autograd(no_second_derivatives)
 
 
 def _products(query: Any, value: Any) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .direct import differentiable, observed
+from .direct import differentiable, no_second_derivatives, observed
 from .triton_launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
 from .triton_parts import launch_inference
 from .triton_plans import EACH, NOTHING, SLOT, SUMMED
@@ -147,6 +147,7 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
 
 
 mixture = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
+backward_op.register_autograd(no_second_derivatives)
 
 
 def infer(want_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:

@@ -129,8 +129,9 @@ def preparation(
         "PACKED": cu_k is not None,
     }  # fmt: skip
     strides = (*key_strides(keys.strides, shift is not None), *_four_strides(bias))
+    tiles = ceil_div(max_k, SLOT)
     return Launch(
-        prepare_keys, (ceil_div(max_k, SLOT), HK, n_seq), strides, (HK, S, slots), switches, (0,), warps=4, stages=1
+        prepare_keys, (tiles * n_seq, HK, 1), strides, (HK, S, slots, tiles), switches, (0,), warps=4, stages=1
     )
 
 

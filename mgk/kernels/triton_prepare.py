@@ -40,10 +40,11 @@ def squared_norms(
     return norms, norm
 
 
-@triton.jit(do_not_specialize=["HK", "S", "n_slots"])
+@triton.jit(do_not_specialize=["HK", "S", "n_slots", "n_tiles"])
 def prepare_keys(
     k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, blend_ptr, scale, tau, constant,
     stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_slots,
+    n_tiles,
     M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     SCALE: tl.constexpr, TAU: tl.constexpr, HARD: tl.constexpr,
     PACKED: tl.constexpr, PATH: tl.constexpr,
@@ -51,7 +52,8 @@ def prepare_keys(
     """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
     [max c, min finite c, max |k| (negative if a key is masked in every component), reference], c relative to the
     reference."""
-    i_t, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Sequences on the first axis too: the others end at 65,535.
+    i_t, i_h, i_b = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
     i_b, start, n_keys, slot = extent(cu_k_ptr, i_b, S, PACKED)
     if i_t * TILE >= n_keys:
         return
@@ -97,7 +99,7 @@ def prepare_keys(
             b_second = b_c
         else:
             b_second = tl.where(b_c == -float("inf"), 0.0, b_c - b_first)
-        tl.store(p_c + (HK * M + r) * n_slots * TILE, b_second)
+        tl.store(p_c + (HK * M + r).to(tl.int64) * n_slots * TILE, b_second)
         factors = factors + (b_second[:, None],)
     if blend_ptr is not None:
         o_c = tl.arange(0, 16)

@@ -30,23 +30,23 @@ def component_counts(
     unequal = scale_t is not None and scale_t.shape[1] > 1
     products = not shifted or unequal
     rows, cols = (32, 32) if products and (query.element_size() > 2 or D > 128) else (64, 64)
-    q_tiles = ceil_div(max_q, rows)
+    q_tiles, k_tiles = ceil_div(max_q, rows), ceil_div(max_k, cols)
     terms, spread = count.new_empty(2 * M, B * H * L), count.new_empty(n_seq * H, q_tiles)
     common = {
         "M": M, "D": D, "BD": padded_width(D), "BM": rows, "SHIFTED": shifted,
         "SCALE": 0 if scale_t is None else scale_t.shape[1],
     }  # fmt: skip
     terms_of = Launch(
-        query_terms, (q_tiles, H, n_seq), (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
+        query_terms, (q_tiles * n_seq, H, 1), (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
         common | {"TAU": tau_t is not None, "PACKED": cu_q is not None}, (0,), 4, 1,
     )  # fmt: skip
     launch(terms_of, (query, shift, scale_t, tau_t, cu_q, terms, spread), (scale, tau))
     mask = None if mask is None else mask.expand(B, H, L, S)
     counts_of = Launch(
-        count_components, (ceil_div(max_k, cols), HK, n_seq),
+        count_components, (k_tiles * n_seq, HK, 1),
         (*query.stride()[:3], *key_strides(keys.stride(), shifted), *leading_strides(mask, 4), terms.stride(0),
         H // HK),
-        (H, L, S, slots, q_tiles),
+        (H, L, S, slots, q_tiles, k_tiles),
         common | {"BN": cols, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.is_floating_point(),
         "PACKED": cu_q is not None, "PRECISION": precision_of(query)}, (0,), 4, 2 if products else 1,
     )  # fmt: skip

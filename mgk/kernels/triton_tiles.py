@@ -293,7 +293,7 @@ def add_bias(scores, b_bias, lam, M: tl.constexpr):
 def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: tl.constexpr, MASK: tl.constexpr):
     """attn_mask on a tile: o_i and o_j expanded as the tile is. MASK 1: bool, 2: float."""
     m_in = (o_i < L) & (o_j < S)
-    p_mask = mask_ptr + o_i.to(tl.int64) * stride_l + o_j * stride_s
+    p_mask = mask_ptr + o_i.to(tl.int64) * stride_l + o_j.to(tl.int64) * stride_s
     if MASK == 1:
         return hide(scores, tl.load(p_mask, mask=m_in, other=0) != 0, NS)
     else:
