@@ -248,9 +248,9 @@ def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
 def _passed_over(name: str, backend: Backend, call: Any) -> str | None:
     """Why `auto` asks on, or None."""
     reason = backend.refuses(call) or backend.slower(call)
-    if reason is None and name != "eager" and call.query.dtype == torch.float64:
+    if reason is None and name not in ("eager", "chunked") and call.query.dtype == torch.float64:
         reason = "auto computes fp64 by the equations"
-    if reason is None and name != "eager" and torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+    if reason is None and name not in ("eager", "chunked") and torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
         reason = "ONNX knows the equations alone"
     return reason
 
