@@ -369,6 +369,24 @@ def test_equations_11_and_13():
     close((found.means[1, 1], found.variance[1, 1], found.prior), (means, variance, wanted.mean(3)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("components", [1, 2], ids=["softmax", "mgk"])
+def test_the_least_number_hides_as_minus_infinity_does(components, dtype):
+    """Also in a row that has nothing else, by every backend."""
+    query, value = torch.randn(1, 2, 5, 8, dtype=dtype), torch.randn(1, 2, 5, 8, dtype=dtype)
+    keys = torch.randn(1, 2, components, 5, 8, dtype=dtype)
+    mask = torch.zeros(5, 5, dtype=dtype)
+    mask[1, 2:] = mask[3] = torch.finfo(dtype).min
+    similarity = "dot" if components == 1 else "gaussian"
+    by_infinity = mgk.mgk_attention(
+        query, keys, value, mask.masked_fill(mask < 0, -torch.inf), similarity=similarity, backend="eager"
+    )
+    assert not by_infinity[:, :, 3].any()
+    for backend in ("eager", "sdpa", "plain") if components == 1 else ("eager", "sdpa"):
+        found = mgk.mgk_attention(query, keys, value, mask, similarity=similarity, backend=backend)
+        close(found, by_infinity, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("operator", [mgk.mgk_attention, mgk.mlk_attention])
 def test_transforms_of_functions(operator):
     """What auto takes for a call like this would have no rule for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgk import equations
 from mgk.arguments import MixtureCall
-from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
+from mgk.kernels.masks import HIDDEN, allowed_pairs, block_of_rows, repeat_heads
 
 # Elements of one block's logits [B, H, M, rows, S]: 64 MiB in fp32.
 BLOCK_ELEMENTS = 1 << 24
@@ -63,7 +64,10 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         query, keys, value, log_prior, scale, tau = prepare(call)
         bias = call.attn_mask
         if bias is not None:
+            # What other libraries hide by, the least finite number, hides here too, as in the kernels: a row of nothing
+            # else is one that sees nothing.
             bias = None if bias.dtype == torch.bool else bias.to(query.dtype)
+            bias = None if bias is None else bias.masked_fill(bias < HIDDEN, -math.inf)
 
         def block(rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
             output, weights, lse = equations.mixture_attention(

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from mgk.arguments import Packed
 
+# Stands for -inf where that would turn a row of it into NaN. Far below any logit, far above fp32's limit.
+HIDDEN = -1e30
+
 
 def segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The sequence each of `length` rows belongs to, and its position there. Both [length]."""

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mgk.arguments import MixtureCall
 from mgk.kernels import fused
+from mgk.kernels.masks import HIDDEN
 
 
 def refuses(call: MixtureCall) -> str | None:
@@ -55,8 +56,8 @@ def run(call: MixtureCall) -> tuple[Tensor, None, None]:
     mask = call.attn_mask
     empty = None
     if mask is not None:
-        hidden = mask if mask.dtype == torch.bool else mask != -torch.inf
-        empty = ~hidden.any(-1, keepdim=True)
+        seen = mask if mask.dtype == torch.bool else mask >= HIDDEN
+        empty = ~seen.any(-1, keepdim=True)
         # A row that sees nothing is NaN in some of SDPA's kernels: it sees everything here, and is zeroed below.
         mask = mask | empty if mask.dtype == torch.bool else mask.to(call.query.dtype).masked_fill(empty, 0)
     assert not isinstance(call.scale, Tensor)

@@ -18,10 +18,8 @@ from torch import Tensor
 from mgk.arguments import MixtureCall
 from mgk.kernels.direct import no_second_derivatives
 from mgk.kernels.eager import compute_dtype, without_autocast
-from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
+from mgk.kernels.masks import HIDDEN, allowed_pairs, block_of_rows, repeat_heads
 
-# Stands for -inf inside the kernels, which turn a row of -inf into NaN. Far below any logit, far above fp32's limit.
-HIDDEN = -1e30
 # Queries at a time where an explicit mask is needed: the mask is [B, H, TILE, S].
 TILE = 256
 # Feature widths are padded to a multiple of this: odd ones are slower, and more padding is more work.
