@@ -45,7 +45,8 @@ from mgk.how import How
 from mgk.kernels.masks import segments
 from mgk.kernels.statistics import em_statistics
 from mgk.keys import KEYS, KeyLayout, mixed_keys
-from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance, recomputing
+from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance
+from mgk.recomputation import recomputing
 from mgk.rotary import Rotary
 from mgk.variants import AXES, PRESETS, VARIANTS, Variant
 

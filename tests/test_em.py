@@ -1,14 +1,11 @@
 """Expectation maximisation: what a training batch says about prior and variance, and when it counts."""
 
-import copy
-
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from exact import F64, close, randn
-from torch.utils.checkpoint import checkpoint
 
 from mgk import Attention, Variant, equations
 
@@ -212,26 +209,6 @@ def test_no_update_in_eval_or_under_no_grad(variant):
     assert same(em_state(layer), start)
     layer(x)
     assert not same(em_state(layer), start)
-
-
-@pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_a_checkpointed_layer_is_updated_once(variant):
-    layer, x = make(variant), randn(B, L, EMBED).requires_grad_()
-    plain = copy.deepcopy(layer)
-    plain(x)
-    out = checkpoint(layer, x, use_reentrant=False)
-    assert same(em_state(layer), em_state(plain))
-    out.square().sum().backward()
-    assert same(em_state(layer), em_state(plain))
-
-
-@pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_a_checkpointed_layer_has_the_gradients_of_the_prior_from_before(variant):
-    layer, x = make(variant), randn(B, L, EMBED).requires_grad_()
-    plain = copy.deepcopy(layer)
-    wanted = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
-    out = checkpoint(layer, x, use_reentrant=False)
-    close(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]), wanted)
 
 
 @pytest.mark.parametrize("similarity", ["gaussian", "between"])
