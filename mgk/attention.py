@@ -46,7 +46,7 @@ from mgk.kernels.masks import segments
 from mgk.kernels.statistics import em_statistics
 from mgk.keys import KEYS, KeyLayout, mixed_keys
 from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance
-from mgk.recomputation import recomputing
+from mgk.recomputation import counted_already
 from mgk.rotary import Rotary
 from mgk.variants import AXES, PRESETS, VARIANTS, Variant
 
@@ -305,7 +305,7 @@ class Attention(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return
         updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
-        if updated and not recomputing():
+        if updated and not counted_already():
             statistics = em_statistics(call, spread=isinstance(self.variance, EMVariance))
             for part in updated:
                 part.update(statistics, positions)

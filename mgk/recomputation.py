@@ -35,9 +35,21 @@ def _region() -> Callable[..., Any] | None:
     Non-reentrant checkpointing replaces what is saved by hooks; the graph holds them until it is freed.
     """
     if _top_hooks is None:
-        return _unknown
+        return _unknown if torch.is_grad_enabled() else None
     hooks = _top_hooks(True)
     return None if hooks is None else hooks[1]
+
+
+def counted_already() -> bool:
+    """Whether the training forward that runs now is run again, and what it says has been counted the first time."""
+    if not recomputing():
+        return False
+    if _region() is None:
+        raise RuntimeError(
+            "an EM layer is trained inside a backward: reentrant activation checkpointing runs the first forward under "
+            f"no_grad, where nothing is counted; {REMEDY}"
+        )
+    return True
 
 
 class History:

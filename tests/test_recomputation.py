@@ -141,3 +141,19 @@ def test_a_forward_that_is_not_found_is_an_error(run):
     out = run(make(), randn(B, L, EMBED))
     with pytest.raises(RuntimeError, match="use_reentrant=False and preserve_rng_state=True"):
         out.backward()
+
+
+@pytest.mark.parametrize("torch_tells", [True, False])
+def test_reentrant_checkpointing_is_an_error_and_not_a_prior_that_stays(torch_tells, monkeypatch):
+    if not torch_tells:
+        monkeypatch.setattr(recomputation, "_top_hooks", None)
+    layer, x = make(), randn(B, L, EMBED).requires_grad_()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        checkpoint(layer, x, use_reentrant=True).sum().backward()
+
+
+def test_reentrant_checkpointing_of_a_layer_that_is_not_trained():
+    layer, x = make().eval(), randn(B, L, EMBED).requires_grad_()
+    wanted = torch.autograd.grad(layer(x).sum(), x)[0]
+    checkpoint(layer, x, use_reentrant=True).sum().backward()
+    close(x.grad, wanted)
