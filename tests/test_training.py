@@ -29,7 +29,8 @@ SCRIPT = Path(__file__).with_name("tiny_training.py")
 
 def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), task: str = "classes") -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent), "TINY_TASK": task}
-    result = subprocess.run([*launcher, str(SCRIPT), str(out), *arguments], env=environment, capture_output=True)
+    command = [*launcher, str(SCRIPT), str(out), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     # torchrun makes 1 of whatever its processes ended with.
     killed = any("--kill" in each for each in arguments)
     if result.returncode not in ((-9, 143, 1) if killed else (0,)):
@@ -106,9 +107,10 @@ def test_two_processes_are_one_with_the_whole_batch(tmp_path, alone, strategy):
 
 
 @pytest.mark.slow
-def test_fsdp_goes_on_where_it_was_killed(tmp_path, alone):
-    both = torchrun("--standalone", "--nproc-per-node=2")
-    assert train(tmp_path, "--dropout=0", "--strategy=fsdp", "--kill-at=15", "--kill-with=15", launcher=both) != 0
+def test_fsdp_goes_on_where_one_of_its_processes_was_told_to_stop(tmp_path, alone):
+    both, stop = torchrun("--standalone", "--nproc-per-node=2"), ("--kill-at=15", "--kill-with=15", "--kill-rank=1")
+    assert train(tmp_path, "--dropout=0", "--strategy=fsdp", *stop, launcher=both) != 0
+    assert torch.load(tmp_path / runs.CHECKPOINT, weights_only=True)["global_step"] == 16
     assert not (tmp_path / "final").exists()
     # What FSDP saved, one process alone can go on from.
     assert train(tmp_path, "--dropout=0", "--resume") == 0
