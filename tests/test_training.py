@@ -164,6 +164,13 @@ def test_batches_on_the_device_are_those_of_the_split(documents):
         assert torch.equal(found, wanted)
 
 
+def test_tokens_of_all_16_bits():
+    tokens = np.array([0, 32767, 32768, 65535, 5], dtype=np.uint16)
+    examples = Examples(Split(tokens, np.array([0, 4, 5]), np.array([0, 1])), 4, torch.device("cpu"))
+    assert examples.batch(torch.tensor([0]), 4)[0].tolist() == [[0, 32767, 32768, 65535]]
+    assert examples.packed(np.array([0]))[0].tolist() == [0, 32767, 32768, 65535]
+
+
 def test_recipes_load_and_every_row_is_a_model():
     for name in recipes.names():
         recipe = recipes.load(name)
