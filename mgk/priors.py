@@ -49,7 +49,10 @@ class PositionalTable(nn.Module):
             self._check(length)
             return table[..., :length]
         if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
-            self._check(int(positions.max()) + 1)
+            first, last = (int(end) for end in positions.aminmax())
+            if first < 0:
+                fail("position_ids", f"must be at least 0 where the prior is kept for each position, got {first}")
+            self._check(last + 1)
         columns = table[..., positions]  # [Hk, M, S] or [Hk, M, B, S]
         return columns if positions.dim() == 1 else columns.permute(2, 0, 1, 3)
 
