@@ -28,8 +28,6 @@ from mgk.commands.common import (
 from mgk.recipes import Row
 from mgk.variants import PRESETS, VARIANTS
 
-STRATEGIES = ("auto", "ddp", "fsdp")
-
 
 @app.command()
 def train(
@@ -62,7 +60,7 @@ def train(
 
     from mgk import tasks
     from mgk.evaluation import finish, parameters
-    from mgk.training import Run, fit, leave
+    from mgk.training import STRATEGIES, Run, fit, leave
 
     chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
