@@ -45,7 +45,8 @@ from mgk.how import How
 from mgk.kernels.masks import segments
 from mgk.kernels.statistics import em_statistics
 from mgk.keys import KEYS, KeyLayout, mixed_keys
-from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance, recomputing
+from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance
+from mgk.recomputation import counted_already
 from mgk.rotary import Rotary
 from mgk.variants import AXES, PRESETS, VARIANTS, Variant
 
@@ -218,7 +219,10 @@ class Attention(nn.Module):
         # What the layer has made itself needs no look, unless others had a hand in it.
         if not (self.rotary is None or isinstance(self.rotary, Rotary)) or not q.dtype == keys.dtype == v.dtype:
             check_query_keys_value(q, keys, v, to_keys.shift, to_keys.shift is not None)
-        output, weights = (self._linear if self.is_linear else self._mixture)(q, keys, v, key_positions, how)
+        if self.is_linear:
+            output, weights = self._linear(q, keys, v, key_positions, how)
+        else:
+            output, weights = self._mixture(q, keys, v, key_positions, how, self_attention)
         output = self.out(output.transpose(1, 2).flatten(2))
         return (output, weights) if how.need_weights else output
 
@@ -245,20 +249,20 @@ class Attention(nn.Module):
         return None
 
     def _mixture(
-        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
+        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How, self_attention: bool
     ) -> tuple[Tensor, Tensor | None]:
         if how.cache is not None:
             held = how.cache.length
             try:
-                return self._attend_mixture(query, keys, value, positions, how)
+                return self._attend_mixture(query, keys, value, positions, how, self_attention)
             except Exception:
                 # What was refused is not remembered.
                 how.cache.crop(min(held, how.cache.length))
                 raise
-        return self._attend_mixture(query, keys, value, positions, how)
+        return self._attend_mixture(query, keys, value, positions, how, self_attention)
 
     def _attend_mixture(
-        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
+        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How, self_attention: bool
     ) -> tuple[Tensor, Tensor | None]:
         causal, count = "top-left" if how.is_causal else None, None
         if how.cache is not None:
@@ -296,16 +300,20 @@ class Attention(nn.Module):
         result = functional.run_mixture(call, self.backend)
         if isinstance(how.cache, KeyValueCache):
             how.cache.padded = how.key_padding_mask is not None
-        self._update(call, positions)
+        self._update(call, positions, how, self_attention)
         return result if how.need_weights else (result, None)
 
-    def _update(self, call: MixtureCall, positions: Tensor | None) -> None:
-        """EM: what this training batch says replaces the prior (and variance) that it has used."""
+    def _update(self, call: MixtureCall, positions: Tensor | None, how: How, self_attention: bool) -> None:
+        """EM: what this training batch says replaces the prior (and variance) that it has used.
+
+        Of the queries of cross-attention, and of those that follow on a cache, nobody says which are padding.
+        """
         if not self.training or not torch.is_grad_enabled():
             return
         updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
-        if updated and not recomputing():
-            statistics = em_statistics(call, spread=isinstance(self.variance, EMVariance))
+        if updated and not counted_already():
+            counted = how.counted() if self_attention and how.cache is None else None
+            statistics = em_statistics(call, counted=counted, spread=isinstance(self.variance, EMVariance))
             for part in updated:
                 part.update(statistics, positions)
 

@@ -87,7 +87,10 @@ class Examples:
         self.documents, self.max_length = split.documents, max_length
         # Zeros behind the last document, so that a row may be read past its end.
         flat = np.concatenate([np.asarray(split.tokens), np.zeros(max_length, dtype=split.tokens.dtype)])
-        self.tokens = torch.from_numpy(flat.astype(np.int16) if flat.dtype == np.uint16 else flat).to(device)
+        if flat.dtype == np.uint16:
+            # torch gathers no uint16. int16 takes half the memory of int32, where the ids fit.
+            flat = flat.astype(np.int16 if flat.max() <= np.iinfo(np.int16).max else np.int32)
+        self.tokens = torch.from_numpy(flat).to(device)
         self.offsets = torch.from_numpy(np.array(split.offsets)).to(device)
         self.labels = torch.from_numpy(np.array(split.labels)).to(device)
         lengths = np.minimum(np.diff(np.asarray(split.offsets)), max_length)

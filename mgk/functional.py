@@ -285,6 +285,9 @@ def run_mixture(call: MixtureCall, backend: str) -> Any:
         output, lse, weights = _nothing_to_attend(call)
     else:
         output, lse, weights = chosen.run(call)
+    if lse is not None and call.return_lse:
+        # The query's own term, which is added past the mask, has no gradient either where nothing is seen.
+        lse = lse.masked_fill(lse == -torch.inf, -torch.inf)
     return _asked_for(output, (call.return_weights, weights), (call.return_lse, lse))
 
 

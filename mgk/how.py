@@ -56,6 +56,13 @@ class How:
             fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
         return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
 
+    def counted(self) -> Tensor | None:
+        """Of self-attention, whose queries are its keys: those that are no padding, bool [B, L]; None: all of them."""
+        counted = None if self.key_bias is None else self.key_bias != -math.inf
+        if self.key_padding_mask is None:
+            return counted
+        return ~self.key_padding_mask if counted is None else counted & ~self.key_padding_mask
+
 
 def as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask (True = attend) as one to be added."""

@@ -57,7 +57,9 @@ class IndependentKeys(KeyLayout):
     @torch.no_grad()
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
         """Copies that differ by noise which sums to 0 over the components: to first order, nothing changes."""
-        spread = torch.randn(self.heads, self.components, self.head_dim, weight.shape[1]) * noise * weight.std()
+        # Drawn on the CPU: the same numbers for a source on any device.
+        drawn = torch.randn(self.heads, self.components, self.head_dim, weight.shape[1], device="cpu")
+        spread = drawn.to(weight.device) * noise * weight.std()
         spread = (spread - spread.mean(1, keepdim=True)).to(weight)
         copies = weight.unflatten(0, (self.heads, 1, self.head_dim)) + spread
         self.projection.weight.copy_(copies.flatten(0, 2))

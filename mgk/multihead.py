@@ -115,10 +115,11 @@ class MultiheadAttention(nn.Module):
         ):
             flag(name, given)
         batched = self._batched(query, key, value)
-        inputs = [x if batched else x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value)]
-        if not self.batch_first:
-            inputs = [x.transpose(0, 1) for x in inputs]
-        query, key, value = inputs
+        # What is one tensor stays one: the layer then knows it for self-attention.
+        turned = self._turned(query, batched)
+        value = turned if value is query else self._turned(value, batched)
+        key = turned if key is query else self._turned(key, batched)
+        query = turned
         padding, bias = self._padding(key_padding_mask, batched, query, key)
         # With the hint the mask need not be read, and linear attention can be causal.
         mask = None if is_causal else self._mask(attn_mask, query, key)
@@ -132,6 +133,11 @@ class MultiheadAttention(nn.Module):
             output = output.squeeze(0 if self.batch_first else 1)
             weights = weights if weights is None else weights.squeeze(0)
         return output, weights
+
+    def _turned(self, x: Tensor, batched: bool) -> Tensor:
+        """[B, L, E]."""
+        x = x if batched else x.unsqueeze(0 if self.batch_first else 1)
+        return x if self.batch_first else x.transpose(0, 1)
 
     def _batched(self, query: Any, key: Any, value: Any) -> bool:
         for name, x in (("query", query), ("key", key), ("value", value)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from mgk.checks import fail
 from mgk.kernels.statistics import Statistics
+from mgk.recomputation import History
 from mgk.variants import Preset, Variant
 
 
@@ -20,31 +20,6 @@ def reduce_over_processes(*tensors: Tensor) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
-
-
-def recomputing() -> bool:
-    """True inside a backward: activation checkpointing runs the forward a second time there."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-class History:
-    """What the last forwards have used of a state that each of them then replaces.
-
-    Activation checkpointing runs them again in the backward, the last first, and each must find what it used.
-    """
-
-    def __init__(self) -> None:
-        self._used: deque[Tensor] = deque(maxlen=64)
-
-    def use(self, current: Tensor, training: bool) -> Tensor:
-        if torch.compiler.is_compiling():
-            return current
-        if recomputing():
-            return self._used.pop() if self._used else current
-        if training and torch.is_grad_enabled():
-            current = current.clone()
-            self._used.append(current)
-        return current
 
 
 class UniformPrior(nn.Module):
@@ -74,7 +49,10 @@ class PositionalTable(nn.Module):
             self._check(length)
             return table[..., :length]
         if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
-            self._check(int(positions.max()) + 1)
+            first, last = (int(end) for end in positions.aminmax())
+            if first < 0:
+                fail("position_ids", f"must be at least 0 where the prior is kept for each position, got {first}")
+            self._check(last + 1)
         columns = table[..., positions]  # [Hk, M, S] or [Hk, M, B, S]
         return columns if positions.dim() == 1 else columns.permute(2, 0, 1, 3)
 
@@ -125,7 +103,7 @@ class EMPrior(PositionalTable):
         nn.init.constant_(self.prior, 1 / self.components)
 
     def forward(self, length: int, positions: Tensor | None) -> Tensor:
-        return self.look_up(self.history.use(self.prior, self.training).log(), length, positions)
+        return self.look_up(self.history.use(self.prior).log(), length, positions)
 
     @torch.no_grad()
     def update(self, statistics: Statistics, positions: Tensor | None) -> None:
@@ -215,7 +193,7 @@ class EMVariance(FreeVariance):
         self.history = History()
 
     def used(self) -> Tensor:
-        return self.history.use(self.log_variance, self.training)
+        return self.history.use(self.log_variance)
 
     @torch.no_grad()
     def update(self, statistics: Statistics, positions: Tensor | None) -> None:

@@ -19,10 +19,13 @@ from mgk.models import save_model
 from mgk.recipes import Training
 from mgk.runs import CHECKPOINT
 from mgk.signals import SAME, STOPPING, Heard
-from mgk.steps import Fit
+from mgk.steps import Fit, in_company
 
 # Steps between two points of the curves that TensorBoard shows.
 LOG_EVERY = 50
+# Several processes stop together, since they save together: what any of them has heard is asked for at every step, on
+# GPUs, which would have to be waited for each time, at every so many.
+AGREE_EVERY = {"cpu": 1, "cuda": 10}
 
 
 class Record(pl.Callback):
@@ -30,7 +33,8 @@ class Record(pl.Callback):
 
     def __init__(self, directory: Path, settings: Training) -> None:
         self.directory, self.settings = directory, settings
-        self.stopped_by: int | None = None
+        self.stopped_by: int | None = None  # the signal, where all processes know of it
+        self._asked: int | None = None  # the one that this process has heard
         self.step_ms: list[float] = []
         self.steps = 0  # taken by this process
         self._mark: tuple[int, float] | None = None
@@ -70,15 +74,24 @@ class Record(pl.Callback):
             self._heard.close()
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.stopped_by = self._agreed()
         self._listen_no_more()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: Any) -> None:
-        if self.stopped_by is None:
-            self.stopped_by, self._stopped_at = number, time.monotonic()
+        if self._asked is None:
+            self._asked, self._stopped_at = number, time.monotonic()
         elif time.monotonic() > self._stopped_at + SAME:
             raise KeyboardInterrupt
+
+    def _agreed(self) -> int | None:
+        """The signal that any of the processes has heard."""
+        if not in_company():
+            return self._asked
+        heard = torch.tensor(self._asked or 0, device=self.device)
+        torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
+        return int(heard) or None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,6 +100,8 @@ class Record(pl.Callback):
         if trainer.logger is not None and trainer.global_step % LOG_EVERY == 0:
             latest = cast(Fit, module).latest
             trainer.logger.log_metrics({name: float(x) for name, x in latest.items()}, trainer.global_step)
+        if not in_company() or self.steps % AGREE_EVERY.get(self.device.type, 1) == 0:
+            self.stopped_by = self._agreed()
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
             self._left = True

@@ -57,6 +57,16 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
     return rows
 
 
+def missing(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the rows that a file of results does not have, as they are, already."""
+    known = {tuple(row.get(column) or "" for column in COLUMNS) for row in read([path])}
+
+    def written(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple("" if row.get(column) is None else str(row[column]) for column in COLUMNS)
+
+    return [row for row in rows if written(row) not in known]
+
+
 def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) -> None:
     """Adds rows to a file of results, whole or not at all; several processes may do so at once.
 

@@ -25,6 +25,8 @@ from mgk.record import LOG_EVERY, Record
 from mgk.runs import CHECKPOINT
 from mgk.steps import Fit, in_company
 
+STRATEGIES = ("auto", "ddp", "fsdp")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,7 +72,7 @@ def leave() -> None:
 
 
 def chosen_strategy(name: str, world: int) -> Any:
-    one_of("--strategy", name, ("auto", "ddp", "fsdp"))
+    one_of("--strategy", name, STRATEGIES)
     if name == "fsdp":
         # One file that any number of processes can go on from, as with the other strategies.
         return ModelParallelStrategy(

@@ -108,6 +108,8 @@ def test_priors_per_position_have_a_last_position(variant, preset):
         layer(x)
     with pytest.raises(ValueError, match=f"has {limit + 1} positions, but the prior has {limit}"):
         layer(x[:, :2], position_ids=torch.tensor([0, limit]))
+    with pytest.raises(ValueError, match="position_ids must be at least 0"):
+        layer(x[:, :2], position_ids=torch.tensor([-1, 0]))
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)

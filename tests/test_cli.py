@@ -1,6 +1,7 @@
 """The command: every option reaches what uses it, and wrong input is one line and exit code 2."""
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mgk import __version__, cli, commands, recipes, tasks
+from mgk import __version__, cli, commands, recipes, results, tasks
 from mgk.commands.common import data_directory, with_steps
 from mgk.recipes import Row
 
@@ -54,6 +55,26 @@ def test_an_option_of_train_arrives(asked, option, arguments, reach, wanted):
     result = CliRunner().invoke(commands.app, ["train", "listops", *arguments])
     assert result.exception is None, result.output
     assert reach(asked) == wanted
+
+
+def test_a_finished_run_that_is_repeated_adds_its_results_once(asked, monkeypatch, tmp_path):
+    objective = SimpleNamespace(metric="accuracy", answers=lambda where: [], judged_by=lambda settings: "accuracy")
+    objective.told = str
+    done = SimpleNamespace(global_rank=0, objective=objective), SimpleNamespace(stopped_by=None, steps=0)
+    monkeypatch.setattr("mgk.training.fit", lambda *arguments, **options: done)
+    common = {"recipe": "listops", "dataset": "listops", "metric": "accuracy", "n_examples": 10, "kv_heads": None}
+    rows = [{**common, "split": split, "value": value} for split, value in (("dev", 1 / 3), ("test", 0.1 + 0.2))]
+    run, file = tmp_path / "run", tmp_path / "found.csv"
+    run.mkdir()
+    (run / "result.json").write_text(json.dumps(rows))
+    command = ["train", "listops", "--resume", "auto", "--out", str(run), "--results", str(file)]
+    told = [CliRunner().invoke(commands.app, command) for _ in range(2)]
+    assert [each.exception for each in told] == [None, None]
+    assert ["has the results of this run already" in each.stderr for each in told] == [False, True]
+    assert len(results.read([file])) == 2
+    (run / "result.json").write_text(json.dumps([*rows, {**rows[0], "metric": "best_step"}]))
+    CliRunner().invoke(commands.app, command)
+    assert [row["metric"] for row in results.read([file])] == ["accuracy", "accuracy", "best_step"]
 
 
 def test_every_option_of_train_is_in_the_table():

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from exact import F64, close, randn
-from torch.utils.checkpoint import checkpoint
 
-from mgk import Attention, Variant, equations
+from mgk import Attention, MultiheadAttention, Variant, equations
 
 EMBED, H, HK, D, L, B, M = 12, 4, 2, 5, 9, 3, 3
+VARIANCE = Variant("gaussian", "independent", "em", variance="em")
 
 
 def make(variant="mgk-em", **options):
@@ -105,7 +105,8 @@ def test_only_pairs_that_attend_count(masks, max_positions):
     start, gamma = layer.prior.prior.clone(), gammas(layer, x)
     allowed = oracle.allowed(L, L, "top-left").expand(B, 1, L, L)
     if "key_padding_mask" in masks:
-        allowed = allowed & ~masks["key_padding_mask"][:, None, None]
+        real = ~masks["key_padding_mask"]
+        allowed = allowed & real[:, None, None] & real[:, None, :, None]
     if "attn_mask" in masks and masks["attn_mask"].dtype == torch.bool:
         allowed = allowed & masks["attn_mask"]
     layer(x, **masks)
@@ -116,16 +117,38 @@ def test_only_pairs_that_attend_count(masks, max_positions):
         close(layer.prior.prior, torch.where(pairs > 0, count / pairs, start))
 
 
-def test_what_padding_holds_does_not_matter():
-    layer, x, padding = make(), randn(B, L, EMBED), MASKS["padding"]["key_padding_mask"]
-    start = layer.prior.prior.clone()
+@pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
+def test_what_padding_holds_does_not_matter(variant):
+    layer, x, padding = make(variant), randn(B, L, EMBED), MASKS["padding"]["key_padding_mask"]
     results = []
     for junk in (0.0, 50.0):
-        layer.prior.prior.copy_(start)
-        # Queries at padding still count: they are the caller's to mask.
-        layer(x, x.masked_fill(padding[..., None], junk), key_padding_mask=padding)
-        results.append(layer.prior.prior.clone())
+        twin = copy.deepcopy(layer)
+        twin(x.masked_fill(padding[..., None], junk), key_padding_mask=padding)
+        results.append(em_state(twin))
     close(*results)
+
+
+def test_nobody_says_which_queries_of_cross_attention_are_padding():
+    layer, x, padding = make(), randn(B, L, EMBED), MASKS["padding"]["key_padding_mask"]
+    gamma = gammas(layer, x)
+    layer(x, x.masked_fill(padding[..., None], 50.0), key_padding_mask=padding)
+    close(layer.prior.prior, pooled(layer, gamma, ~padding[:, None, None]))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_padding_inside_torchs_own_encoder_layer(batch_first):
+    """It turns a bool mask into a floating-point one, and the sequence may come first."""
+    outer = torch.nn.TransformerEncoderLayer(EMBED, H, 8, dropout=0.0, batch_first=batch_first, dtype=F64)
+    inner = MultiheadAttention(EMBED, H, variant="mgk-em", batch_first=batch_first, dtype=F64)
+    outer.self_attn = inner
+    prior, x, padding = inner.attention.prior, randn(1, 4, EMBED), torch.arange(9)[None] >= 4
+    start, found = prior.prior.clone(), []
+    for tokens, masks in ((x, {}), (torch.cat([x, randn(1, 5, EMBED)], 1), {"src_key_padding_mask": padding})):
+        prior.prior.copy_(start)
+        outer(tokens if batch_first else tokens.transpose(0, 1), **masks)
+        found.append(prior.prior.clone())
+    close(*found)
+    assert not torch.equal(found[0], start)
 
 
 def test_a_batch_that_sees_nothing_changes_nothing():
@@ -152,10 +175,11 @@ CU = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 @pytest.mark.parametrize("max_positions", [None, 10])
 def test_packed_sequences_count_as_the_same_sequences_padded(max_positions, causal):
     layer, x = make(max_positions=max_positions, is_causal=causal), randn(1, 14, EMBED)
+    padded = copy.deepcopy(layer)
     start = layer.prior.prior.clone()
     layer(x, cu_seqlens=CU)
     found = layer.prior.prior.clone()
-    # Each by itself, added up: a padded batch would have queries at padding.
+    # Each by itself, added up.
     count, pairs = 0.0, 0.0
     for piece in x.split((5, 1, 8), 1):
         size = piece.shape[1]
@@ -167,6 +191,9 @@ def test_packed_sequences_count_as_the_same_sequences_padded(max_positions, caus
         ]
         count, pairs = count + one[0], pairs + one[1]
     close(found, torch.where(pairs > 0, count / pairs.clamp(min=1), start))
+    rows = torch.nn.utils.rnn.pad_sequence(x[0].split((5, 1, 8)), batch_first=True, padding_value=7.0)
+    padded(rows, key_padding_mask=torch.arange(8) >= CU.diff()[:, None])
+    close(padded.prior.prior, found)
 
 
 def test_positions_said_by_the_caller():
@@ -186,9 +213,6 @@ def test_momentum_averages_over_batches():
     plain(x)
     slow(x)
     close(slow.prior.prior, 0.7 * start + 0.3 * plain.prior.prior)
-
-
-VARIANCE = Variant("gaussian", "independent", "em", variance="em")
 
 
 def em_state(layer):
@@ -212,26 +236,6 @@ def test_no_update_in_eval_or_under_no_grad(variant):
     assert same(em_state(layer), start)
     layer(x)
     assert not same(em_state(layer), start)
-
-
-@pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_a_checkpointed_layer_is_updated_once(variant):
-    layer, x = make(variant), randn(B, L, EMBED).requires_grad_()
-    plain = copy.deepcopy(layer)
-    plain(x)
-    out = checkpoint(layer, x, use_reentrant=False)
-    assert same(em_state(layer), em_state(plain))
-    out.square().sum().backward()
-    assert same(em_state(layer), em_state(plain))
-
-
-@pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_a_checkpointed_layer_has_the_gradients_of_the_prior_from_before(variant):
-    layer, x = make(variant), randn(B, L, EMBED).requires_grad_()
-    plain = copy.deepcopy(layer)
-    wanted = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
-    out = checkpoint(layer, x, use_reentrant=False)
-    close(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]), wanted)
 
 
 @pytest.mark.parametrize("similarity", ["gaussian", "between"])

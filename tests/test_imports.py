@@ -67,6 +67,7 @@ HEIGHT = {
     "equations": 0,
     "features": 0,
     "rotary": 0,
+    "recomputation": 0,
     "arguments": 1,
     "kernels": 2,
     "functional": 3,

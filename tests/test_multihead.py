@@ -306,6 +306,13 @@ def test_from_softmax_with_independent_keys_is_exact_up_to_the_noise_squared(var
     assert errors[1] < 1e-3
 
 
+@pytest.mark.parametrize("variant", ["mgk", "smgk"])
+def test_from_softmax_is_where_the_source_is(variant):
+    """The meta device stands for any other than the CPU."""
+    layer = Attention.from_softmax(nn.MultiheadAttention(EMBED, H, device="meta"), variant)
+    assert {x.device.type for x in (*layer.parameters(), *layer.buffers())} == {"meta"}
+
+
 def test_from_softmax_is_causal_when_asked():
     source, x = trained_softmax(), randn(B, L, EMBED)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)

@@ -141,6 +141,9 @@ def test_fully_masked_rows_give_zeros_and_zero_gradients(backend, assignment, op
     assert (lse[empty] == -math.inf).all()
     assert out[~empty].abs().min() > 0
     assert lse[~empty].isfinite().all()
+    (of_lse,) = torch.autograd.grad(lse, query, torch.ones_like(lse))
+    assert not of_lse[empty].any()
+    assert of_lse[~empty].any()
     out = call(op, query, keys, value, shift, **options)
     grads = torch.autograd.grad(out.square().sum(), tensors, allow_unused=True, materialize_grads=True)
     assert all(grad.isfinite().all() for grad in grads)

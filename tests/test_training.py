@@ -29,7 +29,8 @@ SCRIPT = Path(__file__).with_name("tiny_training.py")
 
 def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), task: str = "classes") -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent), "TINY_TASK": task}
-    result = subprocess.run([*launcher, str(SCRIPT), str(out), *arguments], env=environment, capture_output=True)
+    command = [*launcher, str(SCRIPT), str(out), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     # torchrun makes 1 of whatever its processes ended with.
     killed = any("--kill" in each for each in arguments)
     if result.returncode not in ((-9, 143, 1) if killed else (0,)):
@@ -106,9 +107,10 @@ def test_two_processes_are_one_with_the_whole_batch(tmp_path, alone, strategy):
 
 
 @pytest.mark.slow
-def test_fsdp_goes_on_where_it_was_killed(tmp_path, alone):
-    both = torchrun("--standalone", "--nproc-per-node=2")
-    assert train(tmp_path, "--dropout=0", "--strategy=fsdp", "--kill-at=15", "--kill-with=15", launcher=both) != 0
+def test_fsdp_goes_on_where_one_of_its_processes_was_told_to_stop(tmp_path, alone):
+    both, stop = torchrun("--standalone", "--nproc-per-node=2"), ("--kill-at=15", "--kill-with=15", "--kill-rank=1")
+    assert train(tmp_path, "--dropout=0", "--strategy=fsdp", *stop, launcher=both) != 0
+    assert torch.load(tmp_path / runs.CHECKPOINT, weights_only=True)["global_step"] == 16
     assert not (tmp_path / "final").exists()
     # What FSDP saved, one process alone can go on from.
     assert train(tmp_path, "--dropout=0", "--resume") == 0
@@ -160,6 +162,13 @@ def test_batches_on_the_device_are_those_of_the_split(documents):
     indices = [4, 0, 5]
     for found, wanted in zip(examples.batch(torch.tensor(indices), 9), split.batch(indices, 9), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_tokens_of_all_16_bits():
+    tokens = np.array([0, 32767, 32768, 65535, 5], dtype=np.uint16)
+    examples = Examples(Split(tokens, np.array([0, 4, 5]), np.array([0, 1])), 4, torch.device("cpu"))
+    assert examples.batch(torch.tensor([0]), 4)[0].tolist() == [[0, 32767, 32768, 65535]]
+    assert examples.packed(np.array([0]))[0].tolist() == [0, 32767, 32768, 65535]
 
 
 def test_recipes_load_and_every_row_is_a_model():

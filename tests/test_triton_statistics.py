@@ -33,9 +33,10 @@ CASES = {
 }
 
 
-def compare(call):
+def compare(call, counted=None):
     assert fused.refuses(call) is None
-    got, want = statistics.em_statistics(call, spread=False), statistics.equations_statistics(call)
+    got = statistics.em_statistics(call, counted=counted, spread=False)
+    want = statistics.equations_statistics(call, counted)
     torch.testing.assert_close(got.pairs, want.pairs)
     torch.testing.assert_close(got.count, want.count, atol=1e-3, rtol=1e-4)
 
@@ -44,6 +45,22 @@ def compare(call):
 def test_counts(name, poisoned):
     leaves, options = case(**CASES[name])
     compare(make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counts_over_some_queries(name, poisoned):
+    leaves, options = case(**CASES[name])
+    call = make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options)
+    batch, queries = call.query.shape[0], call.query.shape[2]
+    compare(call, torch.arange(batch * queries, device=DEVICE).reshape(batch, queries) % 3 > 0)
+
+
+def test_counts_over_some_queries_of_a_mask_of_keys_for_each_head(poisoned):
+    leaves, options = case(H=4, Hk=2, mask_shape=(1, 4, 1, 37), bool_mask=True)
+    compare(
+        make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options),
+        torch.arange(37, device=DEVICE)[None] < 20,
+    )
 
 
 def test_counts_of_packed_sequences(poisoned):

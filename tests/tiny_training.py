@@ -81,11 +81,12 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--kill-at", type=int, default=0)
     parser.add_argument("--kill-with", type=int, default=9)
+    parser.add_argument("--kill-rank", help="only this one of several processes")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--strategy", default="auto")
     given = parser.parse_args()
-    if given.kill_at:
+    if given.kill_at and given.kill_rank in (None, os.environ.get("RANK")):
         keep_going = record.Record.on_train_batch_end
 
         def die(self, trainer, *arguments):

@@ -28,8 +28,6 @@ from mgk.commands.common import (
 from mgk.recipes import Row
 from mgk.variants import PRESETS, VARIANTS
 
-STRATEGIES = ("auto", "ddp", "fsdp")
-
 
 @app.command()
 def train(
@@ -62,7 +60,7 @@ def train(
 
     from mgk import tasks
     from mgk.evaluation import finish, parameters
-    from mgk.training import Run, fit, leave
+    from mgk.training import STRATEGIES, Run, fit, leave
 
     chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
@@ -116,7 +114,11 @@ def train(
     # A run that was already done keeps the times and the memory that were measured while it trained.
     rows = json.loads(known.read_text()) if known.exists() and not record.steps else finish(run, task, module, record)
     if results_file is not None:
-        results.append(results_file, rows)
+        new = results.missing(results_file, rows)
+        if new:
+            results.append(results_file, new)
+        else:
+            print(f"{results_file} has the results of this run already", file=sys.stderr)
         for split, said in module.objective.answers(where):
             place = answers.Place(chosen.name, row, preset, seed, split, run.setup(task))
             answers.keep(results_file.parent, place, said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,18 +23,36 @@ class Statistics:
 
 
 @torch.no_grad()
-def em_statistics(call: MixtureCall, *, spread: bool = True) -> Statistics:
-    """Eq. 11's responsibilities, summed over queries. Padding and what causality hides do not count.
+def em_statistics(call: MixtureCall, *, counted: Tensor | None = None, spread: bool = True) -> Statistics:
+    """Eq. 11's responsibilities, summed over the queries that count, bool [B, L] (None: all of them). What masks and
+    causality hide does not.
 
     Without the spread, which only variances need, the fused kernels' counts serve where they cover the call.
     """
     if not spread and fused.refuses(call) is None:
-        count, pairs = fused.count_components(call)
+        count, pairs = fused.count_components(call) if counted is None else _count_rows(call, counted)
         return Statistics(count, pairs, count.new_empty(0))
-    return equations_statistics(call)
+    return equations_statistics(call, counted)
 
 
-def equations_statistics(call: MixtureCall) -> Statistics:
+def _count_rows(call: MixtureCall, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernels' counts over some queries: by a mask that is a view. A mask of keys alone follows after, since both
+    in one would take L·S."""
+    mask, rows = call.attn_mask, counted[:, None, :, None].expand(-1, -1, -1, call.value.shape[2])
+    seen = None
+    if mask is not None and mask.shape[1] == mask.shape[2] == 1:
+        seen, mask = _attendable(mask)[:, :, 0], None
+    if mask is not None:
+        rows = mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, -math.inf)
+    count, pairs = fused.count_components(replace(call, attn_mask=rows))
+    return (count, pairs) if seen is None else (count * seen.unsqueeze(2), pairs * seen)
+
+
+def _attendable(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != -math.inf
+
+
+def equations_statistics(call: MixtureCall, counted: Tensor | None = None) -> Statistics:
     """All of them by the equations."""
     with without_autocast(call.query):
         query, keys, _, log_prior, scale, tau = prepare(call)
@@ -50,8 +68,11 @@ def equations_statistics(call: MixtureCall) -> Statistics:
             gamma = equations.responsibilities(block, keys, log_prior, scale=scale, tau=tau)  # [B, H, l, M, S]
             allowed = allowed_pairs(rows, queries, length, bias, call.causal, call.packed, query)
             if bias is not None and bias.dtype != torch.bool:
-                finite = block_of_rows(bias, rows) != -math.inf
+                finite = _attendable(block_of_rows(bias, rows))
                 allowed = finite if allowed is None else finite & allowed
+            if counted is not None:
+                real = counted[:, None, rows, None]
+                allowed = real if allowed is None else real & allowed
             if allowed is None:
                 pairs += rows.stop - rows.start
             else:

@@ -68,7 +68,8 @@ class EncoderConfig:
 
     @property
     def packs(self) -> bool:
-        """Whether packed documents are faster and the same: linear attention pads them, EM counts the padding."""
+        """Whether packed documents are faster and the same: linear attention pads them, and EM would count
+        the padding behind the last one."""
         layers = [VARIANTS[name] for name in self.layer_variants]
         return not any(v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
 
