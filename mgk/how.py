@@ -11,6 +11,7 @@ from torch import Tensor
 from mgk.arguments import check_cu_seqlens, check_longest
 from mgk.cache import Cache
 from mgk.checks import check_padding, fail
+from mgk.kernels.masks import HIDDEN
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class How:
 
     def counted(self) -> Tensor | None:
         """Of self-attention, whose queries are its keys: those that are no padding, bool [B, L]; None: all of them."""
-        counted = None if self.key_bias is None else self.key_bias != -math.inf
+        counted = None if self.key_bias is None else self.key_bias >= HIDDEN
         if self.key_padding_mask is None:
             return counted
         return ~self.key_padding_mask if counted is None else counted & ~self.key_padding_mask

@@ -12,7 +12,7 @@ from mgk import equations
 from mgk.arguments import MixtureCall
 from mgk.kernels import fused
 from mgk.kernels.eager import prepare, query_blocks, without_autocast
-from mgk.kernels.masks import allowed_pairs, block_of_rows
+from mgk.kernels.masks import HIDDEN, allowed_pairs, block_of_rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _count_rows(call: MixtureCall, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attendable(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask != -math.inf
+    return mask if mask.dtype == torch.bool else mask >= HIDDEN
 
 
 def equations_statistics(call: MixtureCall, counted: Tensor | None = None) -> Statistics:

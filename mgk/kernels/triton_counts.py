@@ -82,7 +82,7 @@ def count_along(
             if MASK == 1:
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0) != 0)
             else:
-                valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) != -float("inf"))
+                valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) >= -1e30)
         updated = ()
         if FACTORED:
             rows = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M, 0, True)
