@@ -135,11 +135,22 @@ class Attention(nn.Module):
         self.out = nn.Linear(num_heads * width, embed_dim, bias=bias, **place)
         self.prior = PRIORS[self.variant.prior](heads, components, self.variant, self.preset, positions, **place)
         self.variance = VARIANCES[self.variant.variance](heads, components, width, self.variant, self.preset, **place)
-        self.tau = nn.Parameter(torch.ones(heads, **place)) if self.variant.similarity == "between" else None
+        self.tau = nn.Parameter(torch.empty(heads, **place)) if self.variant.similarity == "between" else None
+        self._reset_own()
+
+    def _reset_own(self) -> None:
         for projection in (self.query, self.value, self.out):
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+        if self.tau is not None:
+            nn.init.ones_(self.tau)
+
+    def reset_parameters(self) -> None:
+        """Draws all of the layer's weights anew, those of its parts too: call it after theirs, as `apply` does."""
+        for part in self.children():
+            getattr(part, "reset_parameters", lambda: None)()
+        self._reset_own()
 
     @property
     def is_linear(self) -> bool:
@@ -200,9 +211,9 @@ class Attention(nn.Module):
         else:
             key, value = self._check_key_and_value(query, key, value)
         to_query, to_keys, to_value = self.query, self.keys, self.value
-        check_dtype("query", query, to_query.weight)
-        check_dtype("key", key, to_keys.projection.weight)
-        check_dtype("value", value, to_value.weight)
+        check_dtype("query", query, to_query)
+        check_dtype("key", key, to_keys.projection)
+        check_dtype("value", value, to_value)
         how.check(query, self_attention, StateCache if self.is_linear else KeyValueCache)
         positions = self._positions(query, position_ids, how)
         key_positions = positions if self_attention else self._positions(key, None, how)

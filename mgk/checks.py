@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -51,9 +51,9 @@ def flag(name: str, value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         fail(name, f"must be a positive integer, got {value!r}")
-    return value
+    return int(value)
 
 
 def check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Tensor:
@@ -68,8 +68,12 @@ def check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Te
     return x
 
 
-def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
-    """Inputs have the type of the weights, unless autocast is to convert both."""
+def check_dtype(name: str, x: Tensor, projection: torch.nn.Module) -> None:
+    """Inputs have the type of the weights, unless autocast is to convert both, or somebody has put another module in
+    the projection's place: quantised, say."""
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return
     if x.dtype != weight.dtype and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)):
         fail(
             name,

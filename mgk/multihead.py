@@ -86,6 +86,22 @@ class MultiheadAttention(nn.Module):
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, self.attention.head_dim
 
+    @classmethod
+    def from_softmax(
+        cls,
+        source: nn.MultiheadAttention,
+        variant: str | Variant = "smgk",
+        *,
+        num_components: int = 2,
+        noise: float = 0.01,
+        backend: str = "auto",
+    ) -> MultiheadAttention:
+        """As `Attention.from_softmax`, in the place of the source: with its batch_first and its masks."""
+        attention = Attention.from_softmax(source, variant, num_components=num_components, noise=noise, backend=backend)
+        layer = cls(source.embed_dim, source.num_heads, batch_first=source.batch_first, device="meta")
+        layer.attention = attention
+        return layer.train(source.training)
+
     @property
     def out_proj(self) -> nn.Linear:
         return self.attention.out

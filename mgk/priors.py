@@ -144,9 +144,13 @@ class FixedVariance(nn.Module):
             factors = factors[:1]
         if factors is not None and len(factors) != components:
             fail("num_components", f"must be {len(factors)} under this preset, which sets each variance")
-        unequal = factors is not None and len(set(factors)) > 1
-        scales = self.scale * torch.tensor(factors, **place) if unequal else None
-        self.register_buffer("scales", scales)
+        self.factors = factors if factors is not None and len(set(factors)) > 1 else None
+        self.register_buffer("scales", None if self.factors is None else torch.empty(components, **place))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.scales is not None:
+            self.scales.copy_(self.scale * torch.tensor(self.factors).to(self.scales))
 
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
         """1/σ², and what it adds to log π: [Hk, M, 1] or None."""

@@ -1,5 +1,6 @@
 """mgk.Attention as a module: files, devices, dropout, precision, what it says of itself."""
 
+import numpy as np
 import pytest
 import torch
 from exact import F64, close, randn
@@ -99,3 +100,45 @@ def test_lower_precision_layers(variant, dtype):
     out = layer.to(dtype)(x.to(dtype))
     assert out.dtype == dtype
     assert (out - wanted).abs().max() < 40 * torch.finfo(dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("preset", ["paper", "ref-lra", "ref-lm"])
+@pytest.mark.parametrize("variant", [*mgk.VARIANTS, Variant("between", variance="learned", prior="learned")], ids=str)
+def test_reset_parameters_draws_all_that_there_is(variant, preset):
+    """A layer made on the meta device has memory with anything in it until then."""
+    options = {"preset": preset, "max_positions": 8} if preset == "ref-lm" else {"preset": preset}
+    torch.manual_seed(3)
+    fresh = Attention(EMBED, H, head_dim=D, variant=variant, **options)
+    layer = Attention(EMBED, H, head_dim=D, variant=variant, **options, device="meta").to_empty(device="cpu")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.data.fill_(77)
+    layer.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    for (name, found), (_, wanted) in zip(layer.state_dict().items(), fresh.state_dict().items(), strict=True):
+        assert found.abs().max() < 77, name
+        close(found.std(correction=0), wanted.std(correction=0), 0.25 * float(wanted.std(correction=0)) + 1e-7)
+
+
+def test_other_modules_in_the_place_of_projections():
+    x = torch.randn(2, L, EMBED)
+    layer = Attention(EMBED, H, head_dim=D)
+    wanted = layer(x)
+    layer.query = torch.nn.Sequential(layer.query)
+    close(layer(x), wanted)
+
+    class Packed(torch.nn.Module):
+        """As layers of 4 bits are: a weight of bytes."""
+
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+            self.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    layer.value = Packed(layer.value)
+    close(layer(x), wanted)
+
+
+def test_sizes_of_numpy_are_sizes():
+    assert Attention(np.int64(EMBED), np.int32(H), head_dim=np.int64(D)).head_dim == D

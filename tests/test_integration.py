@@ -132,6 +132,17 @@ def test_export_with_any_length(variant):
         close(loaded(*args), module(*args))
 
 
+@pytest.mark.parametrize("variant", ["linear", "mlk", "smlk"])
+def test_export_of_causal_linear_attention(variant):
+    """By the default backend, at lengths below, at and above whole chunks."""
+    layer = Attention(EMBED, H, head_dim=D, variant=variant, is_causal=True).eval()
+    length = torch.export.Dim("length", min=2, max=512)
+    program = torch.export.export(layer, (torch.randn(2, 130, EMBED),), dynamic_shapes={"query": {1: length}})
+    for length in (2, 63, 64, 130, 512):
+        x = torch.randn(2, length, EMBED)
+        close(program.module()(x), layer(x))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:# The axis name:UserWarning")
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk-hard", "smgk-em", "smlk"])

@@ -132,6 +132,22 @@ def test_is_causal(need_weights, kind):
     close(ours(*args, is_causal=True, **options), wanted)
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_from_softmax_takes_the_place_of_the_source(batch_first):
+    """In a whole encoder of torch's, layer by layer, with its masks."""
+    layer = nn.TransformerEncoderLayer(EMBED, H, 32, dropout=0.0, batch_first=batch_first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x, padding = torch.randn(3, 7, EMBED), torch.arange(7) >= torch.tensor([[7], [5], [4]])
+    x = x if batch_first else x.transpose(0, 1)
+    causal = nn.Transformer.generate_square_subsequent_mask(7) < 0
+    wanted = encoder(x, causal, padding)
+    for each in encoder.layers:
+        each.self_attn = MultiheadAttention.from_softmax(each.self_attn)
+    close(encoder(x, causal, padding), wanted, 1e-5)
+    encoder(x).sum().backward()
+    assert all(each.self_attn.attention.tau.grad.abs().sum() > 0 for each in encoder.layers)
+
+
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_it_is_mgk_attention_with_torchs_masks(variant):
     """True = hidden in both; L first by default; the variant reaches the layer."""

@@ -218,13 +218,19 @@ def _causal(f: Features, state: State | None, reference: Tensor | None, call: Li
     length = f.query.shape[2]
     # A compiler treats sizes 0 and 1 apart, and would compile again for a length that is a multiple of CHUNK or has few
     # chunks: there, padding is never empty and chunks are never few.
-    count = length // CHUNK + 3 if torch.compiler.is_compiling() else -(-length // CHUNK)
+    compiling = torch.compiler.is_compiling()
+    count = length // CHUNK + 3 if compiling else -(-length // CHUNK)
     padding = count * CHUNK - length
+
+    def split(x: Tensor) -> Tensor:
+        """[B, H, chunks · CHUNK, ...] -> [B, H, chunks, CHUNK, ...]"""
+        # That `unflatten` fits, export cannot show; its gradient is the faster one.
+        return x.unfold(2, CHUNK, CHUNK).movedim(-1, 3) if compiling else x.unflatten(2, (count, CHUNK))
 
     def chunks(x: Tensor, fill: float = 0.0) -> Tensor:
         """[B, H, S, ...] -> [B, H, chunks, CHUNK, ...]"""
         pad = (0, 0) * (x.dim() - 3) + (0, padding)
-        return torch.nn.functional.pad(x.contiguous(), pad, value=fill).unflatten(2, (count, CHUNK))
+        return split(torch.nn.functional.pad(x.contiguous(), pad, value=fill))
 
     key, value = chunks(f.key), chunks(f.value)
     # One column more, of ones, makes the denominator another output.
@@ -239,7 +245,7 @@ def _causal(f: Features, state: State | None, reference: Tensor | None, call: Li
     else:
         weight = chunks(f.log_weight, -math.inf)
         # Behind the end, the last reference holds on.
-        seen = torch.nn.functional.pad(reference, (0, padding), mode="replicate").unflatten(2, (count, CHUNK))
+        seen = split(torch.nn.functional.pad(reference, (0, padding), mode="replicate"))
         peak = seen[..., -1]  # [B, Hk, chunks]: what a chunk's sums are relative to
         sums = (key * (weight - peak.unsqueeze(-1)).exp().unsqueeze(-1)).transpose(-1, -2) @ value
         # Sums of earlier chunks, each brought from its own scale to that of the chunk before this one.
@@ -252,7 +258,9 @@ def _causal(f: Features, state: State | None, reference: Tensor | None, call: Li
         entering = query * repeat_heads((last.unsqueeze(-1) - seen).exp(), call.group).unsqueeze(-1)
     key, value, before = (repeat_heads(x, call.group) for x in (key, value, before))
     both = ((query @ key.transpose(-1, -2)) * factors) @ value + entering @ before
-    both = both.flatten(2, 3)[:, :, :length]
+    both = both.flatten(2, 3)
+    # Copied under a compiler, since a part of it would be laid out in a way that export cannot show either.
+    both = both.index_select(2, torch.arange(length, device=both.device)) if compiling else both[:, :, :length]
     numerator, denominator = both[..., :-1], both[..., -1]
     if state is not None:
         numerator, denominator = _add_state(numerator, denominator, f.query, state, reference, call.group)
