@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mgk.checks import fail, flag, number, one_of, positive_integer
+from mgk.checks import fail, flag, nearest, number, one_of, positive_integer
 from mgk.features import FEATURE_MAPS
 
 SIMILARITIES = {"gaussian": 1.0, "dot": 0.0}
@@ -214,7 +214,11 @@ def check_scale(scale: Any, query: Tensor, target: tuple[int, int, int, int]) ->
 
 def check_similarity(similarity: Any, query: Tensor, key_heads: int) -> float | Tensor:
     if isinstance(similarity, str):
-        return SIMILARITIES[one_of("similarity", similarity, SIMILARITIES)]
+        if similarity not in SIMILARITIES:
+            choices = ", ".join(map(repr, SIMILARITIES))
+            told = f"must be {choices}, or τ between them as a number or a tensor [Hk], got {similarity!r}"
+            fail("similarity", told + nearest(similarity, SIMILARITIES))
+        return SIMILARITIES[similarity]
     if not isinstance(similarity, Tensor):
         return number("similarity", similarity)
     tau = check_tensor("similarity", similarity, like=query)

@@ -19,8 +19,23 @@ def end(status: int) -> None:
     os._exit(status)
 
 
+# What the extra installs, as it is imported.
+EXTRA = ("matplotlib", "pytorch_lightning", "rich", "tensorboard", "typer", "yaml")
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _missing(name: str | None) -> str:
+    needed = f"this command needs the extra 'train' ({_package(name)} is missing)"
+    return f"{needed}: pip install 'mgk[train]', or '.[train]' in a clone"
+
+
 def _told(error: Exception) -> str | None:
     """What is wrong with what was asked for, in one line; None for an error of ours."""
+    if isinstance(error, ModuleNotFoundError) and _package(error.name) in EXTRA:
+        return _missing(error.name)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, ValueError | OSError):
@@ -37,8 +52,7 @@ def main() -> None:
     try:
         from mgk import commands
     except ImportError as error:
-        needed = f"this command needs the extra 'train' ({error.name} is missing)"
-        print(f"mgk: {needed}: pip install 'mgk[train]', or '.[train]' in a clone", file=sys.stderr)
+        print(f"mgk: {_missing(error.name)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

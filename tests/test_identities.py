@@ -403,6 +403,12 @@ def test_transforms_of_functions(operator):
     close(torch.func.vmap(torch.func.grad(loss))(queries.detach()), torch.stack(gradients), 1e-5)
 
 
+def test_an_unknown_similarity_names_all_that_there_are():
+    x = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"'gaussian', 'dot', or τ .* number or a tensor .*did you mean 'gaussian'"):
+        mgk.mgk_attention(x, x[:, :, None], x, similarity="gausian")
+
+
 def test_a_second_derivative_is_eager_s():
     query, keys, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
     query.requires_grad_()

@@ -53,6 +53,26 @@ def test_it_works_without_the_optional_packages():
     assert run(BLOCKED, *OPTIONAL) == ""
 
 
+WITHOUT = """
+import sys
+missing, *sys.argv[1:] = sys.argv[1:]
+sys.modules[missing] = None
+from mgk import cli
+try:
+    cli.main()
+except SystemExit as end:
+    print("exit", end.code)
+"""
+
+
+@pytest.mark.parametrize("missing", ["typer", "pytorch_lightning", "yaml"])
+def test_a_command_asks_for_what_it_needs(missing, tmp_path):
+    """Also what is only found missing while it works."""
+    said = run(WITHOUT, missing, "train", "demo", "--out", str(tmp_path / "run"), "--data-dir", str(tmp_path))
+    assert said.endswith("exit 2"), said
+    assert f"extra 'train' ({missing} is missing): pip install" in said
+
+
 def test_it_does_not_import_the_optional_packages():
     code = "import sys, torch; before = set(sys.modules); import mgk; print(*sorted(set(sys.modules) - before))"
     added = {name.split(".")[0] for name in run(code).split()}
