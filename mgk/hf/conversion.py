@@ -74,8 +74,10 @@ def convert(
     number("shift_std", shift_std, 0, above=True)
     if not isinstance(model, PreTrainedModel):
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
-    if getattr(model.config, NAME, None) is not None:
+    if any(isinstance(module, MixtureKeys) for module in model.modules()):
         fail("model", "has been converted already")
+    if getattr(model.config, NAME, None) is not None:
+        fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
     example = _example(model) if example is None else example
     before = _outputs(model, example)
     seen = _seen(model, example)
@@ -131,11 +133,13 @@ def load_converted(
         config=config,
         dtype=dtype,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below
         **{name: value for name, value in options.items() if value is not None},
     )
-    wrong = [key for keys in found.values() for key in keys if f".{NAME}." in str(key)]
+    wrong = {str(key) for keys in found.values() for key in keys if f".{NAME}." in str(key)}
+    wrong |= set(map(str, found["mismatched_keys"]))
     if wrong:
-        fail("folder", f"{folder} does not hold what its config.json says of mixture keys: {sorted(map(str, wrong))}")
+        fail("folder", f"{folder} does not hold what its config.json says: {', '.join(sorted(wrong))}")
     model.__class__ = origin
     return model
 
@@ -242,4 +246,6 @@ def _check_unchanged(model: PreTrainedModel, before: list[Tensor], after: list[T
         size = float(old.abs().nan_to_num(0, 0, 0).max()) if old.numel() else 0.0
         if not torch.isclose(new, old, rtol=limit, atol=limit * size, equal_nan=True).all():
             off = float((new - old).abs().max())
-            fail("model", f"is a {type(model).__name__} whose attention is not softmax alone: outputs change by {off:g}")
+            fail(
+                "model", f"is a {type(model).__name__} whose attention is not softmax alone: outputs change by {off:g}"
+            )

@@ -138,7 +138,9 @@ def attend(
     """The attention function of converted layers: [B, L, H, E] and, where the model runs `eager`, the weights."""
     mixture = getattr(module, NAME, None)
     if not isinstance(mixture, MixtureKeys):
-        fail("model", f"has a {type(module).__name__} without mixture keys: use mgk.hf.convert, not attn_implementation")
+        fail(
+            "model", f"has a {type(module).__name__} without mixture keys: use mgk.hf.convert, not attn_implementation"
+        )
     refuse_features(module, extras)
     mask = attention_mask
     if masks_hold_causality(mixture.config) or mask is not None or query.shape[2] == 1:
