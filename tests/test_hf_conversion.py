@@ -37,7 +37,7 @@ MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 2}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "num_key_value_heads": 1}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**SIZES, "num_key_value_heads": 2, "sliding_window": 4}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "n_inner": 48}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "scale_attn_by_inverse_layer_idx": True}),
     "bert": ("BertForMaskedLM", "BertConfig", SIZES),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),
 }
@@ -202,6 +202,21 @@ def test_gradient_checkpointing():
         assert_close(got, expected)
 
 
+def test_attention_dropout():
+    model, given = convert(make("llama", attention_dropout=0.5)), inputs()
+    want = logits(model, given)
+    assert torch.equal(logits(model, given), want)
+    assert (logits(model.train(), given) - want).abs().max() > 0.1
+
+
+def test_a_caller_may_say_what_is_causal():
+    model, given = make("llama"), inputs()
+    freely = {**given, "is_causal": False}
+    want = logits(model, freely)
+    assert_close(logits(convert(model), freely), want)
+    assert (logits(model, given) - want).abs().max() > 0.1
+
+
 @pytest.mark.slow
 def test_it_compiles_whole():
     model, given = move(convert(make("llama"))), inputs()
@@ -229,25 +244,41 @@ def test_it_follows_the_attention_that_the_model_is_set_to():
     model.set_attn_implementation("eager")
     assert_close(logits(model, given), want)
     weights = model(**given, output_attentions=True).attentions
-    for each in weights:
-        assert_close(each[0].sum(-1), torch.ones(4, LENGTH))
+    assert len(weights) == 2
+    assert_close(weights[0][0].sum(-1), torch.ones(4, LENGTH))
+    assert not weights[0][1, :, :3].any()  # a query that may see nothing
+    model.set_attn_implementation("mgk")
+    with pytest.raises(ValueError, match=r"has a MistralAttention without mixture keys: use mgk.hf.convert"):
+        model(**given)
     with pytest.raises(ValueError, match=r"'other masks' attention, .*set_attn_implementation"):
         with_other_masks(model)(**given)
 
 
+def test_our_name_makes_masks_too():
+    model, given = move(convert(make("mistral"))), inputs("left")
+    want = logits(model, given)
+    model.set_attn_implementation("mgk")
+    assert_close(logits(model, given), want)
+
+
 def test_what_is_added_has_the_place_and_type_of_the_rest():
-    model = make("llama").to(torch.bfloat16).train()
+    model, modes = make("llama").to(torch.bfloat16).train(), []
     model.model.norm.eval()
+    watched = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     state = torch.get_rng_state()
     convert(model, num_components=4, shift_std=0.1)
+    watched.remove()
+    assert not any(modes)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.training
     assert not model.model.norm.training
     assert mixtures(model)[0].shift.shape == (2, 4, 8)
     assert 0.05 < mixtures(model)[0].shift.std() < 0.2
-    again = make("llama").to(torch.bfloat16)
-    torch.set_rng_state(state)
-    assert torch.equal(mixtures(convert(again, num_components=4, shift_std=0.1))[1].shift, mixtures(model)[1].shift)
+    for begin_with, is_same in ((state, True), (torch.get_rng_state(), False)):
+        again = make("llama").to(torch.bfloat16)
+        torch.set_rng_state(begin_with)
+        convert(again, num_components=4, shift_std=0.1)
+        assert torch.equal(mixtures(again)[1].shift, mixtures(model)[1].shift) == is_same
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from mgk.analysis.watching import at_rest
 from mgk.checks import fail, number, one_of, positive_integer
-from mgk.hf.mixture import NAME, MixtureKeys, install, masks_hold_causality, refuse_features, remove, renamed
+from mgk.hf.mixture import NAME, MixtureKeys, install, remove, renamed
 from mgk.variants import VARIANTS
 
 PROBE = "mgk_probe"
@@ -39,7 +39,6 @@ class Seen:
     key_heads: int
     head_dim: int
     place: dict[str, Any]
-    extras: dict[str, Any]
 
 
 def convert(
@@ -79,14 +78,15 @@ def convert(
     if getattr(model.config, NAME, None) is not None:
         fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
     example = _example(model) if example is None else example
-    before = _outputs(model, example)
+    try:
+        before = _outputs(model, example)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"example is nothing that {type(model).__name__} runs on: {reason}") from error
     seen = _seen(model, example)
     if not seen:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     chosen = {name: seen[name] for name in _chosen(list(seen), layers)}
-    for layer in chosen.values():
-        refuse_features(layer.module, layer.extras)
-        masks_hold_causality(layer.module.config)
     for layer in chosen.values():
         mixture = MixtureKeys(layer.key_heads, num_components, layer.head_dim, layer.module.config, **layer.place)
         mixture.reset_parameters(shift_std)
@@ -180,13 +180,9 @@ def _example(model: PreTrainedModel) -> dict[str, Any]:
 def _outputs(model: PreTrainedModel, example: Mapping[str, Any]) -> list[Tensor]:
     """What the model makes of the example, the same whenever it is asked."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    try:
-        with at_rest(model), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            output = model(**example)
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"example is nothing that {type(model).__name__} runs on: {reason}") from error
+    with at_rest(model), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        output = model(**example)
     parts = output.values() if isinstance(output, Mapping) else output
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
@@ -198,7 +194,7 @@ def _seen(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, Seen]
     def note(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **extras: Any
     ) -> tuple[Tensor, None]:
-        layer = Seen(module, key.shape[1], key.shape[3], {"device": key.device, "dtype": key.dtype}, extras)
+        layer = Seen(module, key.shape[1], key.shape[3], {"device": key.device, "dtype": key.dtype})
         first = seen.setdefault(module, layer)
         if (first.key_heads, first.head_dim) != (layer.key_heads, layer.head_dim):
             fail("model", f"has a {type(module).__name__} whose keys change their shape from call to call")
