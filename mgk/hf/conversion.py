@@ -62,8 +62,8 @@ def convert(
         layers: which of them: numbers (counted in the order of the modules), or patterns for their names in
             model.base_model, as "layers.0.*". Default: all. The others keep the attention that they have.
         shift_std: of the random shifts.
-        example: inputs to run the model on once before and once after, to see its layers and that nothing has
-            changed. Default: model.dummy_inputs, a few tokens.
+        example: inputs to run the model on, to see its layers and that nothing has changed. Default:
+            model.dummy_inputs, a few tokens.
 
     Returns:
         The model. `save_pretrained` saves it; mgk.hf.load_converted reads it.
@@ -132,6 +132,7 @@ def load_converted(
         folder,
         config=config,
         dtype=dtype,
+        use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused below
         **{name: value for name, value in options.items() if value is not None},
