@@ -37,6 +37,8 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     transformers.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(name)
+        if getattr(config, "mgk", None) is not None:
+            fail("it", "has the mixture keys of mgk.hf.convert, which are not looked into")
         model = _class_of(config).from_pretrained(name, dtype=torch.float32, use_safetensors=True)
     # Whatever a broken file or a missing one makes it raise: the first line says it.
     except Exception as error:

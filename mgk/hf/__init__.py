@@ -1,4 +1,7 @@
-"""Our models as models of the Transformers library; importing this package makes its Auto classes know them."""
+"""Our models as models of the Transformers library, and its models with mixture keys.
+
+Importing this package makes its Auto classes know our models.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from mgk.hf.cache import MGKCache
 from mgk.hf.config import MGKConfig
+from mgk.hf.conversion import convert, load_converted
 from mgk.hf.models import MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
 from mgk.hf.tokenizer import tokenizer_of_run
 
@@ -15,6 +19,8 @@ __all__ = [
     "MGKForCausalLM",
     "MGKForSequenceClassification",
     "MGKPreTrainedModel",
+    "convert",
+    "load_converted",
     "tokenizer_of_run",
 ]
 
