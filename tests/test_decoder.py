@@ -183,7 +183,7 @@ def test_wrong_cutoffs():
 
 def test_parameters_of_the_papers_model_with_the_breakdown():
     with torch.device("meta"):
-        model = LanguageModel(DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000)))
+        model = LanguageModel(DecoderConfig(267_735, variant="softmax", cutoffs=(20_000, 40_000, 200_000)))
     parts = model.breakdown()
     assert parts["embedding and softmax"] == 267_735 * 128 + 267_735 + 3 * 129
     assert parts["attention"] == 16 * 4 * (128 * 128 + 128)

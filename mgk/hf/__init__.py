@@ -5,7 +5,10 @@ Importing this package makes its Auto classes know our models.
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("mgk.hf needs the extra 'hf': pip install 'mgk[hf]'", name=error.name) from error
 
 from mgk.hf.cache import MGKCache
 from mgk.hf.config import MGKConfig

@@ -41,7 +41,7 @@ class EncoderConfig:
     num_heads: int = 8
     num_kv_heads: int | None = None
     head_dim: int = 32
-    variant: str | tuple[str, ...] = "softmax"
+    variant: str | tuple[str, ...] = "smgk"
     num_components: int = 2
     preset: str = "paper"
     feature_map: str = "elu"
