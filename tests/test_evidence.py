@@ -37,7 +37,8 @@ def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: i
     found = [{**common, "metric": "accuracy", "value": share}, {**common, "metric": "majority_share", "value": 0.1}]
     found += [] if left is None else [{**common, "metric": "plateau_left_at_step", "value": left}]
     results.append(folder / f"{recipe}.csv", found)
-    answers.keep(folder, Place(recipe, model, "paper", seed, "test", "made-up"), np.arange(EXAMPLES) < share * EXAMPLES)
+    place = Place(recipe, model, "paper", seed, "test", common["setup"])
+    answers.keep(folder, place, np.arange(EXAMPLES) < share * EXAMPLES)
 
 
 def part(folder: Path, recipe: str) -> claims.Part:
@@ -235,6 +236,65 @@ def test_only_what_was_timed_alone_counts(tmp_path):
     [pair] = costs.pairs(costs.of_part(own, [*rows, *timed]))
     assert costs.ratios(*pair)["training step"] == pytest.approx(0.5)
     assert set(costs.MEASURED) < set(cost.METRICS)
+
+
+@pytest.mark.parametrize(
+    "other", [{"components": 4}, {"command": "mgk train listops --set model.num_components=4 --seed 0"}]
+)
+def test_runs_with_other_settings_than_the_recipe_s_are_left_out_and_named(tmp_path, other):
+    for row in ("softmax:8", "smgk:4"):
+        record(tmp_path, "listops", row, 0, 0.36, left=500)
+    own = gather(tmp_path, []).parts
+    record(tmp_path, "listops", "smgk:4", 0, 0.2, left=500, setup="other", params=7, **other)
+    alone = {"metric": "step_ms_alone", "value": 3, "setup": "other", **other}
+    results.append(tmp_path / "listops.csv", [{**results.read([tmp_path / "listops.csv"])[-1], **alone}])
+    page = tmp_path / "page.md"
+    result = CliRunner().invoke(commands.app, ["evidence", "--results", str(tmp_path), "--page", str(page)])
+    assert result.exception is None, result.output
+    said = f"listops smgk:4 seed 0 ({'4 components' if 'components' in other else '--set model.num_components=4'})"
+    made = gather(tmp_path, [])
+    assert made.left_out == [said]
+    assert (
+        made.parts.pop("runs") == own.pop("runs") + f"\n\nLeft out, since their settings are not the recipe's: {said}."
+    )
+    assert made.parts == own
+    assert said in result.stderr
+    assert said in page.read_text(encoding="utf-8")
+
+
+def test_settings_that_are_the_recipe_s_own_change_nothing(tmp_path):
+    for row in ("softmax:8", "smgk:4"):
+        record(
+            tmp_path,
+            "listops",
+            row,
+            0,
+            0.36,
+            left=500,
+            components=1 + (row == "smgk:4"),
+            command="mgk --set warmup=1000",
+        )
+    made = gather(tmp_path, [])
+    assert not made.left_out
+    assert "| smgk:4 | 0 | 36.00 |" in made.parts["runs"]
+
+
+def test_runs_of_other_data_are_not_mixed(tmp_path):
+    record(tmp_path, "listops", "smgk:4", 0, 0.36, left=500)
+    record(tmp_path, "listops", "smgk:4", 1, 0.36, left=500, setup="other")
+    with pytest.raises(ValueError, match=r"listops has results of smgk:4 from 2 versions .*made-up, other"):
+        part(tmp_path, "listops")
+
+
+def test_times_of_another_setup_are_not_taken(tmp_path):
+    record(tmp_path, "listops", "smgk:4", 0, 0.36, left=500)
+    [own, *_] = rows = results.read([tmp_path / "listops.csv"])
+    times = [
+        {**own, "metric": "step_ms_alone", "value": value, "setup": setup}
+        for value, setup in ((5, "made-up"), (3, "other"))
+    ]
+    [found] = costs.of_part(part(tmp_path, "listops"), [*rows, *times])
+    assert found.of["training step"] == 5
 
 
 def test_heads_of_one_seed_decide_nothing_and_of_two_they_do(tmp_path):

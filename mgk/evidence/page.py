@@ -13,7 +13,7 @@ from mgk.checks import fail
 from mgk.evidence import claims, costs, figures, heads, plan, probe, speed, verdicts
 from mgk.evidence.claims import Part
 from mgk.evidence.figures import Picture
-from mgk.evidence.runs import find
+from mgk.evidence.runs import find, own_settings
 from mgk.markdown import markdown, number, signed
 
 MADE = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -27,11 +27,13 @@ class Evidence:
 
     parts: dict[str, str]
     pictures: list[Picture]
+    left_out: list[str]  # trainings with other settings than their recipe's
 
 
 def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
     """analyses: folders that `mgk analyze` wrote."""
-    rows = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
+    measured = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
+    rows, left_out = own_settings(measured, [each.recipe for each in plan.EXPERIMENTS])
     parts = [Part(each, find(rows, each.recipe, results)) for each in plan.EXPERIMENTS]
     seen = {folder.name: heads.read(folder) for folder in sorted(analyses)}
     seen = {name: found for name, found in seen.items() if heads.judged(found)}
@@ -41,7 +43,7 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
         "fast": speed.sentence(rows),
         "speed": speed.table(rows),
         "summary": summary(parts, seen, rows),
-        "runs": _joined(claims.runs_table(part) for part in parts),
+        "runs": _joined([*(claims.runs_table(part) for part in parts), *_left_out(left_out)]),
         "half": half(parts),
         "same": same(parts),
         "linear": linear(parts),
@@ -55,7 +57,12 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
         "retrieval": probe.text(rows),
         "queue": plan.table(rows, results),
     }
-    return Evidence(text, [figures.differences(parts), figures.ends(parts), figures.curves(parts, results)])
+    pictures = [figures.differences(parts), figures.ends(parts), figures.curves(parts, results)]
+    return Evidence(text, pictures, left_out)
+
+
+def _left_out(names: list[str]) -> list[str]:
+    return [f"Left out, since their settings are not the recipe's: {', '.join(names)}."] if names else []
 
 
 def found_analyses(results: Path, figures: Path) -> list[Path]:
