@@ -193,6 +193,28 @@ def test_one_seed_is_not_enough(tmp_path):
     assert next(each for each in claims.half(part(tmp_path, "text-5k")) if each.compared).verdict == HOLDS
 
 
+def test_a_hard_assignment_is_held_against_the_soft_one_and_what_is_not_claimed_is_told_apart(tmp_path):
+    """Table 4: sMGK + Hard-E loses a quarter of a point; MGK + Hard-E and both Soft-E lose three."""
+    shares = {"smgk:1": 0.37, "smgk-hard:1": 0.3675, "smgk-em:1": 0.34, "mgk:1": 0.37, "mgk-hard:1": 0.34}
+    for row, share in shares.items():
+        for seed in range(2):
+            record(tmp_path, "listops-4e-4", row, seed, share + 0.0001 * seed, left=500)
+    judged = {str(each): (each.verdict, each.control) for each in claims.ways(part(tmp_path, "listops-4e-4"))}
+    assert judged == {
+        "smgk-hard:1 − smgk:1": (HOLDS, False),
+        "smgk-em:1 − smgk:1": (FAILS, True),
+        "mgk-hard:1 − mgk:1": (FAILS, True),
+        "mgk-em:1 − mgk:1": (MISSING, True),
+    }
+    made = gather(tmp_path, []).parts
+    assert "Verdict, sMGK + Hard-E is as good as sMGK: **holds** on ListOps (lr 4e-4)." in made["ways"]
+    assert "Verdict, the other ways of Table 4: **does not hold** on ListOps (lr 4e-4)." in made["ways"]
+    assert "| not claimed: mgk-hard:1 − mgk:1 | −17.73 |" in made["ways"]
+    assert "Not measured yet: mgk-em:1 − mgk:1." in made["ways"]
+    assert "| 6. sMGK + Hard-E is as good as sMGK | **holds** (1 of 1) | – |" in made["summary"]
+    assert "| 6. not claimed: Soft-E, and MGK + Hard-E | **does not hold** (2 of 3) | – |" in made["summary"]
+
+
 def test_less_perplexity_is_better(tmp_path):
     recipe = recipes.load("enwiki-lm-2").training
     for row, seed, perplexity in (("mgk:8", 0, 98.0), ("softmax:8", 0, 100.0), ("softmax:8", 1, 100.1)):

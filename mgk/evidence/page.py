@@ -54,6 +54,7 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
             ]
         ),
         "cost": cost(parts, rows),
+        "ways": ways(parts),
         "retrieval": probe.text(rows),
         "queue": plan.table(rows, results),
     }
@@ -123,6 +124,20 @@ def linear(parts: list[Part]) -> str:
     return _joined([claims.sentence("MLK narrows the gap", judged), *tables])
 
 
+def ways(parts: list[Part]) -> str:
+    judged = {part.title: own for part in parts if (own := claims.ways(part))}
+    text = [
+        claims.sentence(claim, _verdicts(judged, control))
+        for claim, control in (("sMGK + Hard-E is as good as sMGK", False), ("the other ways of Table 4", True))
+    ]
+    tables = (claims.table(part, judged[part.title], "not claimed") for part in parts if part.title in judged)
+    return _joined([*text, *tables])
+
+
+def _verdicts(judged: dict[str, list[claims.Judged]], control: bool) -> dict[str, list[str]]:
+    return {title: [each.verdict for each in found if each.control == control] for title, found in judged.items()}
+
+
 def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool = False) -> dict[str, list[str]]:
     """The verdicts of a family, by the tasks that have any."""
     wanted = {
@@ -158,6 +173,9 @@ def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row
     for family in claims.FAMILIES.values():
         add(f"2. better with as many heads, {family}", _named(same, family))
     add("3. MLK narrows the gap", {part.title: [gap.judged.verdict for gap in claims.gaps(part)] for part in parts})
+    learnt = {part.title: claims.ways(part) for part in parts}
+    add("6. sMGK + Hard-E is as good as sMGK", _verdicts(learnt, False))
+    add("6. not claimed: Soft-E, and MGK + Hard-E", _verdicts(learnt, True))
     analysed = [["claim", "analysis", "verdict"]]
     analysed += [["4. ranks are higher, heads less alike", *each] for each in _cells(head_verdicts(seen))]
     names = [*costs.COUNTS, *costs.MEASURED.values()]
