@@ -215,6 +215,22 @@ def test_a_hard_assignment_is_held_against_the_soft_one_and_what_is_not_claimed_
     assert "| 6. not claimed: Soft-E, and MGK + Hard-E | **does not hold** (2 of 3) | – |" in made["summary"]
 
 
+def test_an_average_is_over_all_three_tasks_or_is_none(tmp_path):
+    for recipe, share in (("listops-4e-4", 0.36), ("text-5k", 0.65)):
+        record(tmp_path, recipe, "smgk:4", 0, share, left=500)
+        record(tmp_path, recipe, "softmax:8", 0, share, left=500)
+    row = "| smgk:4 | 36.00 | 65.00 | "
+    made = gather(tmp_path, []).parts["averages"]
+    assert f"{row}– | – | 61.85 |" in made
+    assert made.endswith("No model has been run on all three tasks yet, so that there is no average.")
+    for seed, share in enumerate((0.52, 0.05, 0.54)):  # the second has not learnt the task
+        record(tmp_path, "retrieval-peerread-30k", "smgk:4", seed, share)
+    made = gather(tmp_path, []).parts["averages"]
+    assert f"{row}53.00 | 51.33 | 61.85 |" in made
+    assert "no average" not in made
+    assert "softmax:8" not in made  # not planned on retrieval, and not run
+
+
 def test_less_perplexity_is_better(tmp_path):
     recipe = recipes.load("enwiki-lm-2").training
     for row, seed, perplexity in (("mgk:8", 0, 98.0), ("softmax:8", 0, 100.0), ("softmax:8", 1, 100.1)):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgk import results as files
 from mgk.checks import fail
-from mgk.evidence import claims, costs, figures, heads, plan, probe, speed, verdicts
+from mgk.evidence import averages, claims, costs, figures, heads, plan, probe, speed, verdicts
 from mgk.evidence.claims import Part
 from mgk.evidence.figures import Picture
 from mgk.evidence.runs import find, own_settings
@@ -44,6 +43,7 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
         "speed": speed.table(rows),
         "summary": summary(parts, seen, rows),
         "runs": _joined([*(claims.runs_table(part) for part in parts), *_left_out(left_out)]),
+        "averages": averages.table(parts),
         "half": half(parts),
         "same": same(parts),
         "linear": linear(parts),
@@ -82,15 +82,14 @@ def headline(part: Part, rows: list[Row]) -> str:
     steps = {cost.row: cost.of["training step"] for cost in costs.of_steps(rows)}
     lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "a step at length 4,096"]]
     for row in (each for each in found.rows if each == full or each in judged):
-        runs = [run for run in found.of(row) if run.learnt] or found.of(row)
-        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
-        cells = [str(row), number(statistics.mean(run.values[split] for run in runs), found.scale.shown_digits), "", ""]
+        cells = [str(row), number(found.mean(row), found.scale.shown_digits), "", ""]
         if row in judged:
             result = judged[row].compared
             assert result is not None
             cells[2:] = [f"{signed(result.difference)} ± {number(result.half_width)}", judged[row].verdict]
         step = f"{steps[row]:.1f} ms" if row in steps else "–"
-        lines.append([*cells, f"{runs[0].params:,}", f"{runs[0].flops / 1e9:.2f}", step])
+        run = found.of(row)[0]
+        lines.append([*cells, f"{run.params:,}", f"{run.flops / 1e9:.2f}", step])
     return markdown(lines)
 
 

@@ -63,6 +63,9 @@ EXPERIMENTS = (
     ),
 )
 
+# The recipes that stand for the tasks of Tables 1, 2 and 4, in their order.
+LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-30k")
+
 # Figures of the paper: what they show, and the file without which there is none; {} stands for the results' folder.
 FIGURES = (
     ("1", "curves on retrieval", "{}/curves/retrieval-peerread-30k-mgk-2-paper-s0.csv"),

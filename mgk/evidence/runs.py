@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -93,6 +94,14 @@ class Found:
     @property
     def rows(self) -> list[Row]:
         return list(dict.fromkeys(run.row for run in self.runs))
+
+    def mean(self, row: Row) -> float | None:
+        """As shown, over the seeds that have learnt the task if any has, on the largest test set; None: not run."""
+        runs = [run for run in self.of(row) if run.learnt] or self.of(row)
+        if not runs:
+            return None
+        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
+        return statistics.mean(run.values[split] for run in runs if split in run.values)
 
     def kept(self, runs: list[Trained], split: str) -> list[np.ndarray]:
         """The runs' answers, where they were kept."""
