@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from mgk import recipes, runs, training
 from mgk.batches import Examples, Order, Stream
 from mgk.evaluation import finish, judge_of
-from mgk.models import LanguageModel, save_model
+from mgk.features import FAVOR
+from mgk.models import LanguageModel, load_model, save_model
 from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row, Training
 from mgk.record import Record
@@ -280,6 +281,25 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
     (tmp_path / runs.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
         fit_here(tmp_path, resume=True)
+
+
+def test_the_directions_of_random_features_are_state_of_a_run(tmp_path, monkeypatch):
+    """FAVOR draws them once: a run goes on, and its best model is loaded, with those that it was begun with."""
+    given = tiny_training.run(str(tmp_path), steps=2, eval_every=2, warmup=1)
+    recipe = replace(given.recipe, model={**given.recipe.model, "feature_map": "favor"})
+    given = replace(given, recipe=recipe, row=Row("mlk", 2))
+
+    def directions(model):
+        return torch.stack([layer.attention.feature_map.directions for layer in model.layers])
+
+    def go_on(resume):
+        return training.fit(given, tiny_training.TinyTask(), resume=resume, accelerator="cpu")[0].model
+
+    drawn = directions(go_on(False))
+    assert drawn.std() > 0.5
+    monkeypatch.setattr(FAVOR, "redraw", lambda self: self.directions.zero_())
+    assert torch.equal(directions(go_on(True)), drawn)
+    assert torch.equal(directions(load_model(tmp_path / "best")), drawn)
 
 
 def test_what_is_wrong_with_a_checkpoint_is_told_in_one_sentence(tmp_path):
