@@ -356,6 +356,23 @@ def test_heads_of_one_seed_decide_nothing_and_of_two_they_do(tmp_path):
     assert list(found.values()) == [HOLDS, HOLDS, HOLDS, OPEN]
 
 
+def test_a_figure_is_there_when_its_own_files_are(tmp_path):
+    """An analysis may have ranks and no maps."""
+
+    def there() -> str:
+        lines = plan.table([], tmp_path).splitlines()
+        return "".join(line.split(" | ")[0][2:] for line in lines if line.endswith("| yes |"))
+
+    assert there() == ""
+    for folder in ("enwiki-lm-2-analysis", "retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ranks.csv").touch()
+    assert there() == "6"
+    for folder in ("enwiki-lm-2-analysis", "retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis"):
+        (tmp_path / folder / "maps-1.png").touch()
+    assert there() == "2568"
+
+
 def test_prose_stays_and_unknown_parts_are_refused():
     page = "# By hand\n<!-- made: rules -->\nold\n<!-- end -->\nand so on\n"
     assert fill(page, {"rules": "new"}) == page.replace("old", "new")
