@@ -57,7 +57,7 @@ test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3)
 	status=0; for pid in $$pids; do wait $$pid || status=1; done; tail -n 1 build/gpu-*.log; \
 	[ $$status = 0 ] || { grep -hE "^(FAILED|ERROR)" build/gpu-*.log; exit 1; }
 
-demo: $(STAMP) ## Train softmax and sMGK with half the heads on short ListOps, on the CPU, and show both side by side
+demo: $(STAMP) ## Train softmax and sMGK with half the heads on short ListOps (two minutes on a CPU) and show both side by side
 	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
 
 lint: $(STAMP) ## Check style, formatting and types

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import time
 from contextlib import nullcontext
@@ -19,6 +20,8 @@ ALONE = ("step_ms_alone", "peak_mem_mb_alone")
 TOLD_EVERY = 30
 # Seconds that trainings have, after a second interrupt, until they are killed.
 ENDING = 5.0
+# What PyTorch says where memory does not suffice, of a GPU or of the machine.
+NO_MEMORY = re.compile(rb"out of memory|OutOfMemoryError|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
 @dataclass
@@ -29,6 +32,21 @@ class Job:
     seed: int
     directory: Path
     process: subprocess.Popen[bytes] | None = None
+    shared: bool = False  # the machine, with another training
+    logged: int = 0  # bytes of the log before it was last started
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.txt"
+
+    @property
+    def failed(self) -> bool:
+        return self.process is not None and self.process.returncode not in (None, 0)
+
+    @property
+    def wants_memory(self) -> bool:
+        """Failed for want of it, while others had some too."""
+        return self.failed and self.shared and NO_MEMORY.search(self.log.read_bytes()[self.logged :]) is not None
 
 
 @dataclass(frozen=True)
@@ -129,29 +147,47 @@ def as_alone(own: list[dict[str, str]]) -> list[dict[str, str]]:
 
 @dataclass
 class Queue:
-    """Jobs on their way: each waits, runs, and is then done, failed, or left for another time."""
+    """Jobs on their way: each waits, runs, and is then done, failed, or left for another time. Where memory did not
+    suffice for several at once, the one that failed is tried again by itself when all others have ended."""
 
     waiting: list[Job]
     command: list[str]
     running: list[Job] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
+    again: list[Job] = field(default_factory=list)
 
-    def start(self) -> None:
-        job = self.waiting.pop(0)
+    @property
+    def left(self) -> list[Job]:
+        """All that have not ended for good."""
+        return [*self.running, *self.waiting, *self.again]
+
+    def fill(self, at_once: int) -> None:
+        """Starts what there is room for."""
+        while self.waiting and len(self.running) < at_once:
+            self.start(self.waiting.pop(0))
+        if self.again and not self.running:
+            self.start(self.again.pop(0))
+
+    def start(self, job: Job) -> None:
         job.directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--variant", job.row.variant, "--heads", str(job.row.heads), "--seed", str(job.seed)]
         arguments += ["--kv-heads", str(job.row.kv_heads)] if job.row.kv_heads else []
         arguments += ["--out", str(job.directory), "--resume", "auto"]
-        with (job.directory / "log.txt").open("ab") as log:
+        with job.log.open("ab") as log:
+            job.logged = log.tell()
             # Ctrl-C on a terminal would reach it too, and `stop` would then be a second signal, which ends it unsaved.
             job.process = subprocess.Popen([*self.command, *arguments], stdout=log, stderr=log, start_new_session=True)
         self.running.append(job)
+        job.shared = False
+        for each in self.running:
+            each.shared |= len(self.running) > 1
 
     def ended(self) -> list[Job]:
         """Those that have ended since the last call."""
         ended = [job for job in self.running if job.process is not None and job.process.poll() is not None]
         self.running = [job for job in self.running if job not in ended]
-        self.failed += [job for job in ended if job.process is not None and job.process.returncode != 0]
+        self.again += [job for job in ended if job.wants_memory]
+        self.failed += [job for job in ended if job.failed and not job.wants_memory]
         return ended
 
     def stop(self) -> None:
@@ -194,22 +230,19 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
     end = math.inf if minutes is None else started + 60 * minutes
     with console.status("") if console.is_terminal else nullcontext() as status:
         try:
-            while (queue.waiting or queue.running) and time.time() < end:
-                while queue.waiting and len(queue.running) < at_once:
-                    queue.start()
+            while queue.left and time.time() < end:
+                queue.fill(at_once)
                 time.sleep(0.5)
                 if status is not None:
-                    said = f"{len(queue.waiting)} waiting, {len(queue.running)} training"
+                    said = f"{len(queue.waiting) + len(queue.again)} waiting, {len(queue.running)} training"
                     status.update(Text(f"{said}\n{_stand(queue.running)}"))
                 elif time.time() - told > TOLD_EVERY:
                     told = time.time()
                     console.print(_stand(queue.running))
                 for job in queue.ended():
-                    outcome = f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.directory / 'log.txt'})"
-                    outcome = outcome if job in queue.failed else "done"
-                    done = len(jobs) - len(queue.waiting) - len(queue.running)
-                    seconds = time.time() - started
-                    console.print(f"[{done}/{len(jobs)}] {job.row} seed {job.seed}: {outcome} ({seconds:.0f} s in all)")
+                    done, seconds = len(jobs) - len(queue.left), time.time() - started
+                    which = f"[{done}/{len(jobs)}] {job.row} seed {job.seed}"
+                    console.print(f"{which}: {_outcome(job)} ({seconds:.0f} s in all)")
         finally:
             if queue.running:
                 console.print("stopping: each training ends its step and saves; an interrupt now ends them at once")
@@ -217,10 +250,16 @@ def run_jobs(jobs: list[Job], command: list[str], at_once: int, minutes: float |
     return queue
 
 
+def _outcome(job: Job) -> str:
+    if job.wants_memory:
+        return "out of memory beside the others: it is tried again alone when they have ended (or take fewer --jobs)"
+    return f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.log})" if job.failed else "done"
+
+
 def _stand(jobs: list[Job]) -> str:
     return "\n".join(f"  {job.row} seed {job.seed}: {_last_line(job)}" for job in jobs)
 
 
 def _last_line(job: Job) -> str:
-    text = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
+    text = job.log.read_text(encoding="utf-8", errors="replace").strip()
     return text.rpartition("\n")[2] or "no output yet"

@@ -100,3 +100,12 @@ class L1Features(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = self.feature_map(x)
         return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)
+
+
+# What a model's configuration may name, made for a width of heads.
+NAMED: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
+    "elu": lambda head_dim: elu_plus_one,
+    "relu": lambda head_dim: torch.relu,
+    "favor": FAVOR,
+    "dpfp": lambda head_dim: DPFP(),
+}

@@ -6,8 +6,13 @@ import hashlib
 import json
 import logging
 import os
+import platform
+import shlex
+import sys
 import warnings
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import ModelParallelStrategy
 
+from mgk import results
 from mgk.batches import seed_of
 from mgk.checks import one_of
 from mgk.files import write_atomically
@@ -106,6 +112,35 @@ def _check_whole(checkpoint: Path) -> None:
         raise ValueError(f"{checkpoint} is damaged ({reason}): remove {checkpoint.parent} and train again") from error
 
 
+# Beside torch: what decides how a training runs, and what it came out of.
+PACKAGES = ("triton", "pytorch-lightning", "mgk")
+
+
+def _tell_start(directory: Path, device: torch.device) -> None:
+    """Adds to environment.json, a list of the run's starts, where and with what it starts now."""
+    path = directory / "environment.json"
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; remove it") from None
+    now = {
+        **results.environment(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": str(device),
+        "python": platform.python_version(),
+        "command": shlex.join(["mgk", *sys.argv[1:]]),
+        **{name: _version(name) for name in PACKAGES},
+    }
+    write_atomically(path, json.dumps([*starts, now], indent=2))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def fit(
     run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto", graphs: bool = False
 ) -> tuple[Fit, Record]:
@@ -163,5 +198,7 @@ def fit(
         # Under inference_mode what is compiled for the development set would be compiled again for the test set.
         inference_mode=False,
     )
+    if trainer.is_global_zero:
+        _tell_start(run.directory, trainer.strategy.root_device)
     trainer.fit(module, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
     return module, record

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from mgk import __version__, cli, commands, recipes, results, tasks
 from mgk.commands.common import data_directory, with_steps
+from mgk.models import Classifier
 from mgk.recipes import Row
 
 
@@ -31,6 +32,12 @@ def asked(monkeypatch, tmp_path):
     return seen
 
 
+def mapped(asked):
+    """What the feature map of the model that was asked for is called."""
+    feature_map = Classifier(asked["run"].model_config(asked["task"])).layers[0].attention.feature_map
+    return getattr(feature_map, "__name__", type(feature_map).__name__)
+
+
 OPTIONS = [
     ("variant", ["--variant", "mgk-em"], lambda a: a["run"].row.variant, "mgk-em"),
     ("heads", ["--heads", "3"], lambda a: a["run"].row.heads, 3),
@@ -40,6 +47,10 @@ OPTIONS = [
     ("steps", ["--steps", "2000"], lambda a: a["run"].recipe.training.steps, 2000),
     ("settings", ["--set", "lr=1e-2"], lambda a: a["run"].recipe.training.lr, 1e-2),
     ("settings", ["--set", "model.num_layers=3"], lambda a: a["run"].model_config(a["task"]).num_layers, 3),
+    *(
+        ("settings", ["--variant", "mlk", "--set", f"model.feature_map={name}"], mapped, shown)
+        for name, shown in {"elu": "elu_plus_one", "relu": "relu", "favor": "FAVOR", "dpfp": "DPFP"}.items()
+    ),
     ("data_dir", ["--data-dir", "somewhere"], lambda a: a["data"], Path("somewhere")),
     ("out", ["--out", "there"], lambda a: a["run"].directory, Path("there")),
     ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
@@ -101,8 +112,6 @@ def test_what_is_meant_for_a_gpu_says_so_on_a_cpu(asked, monkeypatch, arguments,
 
 
 def test_each_layer_is_the_variant_that_was_asked_for(asked):
-    from mgk.models import Classifier
-
     CliRunner().invoke(commands.app, ["train", "listops", "--variant", "smgk-hard", "--heads", "2"])
     model = Classifier(asked["run"].model_config(asked["task"]))
     for layer in model.layers:
@@ -136,6 +145,7 @@ FILES = {
     "paper.yaml": b"title: a\ntask: listops\npaper: {smgk:4: much}",
     "plateau.yaml": b"title: a\ntask: listops\nplateau: high",
     "row.yaml": b"title: a\ntask: listops\nrows: [smgk]",
+    "heads.yaml": b"title: a\ntask: listops\nmodel: {num_heads: 2}",
     "circle.yaml": b"extends: circle.yaml",
     "broken/run.json": b"{",
     "binary/run.json": b"\xff",
@@ -173,8 +183,18 @@ WRONG = [
     (["flops", "demo", "--set", "model.hed_dim=3"], "model.* (from --set or the recipe) must be one of"),
     (["flops", "demo", "--set", "model.hed_dim=3"], "got 'hed_dim'; did you mean 'head_dim'?"),
     (["flops", "demo", "--set", "model.embed_dim=big"], "model.embed_dim must be a positive integer, got 'big' (from"),
+    (["flops", "demo", "--set", "model.feature_map=performer"], "must be one of 'elu', 'relu', 'favor', 'dpfp', got"),
     (["train", "bytes", "--data-dir", "nodir"], "the folder nodir does not exist: nodir has no *.txt: point"),
     (["train", "listops", "--set", "lr=["], "--set lr: '[' is no value"),
+    (["train", "demo", "--set", "model.variant=smgk"], "model.variant (from --set or the recipe) is no setting: give"),
+    (["train", "demo", "--set", "model.variant=[softmax,smgk]"], "models whose layers differ are made in Python"),
+    (["train", "demo", "--set", "model.num_heads=2"], "is no setting: give --heads or --rows\n"),
+    (["train", "demo", "--set", "model.num_kv_heads=2"], "is no setting: give --kv-heads or --rows\n"),
+    (["train", "demo", "--set", "model.preset=ref-lra"], "is no setting: give --preset\n"),
+    (["train", "heads.yaml"], "model.num_heads (from --set or the recipe) is no setting"),
+    (["compare", "demo", "--set", "model.variant=smgk"], "model.variant (from --set or the recipe) is no setting"),
+    (["study", "bytes", "--set", "model.num_heads=2"], "model.num_heads (from --set or the recipe) is no setting"),
+    (["flops", "demo", "--set", "model.preset=ref-lra"], "model.preset (from --set or the recipe) is no setting"),
     (["train", "listops", "--resume", "yes"], "--resume must be auto"),
     (["train", "listops", "--accelerator", "tpu"], "--accelerator must be one of"),
     (["train", "listops", "--strategy", "none"], "--strategy must be one of"),

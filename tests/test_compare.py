@@ -106,6 +106,46 @@ def test_a_crash_of_one_is_survived_and_said(tmp_path, capsys):
     assert (said.count("done"), said.count("FAILED")) == (2, 1)
 
 
+# Out of memory the first time: seed 1 once, seed 3 always. Alone is who finds that all others have ended.
+OUT_OF_MEMORY = """
+import pathlib, sys, time
+out, seed = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--seed") + 1]
+if seed in "13":
+    if (out / "tried").exists() and seed == "1":
+        sys.exit(0 if all((out.parent / other / "ended").exists() for other in "02") else "not alone")
+    (out / "tried").touch()
+    print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB")
+    sys.exit("Exception raised")
+time.sleep(1)
+(out / "ended").touch()
+"""
+
+
+def test_what_fails_for_want_of_memory_beside_others_is_tried_again_alone(tmp_path, capsys):
+    jobs = [compare.Job(Row("smgk", 4), seed, tmp_path / str(seed)) for seed in range(4)]
+    queue = compare.run_jobs(jobs, [sys.executable, "-c", OUT_OF_MEMORY], at_once=4)
+    assert [job.seed for job in queue.failed] == [3]
+    assert not queue.left
+    said = capsys.readouterr().err
+    assert said.count("out of memory beside the others: it is tried again alone") == 2
+    assert "seed 3: FAILED: Exception raised" in said
+    assert said.count(": done") == 3
+    assert "[4/4]" in said.splitlines()[-1]
+    # By itself, there is nothing to wait for.
+    (tmp_path / "1" / "tried").unlink()
+    queue = compare.run_jobs(jobs[1:2], [sys.executable, "-c", OUT_OF_MEMORY], at_once=4)
+    assert [job.seed for job in queue.failed] == [1]
+
+
+def test_an_earlier_want_of_memory_is_not_this_one(tmp_path, capsys):
+    """The log of a run that is gone on with has both."""
+    (tmp_path / "log.txt").write_text("CUDA out of memory")
+    jobs = [compare.Job(Row("smgk", 4), 0, tmp_path), compare.Job(Row("smgk", 4), 1, tmp_path / "other")]
+    queue = compare.run_jobs(jobs, [sys.executable, "-c", "raise SystemExit(1)"], at_once=2)
+    assert len(queue.failed) == 2
+    assert "tried again" not in capsys.readouterr().err
+
+
 def test_a_signal_to_the_terminal_s_processes_does_not_reach_the_trainings(tmp_path):
     """They are asked to leave by `compare` itself: a second signal would end them before they have saved."""
     script = "import os, sys; sys.exit(os.getsid(0) != os.getpid())"

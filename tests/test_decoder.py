@@ -40,6 +40,19 @@ def test_one_token_at_a_time_is_the_full_forward(form, variant, tokens):
     torch.testing.assert_close(torch.cat([prefix, *steps], 1), model(tokens), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("preset", ["paper", "ref-lm"])
+@pytest.mark.parametrize("feature_map", ["relu", "favor", "dpfp"])
+@torch.no_grad()
+def test_every_named_feature_map_decodes_and_comes_back_from_disk(feature_map, preset, tokens, tmp_path):
+    model = tiny(variant="mlk", feature_map=feature_map, preset=preset)
+    caches = model.make_caches(2, 17)
+    steps = [model(tokens[:, n : n + 1], caches=caches) for n in range(17)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(model(tokens), tiny(variant="mlk", preset=preset)(tokens), atol=1e-3)
+    save_model(model, tmp_path)
+    torch.testing.assert_close(load_model(tmp_path)(tokens), model(tokens), atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 @torch.no_grad()

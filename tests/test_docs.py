@@ -1,9 +1,13 @@
 """The code in the documentation runs as it stands."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+
+from mgk import commands
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,6 +19,28 @@ def test_code_blocks_run(name):
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, name, "exec"), scope)
+
+
+def fenced(name: str) -> list[tuple[str, str]]:
+    """The language and the text of every block of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_guide_says_which_of_its_blocks_is_not_run():
+    """Every block of Python is, but the last, which is not marked as such."""
+    assert [language for language, _ in fenced("docs/guide.md")][:-1] == ["python"] * (len(fenced("docs/guide.md")) - 1)
+    assert "The last\nblock here is not: it needs a run." in (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+
+
+def test_commands_on_the_pages_have_the_options_that_they_are_given():
+    known = typer.main.get_command(commands.app).commands
+    pages = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    lines = [line for page in pages for language, block in fenced(page) if not language for line in block.splitlines()]
+    given = [shlex.split(line, comments=True) for line in lines if line.startswith("mgk ")]
+    assert len(given) > 10
+    for _, command, *words in given:
+        options = {name for each in known[command].params for name in (*each.opts, *each.secondary_opts)}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, command
 
 
 def anchors(page: Path) -> set[str]:

@@ -37,7 +37,8 @@ def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: i
     found = [{**common, "metric": "accuracy", "value": share}, {**common, "metric": "majority_share", "value": 0.1}]
     found += [] if left is None else [{**common, "metric": "plateau_left_at_step", "value": left}]
     results.append(folder / f"{recipe}.csv", found)
-    answers.keep(folder, Place(recipe, model, "paper", seed, "test", "made-up"), np.arange(EXAMPLES) < share * EXAMPLES)
+    place = Place(recipe, model, "paper", seed, "test", common["setup"])
+    answers.keep(folder, place, np.arange(EXAMPLES) < share * EXAMPLES)
 
 
 def part(folder: Path, recipe: str) -> claims.Part:
@@ -192,6 +193,44 @@ def test_one_seed_is_not_enough(tmp_path):
     assert next(each for each in claims.half(part(tmp_path, "text-5k")) if each.compared).verdict == HOLDS
 
 
+def test_a_hard_assignment_is_held_against_the_soft_one_and_what_is_not_claimed_is_told_apart(tmp_path):
+    """Table 4: sMGK + Hard-E loses a quarter of a point; MGK + Hard-E and both Soft-E lose three."""
+    shares = {"smgk:1": 0.37, "smgk-hard:1": 0.3675, "smgk-em:1": 0.34, "mgk:1": 0.37, "mgk-hard:1": 0.34}
+    for row, share in shares.items():
+        for seed in range(2):
+            record(tmp_path, "listops-4e-4", row, seed, share + 0.0001 * seed, left=500)
+    judged = {str(each): (each.verdict, each.control) for each in claims.ways(part(tmp_path, "listops-4e-4"))}
+    assert judged == {
+        "smgk-hard:1 − smgk:1": (HOLDS, False),
+        "smgk-em:1 − smgk:1": (FAILS, True),
+        "mgk-hard:1 − mgk:1": (FAILS, True),
+        "mgk-em:1 − mgk:1": (MISSING, True),
+    }
+    made = gather(tmp_path, []).parts
+    assert "Verdict, sMGK + Hard-E is as good as sMGK: **holds** on ListOps (lr 4e-4)." in made["ways"]
+    assert "Verdict, the other ways of Table 4: **does not hold** on ListOps (lr 4e-4)." in made["ways"]
+    assert "| not claimed: mgk-hard:1 − mgk:1 | −17.73 |" in made["ways"]
+    assert "Not measured yet: mgk-em:1 − mgk:1." in made["ways"]
+    assert "| 6. sMGK + Hard-E is as good as sMGK | **holds** (1 of 1) | – |" in made["summary"]
+    assert "| 6. not claimed: Soft-E, and MGK + Hard-E | **does not hold** (2 of 3) | – |" in made["summary"]
+
+
+def test_an_average_is_over_all_three_tasks_or_is_none(tmp_path):
+    for recipe, share in (("listops-4e-4", 0.36), ("text-5k", 0.65)):
+        record(tmp_path, recipe, "smgk:4", 0, share, left=500)
+        record(tmp_path, recipe, "softmax:8", 0, share, left=500)
+    row = "| smgk:4 | 36.00 | 65.00 | "
+    made = gather(tmp_path, []).parts["averages"]
+    assert f"{row}– | – | 61.85 |" in made
+    assert made.endswith("No model has been run on all three tasks yet, so that there is no average.")
+    for seed, share in enumerate((0.52, 0.05, 0.54)):  # the second has not learnt the task
+        record(tmp_path, "retrieval-peerread-30k", "smgk:4", seed, share)
+    made = gather(tmp_path, []).parts["averages"]
+    assert f"{row}53.00 | 51.33 | 61.85 |" in made
+    assert "no average" not in made
+    assert "softmax:8" not in made  # not planned on retrieval, and not run
+
+
 def test_less_perplexity_is_better(tmp_path):
     recipe = recipes.load("enwiki-lm-2").training
     for row, seed, perplexity in (("mgk:8", 0, 98.0), ("softmax:8", 0, 100.0), ("softmax:8", 1, 100.1)):
@@ -237,6 +276,65 @@ def test_only_what_was_timed_alone_counts(tmp_path):
     assert set(costs.MEASURED) < set(cost.METRICS)
 
 
+@pytest.mark.parametrize(
+    "other", [{"components": 4}, {"command": "mgk train listops --set model.num_components=4 --seed 0"}]
+)
+def test_runs_with_other_settings_than_the_recipe_s_are_left_out_and_named(tmp_path, other):
+    for row in ("softmax:8", "smgk:4"):
+        record(tmp_path, "listops", row, 0, 0.36, left=500)
+    own = gather(tmp_path, []).parts
+    record(tmp_path, "listops", "smgk:4", 0, 0.2, left=500, setup="other", params=7, **other)
+    alone = {"metric": "step_ms_alone", "value": 3, "setup": "other", **other}
+    results.append(tmp_path / "listops.csv", [{**results.read([tmp_path / "listops.csv"])[-1], **alone}])
+    page = tmp_path / "page.md"
+    result = CliRunner().invoke(commands.app, ["evidence", "--results", str(tmp_path), "--page", str(page)])
+    assert result.exception is None, result.output
+    said = f"listops smgk:4 seed 0 ({'4 components' if 'components' in other else '--set model.num_components=4'})"
+    made = gather(tmp_path, [])
+    assert made.left_out == [said]
+    assert (
+        made.parts.pop("runs") == own.pop("runs") + f"\n\nLeft out, since their settings are not the recipe's: {said}."
+    )
+    assert made.parts == own
+    assert said in result.stderr
+    assert said in page.read_text(encoding="utf-8")
+
+
+def test_settings_that_are_the_recipe_s_own_change_nothing(tmp_path):
+    for row in ("softmax:8", "smgk:4"):
+        record(
+            tmp_path,
+            "listops",
+            row,
+            0,
+            0.36,
+            left=500,
+            components=1 + (row == "smgk:4"),
+            command="mgk --set warmup=1000",
+        )
+    made = gather(tmp_path, [])
+    assert not made.left_out
+    assert "| smgk:4 | 0 | 36.00 |" in made.parts["runs"]
+
+
+def test_runs_of_other_data_are_not_mixed(tmp_path):
+    record(tmp_path, "listops", "smgk:4", 0, 0.36, left=500)
+    record(tmp_path, "listops", "smgk:4", 1, 0.36, left=500, setup="other")
+    with pytest.raises(ValueError, match=r"listops has results of smgk:4 from 2 versions .*made-up, other"):
+        part(tmp_path, "listops")
+
+
+def test_times_of_another_setup_are_not_taken(tmp_path):
+    record(tmp_path, "listops", "smgk:4", 0, 0.36, left=500)
+    [own, *_] = rows = results.read([tmp_path / "listops.csv"])
+    times = [
+        {**own, "metric": "step_ms_alone", "value": value, "setup": setup}
+        for value, setup in ((5, "made-up"), (3, "other"))
+    ]
+    [found] = costs.of_part(part(tmp_path, "listops"), [*rows, *times])
+    assert found.of["training step"] == 5
+
+
 def test_heads_of_one_seed_decide_nothing_and_of_two_they_do(tmp_path):
     def analysis(seeds: int) -> Path:
         folder = tmp_path / f"seeds-{seeds}"
@@ -256,6 +354,23 @@ def test_heads_of_one_seed_decide_nothing_and_of_two_they_do(tmp_path):
     assert {verdict for *_, verdict in heads.judged(heads.read(analysis(1)))} == {OPEN}
     found = {measure: verdict for _, _, measure, _, verdict in heads.judged(heads.read(analysis(2)))}
     assert list(found.values()) == [HOLDS, HOLDS, HOLDS, OPEN]
+
+
+def test_a_figure_is_there_when_its_own_files_are(tmp_path):
+    """An analysis may have ranks and no maps."""
+
+    def there() -> str:
+        lines = plan.table([], tmp_path).splitlines()
+        return "".join(line.split(" | ")[0][2:] for line in lines if line.endswith("| yes |"))
+
+    assert there() == ""
+    for folder in ("enwiki-lm-2-analysis", "retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ranks.csv").touch()
+    assert there() == "6"
+    for folder in ("enwiki-lm-2-analysis", "retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis"):
+        (tmp_path / folder / "maps-1.png").touch()
+    assert there() == "2568"
 
 
 def test_prose_stays_and_unknown_parts_are_refused():

@@ -1,11 +1,14 @@
 """Training: the same run however often it is interrupted, and however many processes share it."""
 
+import json
 import os
+import platform
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +21,8 @@ from safetensors.torch import load_file
 from mgk import recipes, runs, training
 from mgk.batches import Examples, Order, Stream
 from mgk.evaluation import finish, judge_of
-from mgk.models import LanguageModel, save_model
+from mgk.features import FAVOR
+from mgk.models import LanguageModel, load_model, save_model
 from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row, Training
 from mgk.record import Record
@@ -104,6 +108,7 @@ def test_two_processes_are_one_with_the_whole_batch(tmp_path, alone, strategy):
     # The record of the run too: the first process's, as if there were no other.
     assert (tmp_path / "best" / "model.safetensors").exists()
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 9
+    assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
 
 
 @pytest.mark.slow
@@ -288,6 +293,55 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
     assert (kept.steps, kept.device) == (0, module.trainer.strategy.root_device)
     (tmp_path / runs.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
+        fit_here(tmp_path, resume=True)
+
+
+def test_the_directions_of_random_features_are_state_of_a_run(tmp_path, monkeypatch):
+    """FAVOR draws them once: a run goes on, and its best model is loaded, with those that it was begun with."""
+    given = tiny_training.run(str(tmp_path), steps=2, eval_every=2, warmup=1)
+    recipe = replace(given.recipe, model={**given.recipe.model, "feature_map": "favor"})
+    given = replace(given, recipe=recipe, row=Row("mlk", 2))
+
+    def directions(model):
+        return torch.stack([layer.attention.feature_map.directions for layer in model.layers])
+
+    def go_on(resume):
+        return training.fit(given, tiny_training.TinyTask(), resume=resume, accelerator="cpu")[0].model
+
+    drawn = directions(go_on(False))
+    assert drawn.std() > 0.5
+    monkeypatch.setattr(FAVOR, "redraw", lambda self: self.directions.zero_())
+    assert torch.equal(directions(go_on(True)), drawn)
+    assert torch.equal(directions(load_model(tmp_path / "best")), drawn)
+
+
+def test_a_run_tells_where_each_of_its_starts_was_before_it_trains(tmp_path, monkeypatch):
+    """Also of one that never ends, and without forgetting the first start when it goes on."""
+    monkeypatch.setenv("MGK_COMMIT", "abc1234")
+    monkeypatch.setattr(sys, "argv", ["/bin/mgk", "train", "a recipe"])
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "on_train_batch_end", stop)
+        with pytest.raises(SystemExit):
+            fit_here(tmp_path)
+    assert not (tmp_path / runs.CHECKPOINT).exists()
+    monkeypatch.setattr(training, "PACKAGES", ("pytorch-lightning", "no-such-package"))
+    monkeypatch.setenv("MGK_COMMIT", "def5678")
+    fit_here(tmp_path)
+    first, second = json.loads((tmp_path / "environment.json").read_text())
+    assert (first["commit"], second["commit"]) == ("abc1234", "def5678")
+    assert first["command"] == "mgk train 'a recipe'"
+    assert (first["torch"], first["device"], first["gpu"]) == (torch.__version__, "cpu", f"cpu {platform.machine()}")
+    assert first["python"] == platform.python_version()
+    assert {"triton", "pytorch-lightning", "mgk"} <= first.keys()
+    assert second["no-such-package"] is None
+    assert first["date"] <= second["date"]
+    assert datetime.fromisoformat(first["date"]).tzinfo is not None
+    (tmp_path / "environment.json").write_text("[")
+    with pytest.raises(ValueError, match=r"environment.json is damaged: .*; remove it"):
         fit_here(tmp_path, resume=True)
 
 

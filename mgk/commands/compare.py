@@ -99,7 +99,7 @@ def compare(
     except (KeyboardInterrupt, SystemExit):
         print("stopped; the same command goes on from what was saved", file=sys.stderr)
         raise
-    failed, left = queue.failed, [*queue.running, *queue.waiting]
+    failed, left = queue.failed, queue.left
     if failed and not results.read([own]):
         raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
     if left:

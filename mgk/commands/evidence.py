@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ def evidence(
     made = gather(results, found_analyses(results, folder))
     text = page.read_text(encoding="utf-8") if page.exists() else empty(made.parts)
     filled = fill(text, made.parts)
+    if made.left_out:
+        print(f"left out, of other settings than the recipe's: {', '.join(made.left_out)}", file=sys.stderr)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, filled)
     for picture in made.pictures:

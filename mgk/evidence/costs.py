@@ -38,7 +38,7 @@ def of_part(part: Part, rows: list[dict[str, str]]) -> list[Cost]:
     for row in part.found.rows:
         run = part.found.of(row)[0]
         values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
-        for each in matching(rows, part.found.recipe, row, PRESET, None):
+        for each in matching(rows, part.found.recipe, row, PRESET, None, run.setup):
             if each["metric"] in MEASURED:
                 values[MEASURED[each["metric"]]] = float(each["value"])
         found.append(Cost(row, values))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgk import results as files
 from mgk.checks import fail
-from mgk.evidence import claims, costs, figures, heads, plan, probe, speed, verdicts
+from mgk.evidence import averages, claims, costs, figures, heads, plan, probe, speed, verdicts
 from mgk.evidence.claims import Part
 from mgk.evidence.figures import Picture
-from mgk.evidence.runs import find
+from mgk.evidence.runs import find, own_settings
 from mgk.markdown import markdown, number, signed
 
 MADE = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -27,11 +26,13 @@ class Evidence:
 
     parts: dict[str, str]
     pictures: list[Picture]
+    left_out: list[str]  # trainings with other settings than their recipe's
 
 
 def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
     """analyses: folders that `mgk analyze` wrote."""
-    rows = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
+    measured = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
+    rows, left_out = own_settings(measured, [each.recipe for each in plan.EXPERIMENTS])
     parts = [Part(each, find(rows, each.recipe, results)) for each in plan.EXPERIMENTS]
     seen = {folder.name: heads.read(folder) for folder in sorted(analyses)}
     seen = {name: found for name, found in seen.items() if heads.judged(found)}
@@ -41,7 +42,8 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
         "fast": speed.sentence(rows),
         "speed": speed.table(rows),
         "summary": summary(parts, seen, rows),
-        "runs": _joined(claims.runs_table(part) for part in parts),
+        "runs": _joined([*(claims.runs_table(part) for part in parts), *_left_out(left_out)]),
+        "averages": averages.table(parts),
         "half": half(parts),
         "same": same(parts),
         "linear": linear(parts),
@@ -52,10 +54,16 @@ def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
             ]
         ),
         "cost": cost(parts, rows),
+        "ways": ways(parts),
         "retrieval": probe.text(rows),
         "queue": plan.table(rows, results),
     }
-    return Evidence(text, [figures.differences(parts), figures.ends(parts), figures.curves(parts, results)])
+    pictures = [figures.differences(parts), figures.ends(parts), figures.curves(parts, results)]
+    return Evidence(text, pictures, left_out)
+
+
+def _left_out(names: list[str]) -> list[str]:
+    return [f"Left out, since their settings are not the recipe's: {', '.join(names)}."] if names else []
 
 
 def found_analyses(results: Path, figures: Path) -> list[Path]:
@@ -74,15 +82,14 @@ def headline(part: Part, rows: list[Row]) -> str:
     steps = {cost.row: cost.of["training step"] for cost in costs.of_steps(rows)}
     lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "a step at length 4,096"]]
     for row in (each for each in found.rows if each == full or each in judged):
-        runs = [run for run in found.of(row) if run.learnt] or found.of(row)
-        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
-        cells = [str(row), number(statistics.mean(run.values[split] for run in runs), found.scale.shown_digits), "", ""]
+        cells = [str(row), number(found.mean(row), found.scale.shown_digits), "", ""]
         if row in judged:
             result = judged[row].compared
             assert result is not None
             cells[2:] = [f"{signed(result.difference)} ± {number(result.half_width)}", judged[row].verdict]
         step = f"{steps[row]:.1f} ms" if row in steps else "–"
-        lines.append([*cells, f"{runs[0].params:,}", f"{runs[0].flops / 1e9:.2f}", step])
+        run = found.of(row)[0]
+        lines.append([*cells, f"{run.params:,}", f"{run.flops / 1e9:.2f}", step])
     return markdown(lines)
 
 
@@ -114,6 +121,20 @@ def linear(parts: list[Part]) -> str:
     judged = {title: [gap.judged.verdict for gap in own] for title, own in found.items() if own}
     tables = (claims.gap_table(part, found[part.title]) for part in parts if found[part.title])
     return _joined([claims.sentence("MLK narrows the gap", judged), *tables])
+
+
+def ways(parts: list[Part]) -> str:
+    judged = {part.title: own for part in parts if (own := claims.ways(part))}
+    text = [
+        claims.sentence(claim, _verdicts(judged, control))
+        for claim, control in (("sMGK + Hard-E is as good as sMGK", False), ("the other ways of Table 4", True))
+    ]
+    tables = (claims.table(part, judged[part.title], "not claimed") for part in parts if part.title in judged)
+    return _joined([*text, *tables])
+
+
+def _verdicts(judged: dict[str, list[claims.Judged]], control: bool) -> dict[str, list[str]]:
+    return {title: [each.verdict for each in found if each.control == control] for title, found in judged.items()}
 
 
 def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool = False) -> dict[str, list[str]]:
@@ -151,6 +172,9 @@ def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row
     for family in claims.FAMILIES.values():
         add(f"2. better with as many heads, {family}", _named(same, family))
     add("3. MLK narrows the gap", {part.title: [gap.judged.verdict for gap in claims.gaps(part)] for part in parts})
+    learnt = {part.title: claims.ways(part) for part in parts}
+    add("6. sMGK + Hard-E is as good as sMGK", _verdicts(learnt, False))
+    add("6. not claimed: Soft-E, and MGK + Hard-E", _verdicts(learnt, True))
     analysed = [["claim", "analysis", "verdict"]]
     analysed += [["4. ranks are higher, heads less alike", *each] for each in _cells(head_verdicts(seen))]
     names = [*costs.COUNTS, *costs.MEASURED.values()]

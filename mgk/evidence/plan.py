@@ -63,16 +63,23 @@ EXPERIMENTS = (
     ),
 )
 
-# Figures of the paper: what they show, and the file without which there is none; {} stands for the results' folder.
-FIGURES = (
-    ("1", "curves on retrieval", "{}/curves/retrieval-peerread-30k-mgk-2-paper-s0.csv"),
-    ("2", "maps and ranks on retrieval", "{}/retrieval-peerread-30k-analysis/ranks.csv"),
-    ("3", "FLOPs and parameters", "{}/../docs/figures/figure-3a.png"),
-    ("4", "curves of the language model", "{}/curves/enwiki-lm-2-softmax-8-paper-s0.csv"),
-    ("5", "maps of the language model", "{}/enwiki-lm-2-analysis/ranks.csv"),
-    ("6", "ranks of the language model", "{}/enwiki-lm-2-analysis/ranks.csv"),
-    ("7", "FLOPs and parameters of the ways to learn", "{}/../docs/figures/figure-7.png"),
-    ("8", "maps of linear attention on retrieval", "{}/retrieval-peerread-30k-linear-analysis/ranks.csv"),
+# The recipes that stand for the tasks of Tables 1, 2 and 4, in their order.
+LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-30k")
+
+# Figures of the paper: what they show, and the files, seen from the results' folder, without which there is none.
+FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("1", "curves on retrieval", ("curves/retrieval-peerread-30k-mgk-2-paper-s0.csv",)),
+    (
+        "2",
+        "maps and ranks on retrieval",
+        ("retrieval-peerread-30k-analysis/maps-1.png", "retrieval-peerread-30k-analysis/ranks.csv"),
+    ),
+    ("3", "FLOPs and parameters", ("../docs/figures/figure-3a.png", "../docs/figures/figure-3b.png")),
+    ("4", "curves of the language model", ("curves/enwiki-lm-2-softmax-8-paper-s0.csv",)),
+    ("5", "maps of the language model", ("enwiki-lm-2-analysis/maps-1.png",)),
+    ("6", "ranks of the language model", ("enwiki-lm-2-analysis/ranks.csv",)),
+    ("7", "FLOPs and parameters of the ways to learn", ("../docs/figures/figure-7.png",)),
+    ("8", "maps of linear attention on retrieval", ("retrieval-peerread-30k-linear-analysis/maps-1.png",)),
 )
 
 # The folders of results/ that hold the analyses of figures 2, 5, 6 and 8.
@@ -118,5 +125,5 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
         )
     figures = [["figure (item 5)", "what", "from models of the size above"]]
     for number, what, needs in FIGURES:
-        figures.append([number, what, "yes" if Path(needs.format(results)).exists() else "no"])
+        figures.append([number, what, "yes" if all((results / each).exists() for each in needs) else "no"])
     return markdown(lines) + "\n\n" + markdown(figures)

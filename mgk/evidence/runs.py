@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+import shlex
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mgk import answers, recipes, tasks
 from mgk.compare import matching, shown
+from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row
 from mgk.summary import interval
+from mgk.variants import VARIANTS
 
 PRESET = "paper"
 # Stand-ins have no numbers of the paper; these recipes have those of the task they stand for.
@@ -88,6 +95,14 @@ class Found:
     def rows(self) -> list[Row]:
         return list(dict.fromkeys(run.row for run in self.runs))
 
+    def mean(self, row: Row) -> float | None:
+        """As shown, over the seeds that have learnt the task if any has, on the largest test set; None: not run."""
+        runs = [run for run in self.of(row) if run.learnt] or self.of(row)
+        if not runs:
+            return None
+        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
+        return statistics.mean(run.values[split] for run in runs if split in run.values)
+
     def kept(self, runs: list[Trained], split: str) -> list[np.ndarray]:
         """The runs' answers, where they were kept."""
         places = (answers.Place(self.recipe.name, r.row, PRESET, r.seed, split, r.setup) for r in runs)
@@ -100,8 +115,38 @@ class Found:
         return known.get(str(row))
 
 
+def departs(line: dict[str, str], recipe: Recipe) -> str:
+    """In words what settings a line of results has that are not the recipe's; "" if it has none."""
+    words = shlex.split(line.get("command") or "")
+    settings = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
+    settings += [value for option, value in pairwise(words) if option == "--set"]
+    try:
+        same = recipe.with_settings(settings) == recipe
+    except ValueError:
+        same = False
+    if not same:
+        return " ".join(f"--set {setting}" for setting in settings)
+    config: Any = OBJECTIVES[tasks.task(recipe.task).objective].config_class
+    wanted = VARIANTS[line["variant"]].components or recipe.model.get("num_components", config.num_components)
+    return "" if line.get("components") in (None, "", str(wanted)) else f"{line['components']} components"
+
+
+def own_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """The rows without those of these recipes that have other settings, and the names of what was left out."""
+    known = {name: recipes.load(name) for name in names}
+    kept, left = [], dict[str, None]()
+    for each in rows:
+        recipe = known.get(each["recipe"])
+        other = "" if recipe is None else departs(each, recipe)
+        if not other:
+            kept.append(each)
+        else:
+            left[f"{each['recipe']} {each['variant']}:{each['heads']} seed {each['seed']} ({other})"] = None
+    return kept, list(left)
+
+
 def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
-    """rows: of all files of results."""
+    """rows: of all files of results, none of them with other settings than the recipe's."""
     recipe = recipes.load(name)
     how = shown(recipe)
     runs: dict[tuple[Row, int], Trained] = {}
@@ -112,14 +157,21 @@ def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
     }
     order = {row: number for number, row in enumerate(recipe.rows)}
     for row in sorted(models, key=lambda row: (order.get(row, len(order)), str(row))):
-        for each in matching(own, recipe, row, PRESET, None):
+        mine = matching(own, recipe, row, PRESET, None)
+        judged = [each for each in mine if each["metric"] == how.metric]
+        setups = {each["setup"] for each in judged}
+        if len(setups) > 1:
+            raise ValueError(
+                f"{name} has results of {row} from {len(setups)} versions of the recipe or of its data "
+                f"(setups {', '.join(sorted(setups))}): keep one of them in {results}"
+            )
+        for each in judged:
             key = row, int(each["seed"])
-            if each["metric"] == how.metric:
-                run = runs.setdefault(key, Trained(*key))
-                run.values[each["split"]] = how.factor * float(each["value"])
-                run.examples[each["split"]] = int(each["n_examples"])
-                run.setup, run.params, run.flops = each["setup"], int(each["params"]), int(each["flops"])
-        for each in matching(own, recipe, row, PRESET, None):
+            run = runs.setdefault(key, Trained(*key))
+            run.values[each["split"]] = how.factor * float(each["value"])
+            run.examples[each["split"]] = int(each["n_examples"])
+            run.setup, run.params, run.flops = each["setup"], int(each["params"]), int(each["flops"])
+        for each in mine:
             found = runs.get((row, int(each["seed"])))
             if found is not None and each["metric"] == "plateau_left_at_step":
                 found.left_at = int(float(each["value"]))

@@ -91,6 +91,10 @@ sample of models.
 - **Parameters, FLOPs, time, memory**: counts exactly; the rest alone on the machine, where ratios cannot be told from \
 1 within {100 * TIMING:g} % (operators' times), {100 * STEPS:g} % (a training step) and {100 * MEMORY:g} % (its \
 memory): two measurements of the same step have differed by 4.5 %, of its memory by 13 %, and a ratio has two.
+- **sMGK + Hard-E is as good as sMGK** (Table 4): *holds* if the interval of (hard − soft, with as many heads) lies \
+above −margin, *does not hold* if below. The other ways of that table, priors from EM (Soft-E) and MGK + Hard-E, are \
+held to the same rule; of them the paper does not claim it, and its own MGK + Hard-E on ListOps (19.40, with a soft \
+assignment 37.13) is far from it.
 - **The interval** has two parts that are added as independent errors are. *Seeds*: Student's t, with the deviation \
 over seeds pooled over all models of the recipe that have two or more (assumed alike for all; with few seeds it is \
 itself hardly known, which the t-factor pays for). *Examples*: the difference on the same test examples, of the \

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.checks import fail, number, one_of, positive_integer
+from mgk.features import NAMED
 from mgk.how import How
 from mgk.models.adaptive import TokenTable, check_cutoffs
 from mgk.variants import PRESETS, VARIANTS
@@ -94,8 +95,9 @@ class DecoderConfig:
 
     variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where fewer
     heads save. max_length: the length it is trained at; without a preset that keeps priors per position longer input is
-    possible. cutoffs: where the clusters of the adaptive softmax begin, none for a plain one. attention_dropout None
-    takes the preset's. DecoderConfig(V, **FORMS["modern"]) is the modern form.
+    possible. feature_map: of linear variants, one of "elu", "relu", "favor" and "dpfp". cutoffs: where the clusters of
+    the adaptive softmax begin, none for a plain one. attention_dropout None takes the preset's.
+    DecoderConfig(V, **FORMS["modern"]) is the modern form.
     """
 
     vocab_size: int
@@ -143,6 +145,7 @@ class DecoderConfig:
 
 TABLES: dict[str, dict[str, Any]] = {
     "preset": PRESETS,
+    "feature_map": NAMED,
     "norm": NORMS,
     "norm_place": NORM_PLACES,
     "positions": POSITIONS,
@@ -164,7 +167,7 @@ class DecoderLayer(nn.Module):
             variant=variant,
             num_components=config.num_components,
             preset=config.preset,
-            feature_map=config.feature_map,
+            feature_map=NAMED[config.feature_map](config.head_dim),
             dropout=config.attention_dropout,
             is_causal=True,
             # The paper shares priors over positions, the authors' code keeps one for each.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mgk.attention import Attention
 from mgk.checks import fail, number, one_of, positive_integer
+from mgk.features import NAMED
 from mgk.kernels.masks import segments
 from mgk.models.embedding import lookup
 from mgk.variants import PRESETS, VARIANTS
@@ -26,8 +27,8 @@ class EncoderConfig:
 
     variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where
     fewer heads save. pooling: "mean" over the real tokens, or "mean-padded", which divides by the padded length.
-    attention_dropout None takes the preset's. documents 2 makes the matcher: one encoder for both, and a head on
-    [x, y, x∘y, x−y].
+    feature_map: of linear variants, one of "elu", "relu", "favor" and "dpfp". attention_dropout None takes the
+    preset's. documents 2 makes the matcher: one encoder for both, and a head on [x, y, x∘y, x−y].
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class EncoderConfig:
         if len(self.layer_variants) != self.num_layers:
             fail("variant", f"names {len(self.layer_variants)} layers of {self.num_layers}")
         one_of("preset", self.preset, PRESETS)
+        one_of("feature_map", self.feature_map, NAMED)
         one_of("pooling", self.pooling, POOLINGS)
         number("dropout", self.dropout, 0, 1)
 
@@ -101,7 +103,7 @@ class EncoderLayer(nn.Module):
             variant=variant,
             num_components=config.num_components,
             preset=config.preset,
-            feature_map=config.feature_map,
+            feature_map=NAMED[config.feature_map](config.head_dim),
             dropout=config.attention_dropout,
             # The paper shares priors over positions, the authors' code keeps one for each.
             max_positions=None if config.preset == "paper" else config.max_length,

@@ -14,6 +14,13 @@ from mgk.variants import VARIANTS
 SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
 PADDINGS = ("packed", "full", "longest")
+# What a row and the preset say of a model, and the options that say it: as a setting it would be overruled.
+SAID_BY = {
+    "variant": "--variant or --rows (models whose layers differ are made in Python, by the variant of their config)",
+    "num_heads": "--heads or --rows",
+    "num_kv_heads": "--kv-heads or --rows",
+    "preset": "--preset",
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,10 @@ class Recipe:
     paper: dict[str, float] = field(default_factory=dict)
     # Accuracy on the development set, in per cent, above which a run has left the plateau that the task begins with.
     plateau: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in (key for key in SAID_BY if key in self.model):
+            fail(f"model.{key}", f"(from --set or the recipe) is no setting: give {SAID_BY[key]}")
 
     def with_settings(self, settings: list[str]) -> Recipe:
         """With "key=value" for each setting: a field of the training, or one of the model as "model.key=value"."""
