@@ -12,7 +12,7 @@ from mgk.answers import Place
 from mgk.evidence import claims, costs, heads, plan, verdicts
 from mgk.evidence.comparing import Compared, compare, pooled
 from mgk.evidence.figures import DRAWN_FROM
-from mgk.evidence.page import MADE, fill, found_analyses, gather
+from mgk.evidence.page import MADE, fill, gather
 from mgk.evidence.runs import find
 from mgk.evidence.verdicts import FAILS, HOLDS, MISSING, OPEN, SO_FAR
 from mgk.recipes import Row
@@ -206,7 +206,7 @@ def test_a_hard_assignment_is_held_against_the_soft_one_and_what_is_not_claimed_
         "mgk-hard:1 − mgk:1": (FAILS, True),
         "mgk-em:1 − mgk:1": (MISSING, True),
     }
-    made = gather(tmp_path, []).parts
+    made = gather(tmp_path).parts
     assert "Verdict, sMGK + Hard-E is as good as sMGK: **holds** on ListOps (lr 4e-4)." in made["ways"]
     assert "Verdict, the other ways of Table 4: **does not hold** on ListOps (lr 4e-4)." in made["ways"]
     assert "| not claimed: mgk-hard:1 − mgk:1 | −17.73 |" in made["ways"]
@@ -220,12 +220,12 @@ def test_an_average_is_over_all_three_tasks_or_is_none(tmp_path):
         record(tmp_path, recipe, "smgk:4", 0, share, left=500)
         record(tmp_path, recipe, "softmax:8", 0, share, left=500)
     row = "| smgk:4 | 36.00 | 65.00 | "
-    made = gather(tmp_path, []).parts["averages"]
+    made = gather(tmp_path).parts["averages"]
     assert f"{row}– | – | 61.85 |" in made
     assert made.endswith("No model has been run on all three tasks yet, so that there is no average.")
     for seed, share in enumerate((0.52, 0.05, 0.54)):  # the second has not learnt the task
         record(tmp_path, "retrieval-peerread-30k", "smgk:4", seed, share)
-    made = gather(tmp_path, []).parts["averages"]
+    made = gather(tmp_path).parts["averages"]
     assert f"{row}53.00 | 51.33 | 61.85 |" in made
     assert "no average" not in made
     assert "softmax:8" not in made  # not planned on retrieval, and not run
@@ -250,13 +250,13 @@ def test_less_perplexity_is_better(tmp_path):
 
 def test_what_has_not_run_is_not_guessed(tmp_path):
     (tmp_path / "empty.csv").write_text(",".join(results.COLUMNS) + "\n")
-    made = gather(tmp_path, []).parts
+    made = gather(tmp_path).parts
     for name in ("half", "same", "linear", "heads"):
         assert HOLDS not in made[name]
         assert "Not measured yet" in made[name] or MISSING in made[name]
     assert "0 of 72" in made["queue"]
     record(tmp_path, "listops-4e-4", "smgk:4", 0, 0.36, left=500)
-    made = gather(tmp_path, []).parts
+    made = gather(tmp_path).parts
     assert "1 of 72" in made["queue"]
     assert "smgk:4 − softmax:8 |" not in made["half"]
 
@@ -282,7 +282,7 @@ def test_only_what_was_timed_alone_counts(tmp_path):
 def test_runs_with_other_settings_than_the_recipe_s_are_left_out_and_named(tmp_path, other):
     for row in ("softmax:8", "smgk:4"):
         record(tmp_path, "listops", row, 0, 0.36, left=500)
-    own = gather(tmp_path, []).parts
+    own = gather(tmp_path).parts
     record(tmp_path, "listops", "smgk:4", 0, 0.2, left=500, setup="other", params=7, **other)
     alone = {"metric": "step_ms_alone", "value": 3, "setup": "other", **other}
     results.append(tmp_path / "listops.csv", [{**results.read([tmp_path / "listops.csv"])[-1], **alone}])
@@ -290,7 +290,7 @@ def test_runs_with_other_settings_than_the_recipe_s_are_left_out_and_named(tmp_p
     result = CliRunner().invoke(commands.app, ["evidence", "--results", str(tmp_path), "--page", str(page)])
     assert result.exception is None, result.output
     said = f"listops smgk:4 seed 0 ({'4 components' if 'components' in other else '--set model.num_components=4'})"
-    made = gather(tmp_path, [])
+    made = gather(tmp_path)
     assert made.left_out == [said]
     assert (
         made.parts.pop("runs") == own.pop("runs") + f"\n\nLeft out, since their settings are not the recipe's: {said}."
@@ -312,7 +312,7 @@ def test_settings_that_are_the_recipe_s_own_change_nothing(tmp_path):
             components=1 + (row == "smgk:4"),
             command="mgk --set warmup=1000",
         )
-    made = gather(tmp_path, [])
+    made = gather(tmp_path)
     assert not made.left_out
     assert "| smgk:4 | 0 | 36.00 |" in made.parts["runs"]
 
@@ -384,7 +384,7 @@ def test_prose_stays_and_unknown_parts_are_refused():
 
 @pytest.fixture(scope="module")
 def made():
-    return gather(ROOT / "results", found_analyses(ROOT / "results", ROOT / "docs" / "figures"))
+    return gather(ROOT / "results")
 
 
 def test_the_committed_pages_are_what_the_command_makes(made):

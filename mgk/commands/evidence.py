@@ -20,13 +20,13 @@ def evidence(
     figures: Annotated[Path | None, typer.Option(help="Where pictures go; default: figures/ beside the page.")] = None,
 ) -> None:
     """Hold what results/ has against the paper's claims: tables, intervals, verdicts, pictures. Trains nothing."""
-    from mgk.evidence.page import empty, fill, found_analyses, gather
+    from mgk.evidence.page import empty, fill, gather
     from mgk.files import write_atomically
 
     if not any(results.glob("*.csv")):
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first")
     folder = figures or page.parent / "figures"
-    made = gather(results, found_analyses(results, folder))
+    made = gather(results)
     text = page.read_text(encoding="utf-8") if page.exists() else empty(made.parts)
     filled = fill(text, made.parts)
     if made.left_out:

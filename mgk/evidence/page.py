@@ -29,12 +29,11 @@ class Evidence:
     left_out: list[str]  # trainings with other settings than their recipe's
 
 
-def gather(results: Path, analyses: Iterable[Path]) -> Evidence:
-    """analyses: folders that `mgk analyze` wrote."""
+def gather(results: Path) -> Evidence:
     measured = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
     rows, left_out = own_settings(measured, [each.recipe for each in plan.EXPERIMENTS])
     parts = [Part(each, find(rows, each.recipe, results)) for each in plan.EXPERIMENTS]
-    seen = {folder.name: heads.read(folder) for folder in sorted(analyses)}
+    seen = {folder.name: heads.read(folder) for folder in _analyses(results)}
     seen = {name: found for name, found in seen.items() if heads.judged(found)}
     text = {
         "rules": verdicts.RULES,
@@ -66,9 +65,9 @@ def _left_out(names: list[str]) -> list[str]:
     return [f"Left out, since their settings are not the recipe's: {', '.join(names)}."] if names else []
 
 
-def found_analyses(results: Path, figures: Path) -> list[Path]:
-    """Those of trained models among the results, and those of small models beside the figures."""
-    return [path.parent for folder in (results, figures) for path in sorted(folder.glob("*/pairs.csv"))]
+def _analyses(results: Path) -> list[Path]:
+    """The folders among the results that `mgk analyze` wrote."""
+    return sorted(path.parent for path in results.glob("*/pairs.csv"))
 
 
 def _joined(texts: Iterable[str]) -> str:
