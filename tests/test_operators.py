@@ -335,6 +335,28 @@ def test_mixture(backend, op, shape, similarity, assignment, dtype, poisoned, or
     oracle_case(backend, op + ("-hard" if assignment == "hard" else ""), dtype)
 
 
+SOFTMAX_SHAPES = {
+    "self": Shape(M=1, L=17, S=17, prior=None),
+    "cross": Shape(M=1, L=13, S=31, D=33, E=7, prior=None, scale="number"),
+    "causal": Shape(M=1, L=37, S=37, D=64, E=64, prior=None, causal="top-left"),
+    "one-query": Shape(M=1, H=6, L=1, S=33, D=64, E=64, prior=None, causal="bottom-right"),
+    "gqa": Shape(M=1, H=4, L=15, S=18, D=3, E=4, prior=None),
+    "bool": Shape(M=1, L=14, S=11, mask="bool", prior=None),
+    "rows": Shape(M=1, L=7, S=12, mask="rows", prior=None),
+    "key-mask": Shape(M=1, H=4, L=13, S=29, mask="key", prior=None),
+    "float": Shape(M=1, L=12, S=15, mask="float", prior=None),
+    "float-constant": Shape(M=1, H=4, L=9, S=13, D=3, mask="float-head", prior=None),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SOFTMAX_SHAPES.values(), ids=SOFTMAX_SHAPES)
+def test_softmax(shape, dtype, poisoned, oracle_case):
+    """One component and "dot", which PyTorch's own attention runs."""
+    compare("mgk", "plain", shape, dtype, {"similarity": "dot", "assignment": "soft"})
+    oracle_case("plain", "softmax", dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("feature_map", ["elu", "relu"])
 @pytest.mark.parametrize("shape", LINEAR_SHAPES.values(), ids=LINEAR_SHAPES)
