@@ -386,7 +386,8 @@ class Attention(nn.Module):
         """An empty cache for decoding `batch_size` sequences of up to `max_length` tokens."""
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
-        like = self.value.weight
+        # Not the weight of a projection, in whose place there may be another module.
+        like = next(x for x in (*self.parameters(), *self.buffers()) if x.is_floating_point())
         heads, width = self.num_kv_heads, self.head_dim
         if self.is_linear:
             nothing = like.new_zeros(batch_size, heads, 0, width).detach()
@@ -397,8 +398,10 @@ class Attention(nn.Module):
         components = () if self.keys.shift is not None else (self.num_components,)
         keys = like.new_zeros(batch_size, heads, *components, max_length, width)
         value = like.new_zeros(batch_size, heads, max_length, width)
-        positions = None
-        if getattr(self.prior, "positions", None) is not None:
+        positions, known = None, getattr(self.prior, "positions", None)
+        if known is not None:
+            if max_length > known:
+                fail("max_length", f"= {max_length} is more than the {known} positions of the prior (max_positions)")
             positions = torch.zeros(batch_size, max_length, dtype=torch.long, device=like.device)
         return KeyValueCache(max_length, keys.detach(), value.detach(), positions)
 
