@@ -303,7 +303,8 @@ class Attention(nn.Module):
         """EM: what this training batch says replaces the prior (and variance) that it has used."""
         if not self.training or not torch.is_grad_enabled():
             return
-        updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
+        # A tuple: the compiler of torch 2.6 does not know `EMPrior | EMVariance`.
+        updated = [part for part in (self.prior, self.variance) if isinstance(part, (EMPrior, EMVariance))]
         if updated and not recomputing():
             statistics = em_statistics(call, spread=isinstance(self.variance, EMVariance))
             for part in updated:
