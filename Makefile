@@ -56,9 +56,9 @@ OLDEST := .venv/torch-2.6
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	python3 -m venv --clear $(OLDEST)
-	grep -vE '^(torch|triton|numpy|sympy)==' constraints.txt > $(OLDEST)/constraints.txt
+	grep -vE '^(torch|triton|numpy|sympy|ml_dtypes)==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
-	  "torch==2.6.*" "numpy==1.26.*" -e ".[train]" pytest pytest-xdist hypothesis
+	  "torch==2.6.*" "numpy==1.26.*" -e ".[dev]"
 	touch $@
 
 test-oldest: $(OLDEST)/.installed ## Run the tests that need no GPU under the oldest torch, 2.6
