@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1. Written out, because elu(x) + 1 rounds to exactly 0 below -17 in fp32."""
-    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. Not by clamp, whose slope
-    # at 0 is 0 from torch 2.15 on: that of elu is 1.
+    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. Not by clamp: its slope
+    # at 0 is 0 from torch 2.15 on, that of elu is 1.
     positive = x > 0
     return torch.where(positive, x + 1, x.masked_fill(positive, 0).exp())
 
