@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-quick test-hf test-gpu lint format bench clean
+.PHONY: help install browser demo test test-quick test-hf test-oldest test-gpu lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,19 @@ test-hf: $(OLD_HF) ## Run the tests of mgk/hf under the Transformers of .venv an
 	$(PYTEST) tests/test_hf*.py
 	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
 	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/test_hf*.py
+
+# The oldest torch of pyproject.toml and a NumPy of its time, in an environment of their own.
+OLDEST := .venv/torch-2.6
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	python3 -m venv --clear $(OLDEST)
+	grep -vE '^(torch|triton|numpy|sympy|ml_dtypes)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
+	  "torch==2.6.*" "numpy==1.26.*" -e ".[dev]"
+	touch $@
+
+test-oldest: $(OLDEST)/.installed ## Run the tests that need no GPU under the oldest torch, 2.6
+	$(PYTEST:$(BIN)/%=$(OLDEST)/bin/%) -m "not gpu"
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3), in SHARDS processes
 	@mkdir -p build; for part in $$(seq $(SHARDS)); do \

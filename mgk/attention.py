@@ -321,7 +321,8 @@ class Attention(nn.Module):
         """
         if not self.training or not torch.is_grad_enabled():
             return
-        updated = [part for part in (self.prior, self.variance) if isinstance(part, EMPrior | EMVariance)]
+        # A tuple: the compiler of torch 2.6 does not know `EMPrior | EMVariance`.
+        updated = [part for part in (self.prior, self.variance) if isinstance(part, (EMPrior, EMVariance))]
         if updated and not counted_already():
             counted = how.counted() if self_attention and how.cache is None else None
             statistics = em_statistics(call, counted=counted, spread=isinstance(self.variance, EMVariance))

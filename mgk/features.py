@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1. Written out, because elu(x) + 1 rounds to exactly 0 below -17 in fp32."""
-    # The clamp keeps exp finite where it is not selected: inf × 0 would be NaN in the backward.
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. Not by clamp: its slope
+    # at 0 is 0 from torch 2.15 on, that of elu is 1.
+    positive = x > 0
+    return torch.where(positive, x + 1, x.masked_fill(positive, 0).exp())
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "relu": torch.relu}

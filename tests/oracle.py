@@ -92,7 +92,7 @@ def m_step(query, gamma):
 
 def elu(x: Tensor) -> Tensor:
     """elu(x) + 1."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
 FEATURE_MAPS = {"elu": elu, "relu": torch.relu}

@@ -344,7 +344,8 @@ def test_the_columns_of_bench_have_names_that_stand_above_them(monkeypatch):
     assert result.exception is None, result.output
     lines = result.output.splitlines()
     place = next(n for n, line in enumerate(lines) if line.startswith("part "))
-    header, row = lines[place], lines[place + 1]
+    # A torch without one of the others says so in a line of its own: 2.6 has no flash attention for shared keys here.
+    header, row = lines[place], next(line for line in lines[place:] if line.startswith("speed "))
     assert len(header) == len(row)
     for name, cell in (("part", "speed"), ("B x H x N x D", "1x2x40x8"), ("pass", "forward"), ("variant", "softmax")):
         assert header.index(name) == row.index(cell)

@@ -40,6 +40,12 @@ def test_elu_plus_one_does_not_vanish(dtype, x):
     assert torch.autograd.grad(found, x)[0] > 0
 
 
+def test_elu_plus_one_has_slope_one_at_zero():
+    """torch 2.15 gives a clamp slope 0 there."""
+    x = torch.zeros(2, dtype=F64, requires_grad=True)
+    assert torch.autograd.grad(elu_plus_one(x).sum(), x)[0].tolist() == [1, 1]
+
+
 def test_elu_plus_one_and_its_gradient():
     x = torch.tensor([-200.0, -3.0, -0.0, 0.5, 200.0], requires_grad=True)
     close(elu_plus_one(x), torch.tensor([0.0, math.exp(-3), 1.0, 1.5, 201.0]), 1e-6)

@@ -73,6 +73,26 @@ def test_a_command_asks_for_what_it_needs(missing, tmp_path):
     assert f"extra 'train' ({missing} is missing): pip install" in said
 
 
+OLD_TRITON = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from mgk.kernels import fused, fused_linear
+print(fused.refuses(None), fused_linear.refuses(None), sep="\\n")
+"""
+
+
+def test_an_old_triton_is_refused(tmp_path):
+    """The kernels import what came with 3.4; torch before 2.8 brings an older one."""
+    (tmp_path / "triton" / "tools").mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('looked at, not imported')")
+    assert [line.split(",")[0] for line in run(OLD_TRITON, str(tmp_path)).splitlines()] == [
+        "the kernels need Triton 3.4 or newer"
+    ] * 2
+    (tmp_path / "triton" / "tools" / "tensor_descriptor.py").touch()
+    looked = "from mgk.kernels import fused; print(fused.NO_TRITON)"
+    assert run(f"import sys; sys.path.insert(0, sys.argv[1]); {looked}", str(tmp_path)) == "None"
+
+
 def test_it_does_not_import_the_optional_packages():
     code = "import sys, torch; before = set(sys.modules); import mgk; print(*sorted(set(sys.modules) - before))"
     added = {name.split(".")[0] for name in run(code).split()}

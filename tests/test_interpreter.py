@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from mgk.kernels.fused import NO_TRITON
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run on the GPU")
 def test_the_kernels_under_the_interpreter():
     """Triton decides when it is imported whether to interpret, so they need a process of their own."""

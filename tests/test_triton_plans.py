@@ -280,9 +280,8 @@ def test_either_setting_of_tf32():
         matmul.allow_tf32 = False
 
 
-@pytest.mark.skipif(triton_launcher.knobs is None, reason="this Triton has other hooks")
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_of_triton_are_called(hook, stream):
+def test_hooks_of_triton_are_called(hook, stream, monkeypatch):
     """Profilers of kernels see them by these."""
     kernel, x = Kernel(), torch.zeros(8)
     hooks = getattr(triton_launcher.knobs, hook)
@@ -291,11 +290,12 @@ def test_hooks_of_triton_are_called(hook, stream):
         pass
 
     launch(step_of(kernel), (x,), ())
-    hooks.add(look)
-    try:
+    with monkeypatch.context() as patch:
+        if hooks is None:  # Triton 3.4 has one hook instead of a chain of them
+            patch.setattr(triton_launcher.knobs, hook, look)
+        else:
+            patch.setattr(hooks, "calls", [look])
         launch(step_of(kernel), (x,), ())
-    finally:
-        hooks.remove(look)
     assert kernel.by_hooks == [((3, 2, 1), (x.data_ptr(), 16, 7, 2, 0))]
     launch(step_of(kernel), (x,), ())
     assert len(kernel.by_hooks) == len(kernel.launched) == 1

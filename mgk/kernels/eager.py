@@ -24,7 +24,9 @@ def refuses(call: MixtureCall) -> str | None:
 
 def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     """Inside, nothing is converted to half precision. The meta device knows no autocast."""
-    return nullcontext() if like.device.type == "meta" else torch.autocast(like.device.type, enabled=False)
+    kind = like.device.type
+    # Only where it is on: a program that torch 2.6 exports cannot be saved with such a region in it.
+    return torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,14 +3,27 @@
 import importlib.util
 import math
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mgk.arguments import MixtureCall
 
+
+def _unusable_triton() -> str | None:
+    """Why the kernels cannot be imported, or None. Triton is looked at, not imported: that takes long."""
+    found = importlib.util.find_spec("triton")
+    if found is None:
+        return "Triton is not installed"
+    places = found.submodule_search_locations or ()
+    if any(Path(place, "tools", "tensor_descriptor.py").is_file() for place in places):
+        return None
+    return "the kernels need Triton 3.4 or newer, which comes with torch 2.8"
+
+
 # Looked up once: the import system cannot be traced by torch.compile.
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+NO_TRITON = _unusable_triton()
 MAX_WIDTH = 256
 MAX_COMPONENTS = 8
 DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
@@ -24,8 +37,8 @@ CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 
 def refuses(call: MixtureCall) -> str | None:
     """Why the fused kernels do not cover this call, or None."""
-    if not HAS_TRITON:
-        return "Triton is not installed"
+    if NO_TRITON is not None:
+        return NO_TRITON
     query, value = call.query, call.value
     if not query.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels need a CUDA device, query is on {query.device.type}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from mgk.arguments import LinearCall
 from mgk.features import FEATURE_MAPS
 from mgk.kernels.direct import observed
-from mgk.kernels.fused import HAS_TRITON, MAX_WIDTH
+from mgk.kernels.fused import MAX_WIDTH, NO_TRITON
 
 MAX_HEADS = 65_535  # programs along the second axis of a grid
 # The numbers by which the kernels know them.
@@ -19,9 +19,9 @@ MAPS = {FEATURE_MAPS["elu"]: 0, FEATURE_MAPS["relu"]: 1}
 
 def refuses(call: LinearCall) -> str | None:
     """Why the kernels do not cover this call, or None."""
+    if NO_TRITON is not None:
+        return NO_TRITON
     query = call.query
-    if not HAS_TRITON:
-        return "Triton is not installed"
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels need a CUDA device, query is on {query.device.type}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):

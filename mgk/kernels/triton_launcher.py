@@ -8,12 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.knobs import runtime as knobs
 from triton.runtime import driver
-
-try:
-    from triton.knobs import runtime as knobs
-except ImportError:  # before Triton 3.4
-    knobs = None
 
 
 class Ready(NamedTuple):
@@ -86,7 +82,7 @@ def launch(step: Launch, tensors: tuple[Any, ...], floats: tuple[float, ...]) ->
     if ready is None:
         _examined(step, device, tensors, floats, uneven)
         return
-    observed = knobs is None or _called(knobs.launch_enter_hook) or _called(knobs.launch_exit_hook)
+    observed = _called(knobs.launch_enter_hook) or _called(knobs.launch_exit_hook)
     for compiled, run, function, metadata, tail in ready:
         if observed:
             compiled[step.grid](*addresses, *floats, *tail)

@@ -37,7 +37,8 @@ def one_token(
     b_norm = tl.load(head_of(norm, batch, head, n_b, n_h) + o_d, mask=m_d, other=0.0) + b_mixed
     i_state = (batch * HK + head).to(tl.int64) * D
     tl.store(new_total + (i_state + o_d[:, None]) * E + o_e[None, :], b_total, mask=inside)
-    tl.store(new_norm + i_state + o_d, b_norm, mask=m_d & (tl.program_id(0) == 0))
+    if tl.program_id(0) == 0:
+        tl.store(new_norm + i_state + o_d, b_norm, mask=m_d)
     for g in range(GROUP):
         i_h = head * GROUP + g
         b_q = tl.load(head_of(query, batch, i_h, q_b, q_h) + o_d, mask=m_d, other=0.0).to(tl.float32)
