@@ -120,7 +120,7 @@ def bag(pairs: Pairs, lr: float, steps: int, n: int) -> Iterator[Probed]:
     share = recipe.training.warmup / recipe.training.steps
     settings = Training(steps=steps, lr=lr, warmup=round(share * steps), batch_size=recipe.training.batch_size)
     torch.manual_seed(0)
-    model = Bag(EncoderConfig(512, 2, BYTES, documents=2, dropout=0.0), pairs.counts(n))
+    model = Bag(EncoderConfig(512, 2, BYTES, variant="softmax", documents=2, dropout=0.0), pairs.counts(n))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=settings.eps, weight_decay=0.0)
     schedule = SCHEDULERS[settings.schedule](optimizer, settings)
     order = Order(len(pairs.labels["train"]), 0)
@@ -167,7 +167,7 @@ def by_heart(pairs: Pairs) -> Iterator[Probed]:
     """The matcher itself on a few pairs, cut short: a mistake in packing or labels would show."""
     torch.manual_seed(0)
     examples = Examples(pairs.splits["train"], BYTES, torch.device("cpu"))
-    model = Classifier(EncoderConfig(512, 2, BYTES, documents=2, num_heads=2, dropout=0.0))
+    model = Classifier(EncoderConfig(512, 2, BYTES, variant="softmax", documents=2, num_heads=2, dropout=0.0))
     settings = Training(steps=150, warmup=0, lr=1e-3, schedule="constant")
     fit(model, examples, settings, PAIRS)
     words = f"the matcher, 2 softmax heads, on {PAIRS} training pairs of {BYTES} bytes, {settings.steps} steps"
@@ -185,7 +185,7 @@ def short(pairs: Pairs, attends: bool) -> Iterator[Probed]:
     """The matcher on the beginnings of all documents, with attention and positions or with neither."""
     torch.manual_seed(0)
     examples = {name: Examples(split, SHORT, torch.device("cpu")) for name, split in pairs.splits.items()}
-    model = Classifier(EncoderConfig(512, 2, SHORT, documents=2, num_heads=1, dropout=0.0))
+    model = Classifier(EncoderConfig(512, 2, SHORT, variant="softmax", documents=2, num_heads=1, dropout=0.0))
     settings = Training(steps=2000, warmup=533, lr=1e-3)
     if not attends:
         model.positions.data.zero_()

@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all of the layer's weights anew, those of its parts too: call it after theirs, as `apply` does."""
-        for part in self.children():
+        for part in [*self.modules()][:0:-1]:
             getattr(part, "reset_parameters", lambda: None)()
         self._reset_own()
 
@@ -399,10 +399,8 @@ class Attention(nn.Module):
         components = () if self.keys.shift is not None else (self.num_components,)
         keys = like.new_zeros(batch_size, heads, *components, max_length, width)
         value = like.new_zeros(batch_size, heads, max_length, width)
-        positions, known = None, getattr(self.prior, "positions", None)
-        if known is not None:
-            if max_length > known:
-                fail("max_length", f"= {max_length} is more than the {known} positions of the prior (max_positions)")
+        positions = None
+        if getattr(self.prior, "positions", None) is not None:
             positions = torch.zeros(batch_size, max_length, dtype=torch.long, device=like.device)
         return KeyValueCache(max_length, keys.detach(), value.detach(), positions)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -51,9 +51,9 @@ def flag(name: str, value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fail(name, f"must be a positive integer, got {value!r}")
-    return int(value)
+    return value
 
 
 def check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Tensor:

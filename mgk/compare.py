@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 import subprocess
 import time
 from contextlib import nullcontext
@@ -45,8 +46,11 @@ class Job:
 
     @property
     def wants_memory(self) -> bool:
-        """Failed for want of it, while others had some too."""
-        return self.failed and self.shared and NO_MEMORY.search(self.log.read_bytes()[self.logged :]) is not None
+        """Failed for want of it, while others had some too. Of the machine's, the system kills without a word."""
+        if not self.failed or not self.shared or self.process is None:
+            return False
+        killed = self.process.returncode == -signal.SIGKILL
+        return killed or NO_MEMORY.search(self.log.read_bytes()[self.logged :]) is not None
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ class FAVOR(nn.Module):
         self.register_buffer("directions", torch.empty(features, head_dim))
         self.redraw()
 
+    def reset_parameters(self) -> None:
+        self.redraw()
+
     @torch.no_grad()
     def redraw(self) -> None:
         count, width = self.directions.shape
@@ -104,10 +107,13 @@ class L1Features(nn.Module):
         return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)
 
 
+def _of_any_width(feature_map: Callable[[Tensor], Tensor]) -> Callable[[int], Callable[[Tensor], Tensor]]:
+    return lambda head_dim: feature_map
+
+
 # What a model's configuration may name, made for a width of heads.
 NAMED: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
-    "elu": lambda head_dim: elu_plus_one,
-    "relu": lambda head_dim: torch.relu,
+    **{name: _of_any_width(known) for name, known in FEATURE_MAPS.items()},
     "favor": FAVOR,
     "dpfp": lambda head_dim: DPFP(),
 }

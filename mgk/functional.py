@@ -84,8 +84,8 @@ def mgk_attention(
         keys: [B, Hk, M, S, D]; Hk divides H, and a group of H/Hk query heads shares keys, value, prior and scale.
         value: [B, Hk, S, E].
         attn_mask: broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
-            logits, with a gradient; below -1e30, as -inf and finfo.min are, it hides. May come together with is_causal;
-            both apply.
+            logits, with a gradient; below -1e30, as -inf and the least number of fp32 and bf16
+            are, it hides. May come together with is_causal; both apply.
         is_causal: True aligns the diagonal top-left, as SDPA does; "bottom-right" is for queries at the end of a cache.
         dropout_p: dropout on the attention weights.
         scale: 1/σ², a number or broadcastable to [Hk, M] (backend eager: also [B, Hk, M, S]). Default 1/√D.
@@ -253,8 +253,8 @@ def _passed_over(name: str, backend: Backend, call: Any) -> str | None:
         return reason
     if call.query.dtype == torch.float64:
         return "auto computes fp64 by the equations"
-    # Only where a compiler looks on: to ask takes longer than the rest.
-    if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+    # Only where somebody records what is done: to ask takes longer than the rest.
+    if (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
         return "ONNX knows the equations alone"
     return None
 

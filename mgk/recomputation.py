@@ -40,6 +40,13 @@ def _region() -> Callable[..., Any] | None:
     return None if hooks is None else hooks[1]
 
 
+@torch.compiler.assume_constant_result
+def _refuse_region() -> None:
+    """Called once a compilation, as a constant: what is raised here stops it, and is not left to run uncompiled."""
+    if _top_hooks is not None and _top_hooks(True) is not None:
+        raise RuntimeError(f"a compiled EM layer is trained in a checkpointed region: {REMEDY}")
+
+
 def counted_already() -> bool:
     """Whether the training forward that runs now is run again, and what it says has been counted the first time."""
     if not recomputing():
@@ -72,6 +79,7 @@ class History:
     def use(self, current: Tensor) -> Tensor:
         """The state to be used by the forward that runs now: the current one, or if it is run again, what it was."""
         if torch.compiler.is_compiling():
+            _refuse_region()
             return current
         region = _region()
         if region is None:

@@ -1,6 +1,5 @@
 """mgk.Attention as a module: files, devices, dropout, precision, what it says of itself."""
 
-import numpy as np
 import pytest
 import torch
 from exact import F64, close, randn
@@ -112,10 +111,20 @@ def test_reset_parameters_draws_all_that_there_is(variant, preset):
     layer = Attention(EMBED, H, head_dim=D, variant=variant, **options, device="meta").to_empty(device="cpu")
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.data.fill_(77)
-    layer.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    layer.reset_parameters()
     for (name, found), (_, wanted) in zip(layer.state_dict().items(), fresh.state_dict().items(), strict=True):
         assert found.abs().max() < 77, name
         close(found.std(correction=0), wanted.std(correction=0), 0.25 * float(wanted.std(correction=0)) + 1e-7)
+
+
+@pytest.mark.parametrize("preset", ["paper", "ref-lm"])
+def test_reset_parameters_draws_the_directions_of_features(preset):
+    layer = Attention(EMBED, H, head_dim=D, variant="mlk", preset=preset, feature_map=mgk.FAVOR(D), device="meta")
+    layer = layer.to_empty(device="cpu")
+    for buffer in layer.buffers():
+        buffer.fill_(77)
+    layer.reset_parameters()
+    assert all(buffer.abs().max() < 77 for buffer in layer.buffers())
 
 
 def test_other_modules_in_the_place_of_projections():
@@ -138,7 +147,3 @@ def test_other_modules_in_the_place_of_projections():
 
     layer.value = Packed(layer.value)
     close(layer(x), wanted)
-
-
-def test_sizes_of_numpy_are_sizes():
-    assert Attention(np.int64(EMBED), np.int32(H), head_dim=np.int64(D)).head_dim == D

@@ -157,3 +157,14 @@ def test_reentrant_checkpointing_of_a_layer_that_is_not_trained():
     wanted = torch.autograd.grad(layer(x).sum(), x)[0]
     checkpoint(layer, x, use_reentrant=True).sum().backward()
     close(x.grad, wanted)
+
+
+@pytest.mark.skipif(recomputation._top_hooks is None, reason="this torch does not tell what is checkpointed")
+def test_a_compiled_layer_in_a_checkpoint_is_refused():
+    """Not left to move its prior twice, with gradients of the second."""
+    layer = torch.compile(make("mgk-em"), backend="aot_eager")
+    x = randn(B, L, EMBED)
+    with pytest.raises(Exception, match="compiled EM layer is trained in a checkpointed region: checkpoint with"):
+        checkpoint(layer, x, use_reentrant=False)
+    torch.compiler.reset()
+    layer(x).sum().backward()

@@ -117,7 +117,10 @@ class Found:
 
 def departs(line: dict[str, str], recipe: Recipe) -> str:
     """In words what settings a line of results has that are not the recipe's; "" if it has none."""
-    words = shlex.split(line.get("command") or "")
+    try:
+        words = shlex.split(line.get("command") or "")
+    except ValueError:
+        return f"the command {line['command']}, which nobody can read"
     settings = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
     settings += [value for option, value in pairwise(words) if option == "--set"]
     try:

@@ -88,9 +88,8 @@ def convert(
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     chosen = {name: seen[name] for name in _chosen(list(seen), layers)}
     for layer in chosen.values():
-        mixture = MixtureKeys(layer.key_heads, num_components, layer.head_dim, layer.module.config, **layer.place)
-        mixture.reset_parameters(shift_std)
-        install(layer.module, mixture)
+        sizes = (layer.key_heads, num_components, layer.head_dim)
+        install(layer.module, MixtureKeys(*sizes, layer.module.config, shift_std=shift_std, **layer.place))
     try:
         _check_unchanged(model, before, _outputs(model, example))
     except Exception:

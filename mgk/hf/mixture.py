@@ -39,16 +39,26 @@ class MixtureKeys(nn.Module):
     τ has a gradient there, and once it has moved they have one too. Keys are cached without their shifts.
     """
 
-    def __init__(self, heads: int, components: int, head_dim: int, config: PreTrainedConfig, **place: Any):
+    def __init__(
+        self,
+        heads: int,
+        components: int,
+        head_dim: int,
+        config: PreTrainedConfig,
+        *,
+        shift_std: float = 1.0,
+        **place: Any,
+    ):
         super().__init__()
+        self.shift_std = shift_std
         self.config = config  # the model's own: it says which masks the model makes
         self.shift = nn.Parameter(torch.empty(heads, components, head_dim, **place))
         self.prior = LearnedPrior(heads, components, VARIANTS["smgk"], PRESETS["paper"], None, **place)
         self.tau = nn.Parameter(torch.empty(heads, **place))
-        self.reset_parameters(1.0)
+        self.reset_parameters()
 
-    def reset_parameters(self, shift_std: float) -> None:
-        nn.init.normal_(self.shift, std=shift_std)
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.shift, std=self.shift_std)
         nn.init.zeros_(self.tau)
         self.prior.reset_parameters()
 

@@ -45,7 +45,9 @@ def _count_rows(call: MixtureCall, counted: Tensor) -> tuple[Tensor, Tensor]:
     if mask is not None:
         rows = mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, -math.inf)
     count, pairs = fused.count_components(replace(call, attn_mask=rows))
-    return (count, pairs) if seen is None else (count * seen.unsqueeze(2), pairs * seen)
+    if seen is None:
+        return count, pairs
+    return count.masked_fill(~seen.unsqueeze(2), 0), pairs.masked_fill(~seen, 0)
 
 
 def _attendable(mask: Tensor) -> Tensor:

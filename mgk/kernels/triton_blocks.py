@@ -27,42 +27,48 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         32: (64, 128, 4, 3, None, 1),
         64: (64, 128, 4, 2, None, 1),
         128: (64, 64, 4, 2, None, 0),
-        256: (64, 32, 8, 2, None, 0),
+        256: (64, 32, 8, 1, None, 0),
     },
     "hard queries": {
         32: (64, 128, 4, 3, None, 1),
         64: (64, 128, 4, 2, None, 1),
         128: (64, 64, 4, 2, None, 1),
-        256: (64, 32, 8, 2, None, 0),
+        256: (64, 32, 8, 1, None, 0),
     },
     # More stages than devices without the engine have shared memory for.
     "bulk queries": {
         64: (64, 128, 4, 3, None, 1),
+        128: (64, 64, 4, 2, None, 0),
+        256: (64, 32, 8, 2, None, 0),
     },
     "bulk hard queries": {
         64: (64, 128, 4, 3, None, 1),
+        128: (64, 64, 4, 2, None, 1),
+        256: (64, 32, 8, 2, None, 0),
     },
     "keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (128, 64, 4, 2, None, 0),
         128: (32, 64, 4, 2, None, 0),
-        256: (32, 64, 8, 2, None, 0),
+        256: (32, 64, 8, 1, None, 0),
     },
     "hard keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (64, 64, 4, 2, None, 0),
         128: (32, 64, 4, 2, None, 0),
-        256: (32, 64, 8, 2, None, 0),
+        256: (32, 64, 8, 1, None, 0),
     },
     "bulk keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (64, 64, 4, 4, None, 4),
         128: (64, 64, 4, 2, None, 4),
+        256: (32, 64, 8, 2, None, 0),
     },
     "bulk hard keys": {
         32: (128, 64, 4, 3, None, 0),
         64: (64, 64, 4, 3, None, 4),
         128: (64, 64, 4, 2, None, 4),
+        256: (32, 64, 8, 2, None, 0),
     },
     "small forward": {
         16: (32, 64, 2, 2, None, 0),
@@ -92,7 +98,7 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         32: (64, 64, 4, 3, 168, 3),
         64: (64, 64, 4, 3, None, 3),
         128: (64, 64, 4, 2, None, 2),
-        256: (64, 32, 8, 2, None, 0),
+        256: (64, 32, 8, 1, None, 0),
     },
     "bulk keys": {
         16: (128, 64, 4, 3, None, 0),
@@ -206,7 +212,8 @@ def blocks(
     if itemsize > 2 or (not shifted and components > 2):
         # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
         # memory.
-        rows, keys = min(rows, 32 if width > 128 else 64), min(keys, 32 if width <= 128 else 16)
+        narrow = width <= 64 or (width <= 128 and (shifted or itemsize == 2))
+        rows, keys = min(rows, 64 if narrow else 32), min(keys, 32 if width <= 128 else 16)
         keys = 16 if itemsize > 2 and components > 2 and not shifted else keys
         warps, stages, registers, resident = max(warps, 4), min(stages, 2 if width <= 64 else 1), None, 0
     return rows, keys, warps, stages, registers, resident
