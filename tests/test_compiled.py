@@ -27,6 +27,7 @@ def compiled():
         (90, ("smgk", "bf16", 16, 4, "small")),
         (86, ("mgk", "fp16", 64, 2, "mask")),
         (86, ("smgk-hard", "fp32", 64, 2, "packed")),
+        (86, ("smgk", "bf16", 256, 2, "plain")),
         (86, ("smlk", "bf16", 64, 2, "plain")),
         (80, ("mgk", "bf16", 64, 4, "one query")),
     ],
