@@ -51,7 +51,9 @@ def _told(error: Exception) -> str | None:
 def main() -> None:
     try:
         from mgk import commands
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if _package(error.name) not in EXTRA:
+            raise
         print(f"mgk: {_missing(error.name)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -40,11 +40,14 @@ def _region() -> Callable[..., Any] | None:
     return None if hooks is None else hooks[1]
 
 
-@torch.compiler.assume_constant_result
 def _refuse_region() -> None:
     """Called once a compilation, as a constant: what is raised here stops it, and is not left to run uncompiled."""
     if _top_hooks is not None and _top_hooks(True) is not None:
         raise RuntimeError(f"a compiled EM layer is trained in a checkpointed region: {REMEDY}")
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler to do it.
+_refuse_region._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def counted_already() -> bool:

@@ -1,6 +1,7 @@
 """`import mgk` needs torch alone; the package's own imports go one way."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mgk
+from mgk import cli
 
 PACKAGE = Path(mgk.__file__).parent
 OPTIONAL = [
@@ -51,6 +53,13 @@ mgk.MultiheadAttention(12, 4, batch_first=True)(x, x, x)
 def test_it_works_without_the_optional_packages():
     """... and says nothing about them."""
     assert run(BLOCKED, *OPTIONAL) == ""
+
+
+def test_the_extra_is_what_pyproject_installs():
+    lines = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith("train = "))
+    names = {name.lower().replace("-", "_").replace("pyyaml", "yaml") for name in re.findall(r'"([^"]+)"', line)}
+    assert names == set(cli.EXTRA)
 
 
 WITHOUT = """

@@ -39,7 +39,9 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "mgk", None) is not None:
             fail("it", "has the mixture keys of mgk.hf.convert, which are not looked into")
-        model = _class_of(config).from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+        model = (class_of(config) or transformers.AutoModel).from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True
+        )
     # Whatever a broken file or a missing one makes it raise: the first line says it.
     except Exception as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -47,8 +49,8 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def _class_of(config: Any) -> Any:
-    """The class that a configuration names: one of Transformers' own, or one that was registered there."""
+def class_of(config: Any) -> Any:
+    """The class that a configuration names: one of Transformers' own, or one that was registered there; or None."""
     names = config.architectures or []
     own = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
     registered = [
@@ -56,7 +58,7 @@ def _class_of(config: Any) -> Any:
         for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification)
         if type(config) in auto._model_mapping
     ]
-    return next(iter([*own, *(kind for kind in registered if kind.__name__ in names), transformers.AutoModel]))
+    return next(iter([*own, *(kind for kind in registered if kind.__name__ in names), None]))
 
 
 def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:

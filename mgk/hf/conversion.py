@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from mgk.analysis.foreign import class_of
 from mgk.analysis.watching import at_rest
 from mgk.checks import fail, number, one_of, positive_integer
 from mgk.hf.mixture import NAME, MixtureKeys, install, remove, renamed
@@ -118,7 +118,9 @@ def load_converted(
     saved = getattr(config, NAME, None)
     if saved is None:
         fail("folder", f"{folder} holds no converted model: use from_pretrained, then mgk.hf.convert")
-    origin = _class_of(config) if model_class is None else model_class
+    origin: Any = class_of(config) if model_class is None else model_class
+    if origin is None:
+        fail("model_class", f"is needed: Transformers has no {(config.architectures or ['?'])[0]}")
 
     def build(self: Any, config: PreTrainedConfig) -> None:
         origin.__init__(self, config)
@@ -149,13 +151,6 @@ def _check_variant(variant: Any) -> None:
     for value in (axes.similarity, axes.keys, axes.assignment, axes.prior):
         if value in REASONS:
             fail("variant", f"must be 'smgk', got {variant!r}: {REASONS[value]}")
-
-
-def _class_of(config: PreTrainedConfig) -> Any:
-    name = (config.architectures or ["?"])[0]
-    if not hasattr(transformers, name):
-        fail("model_class", f"is needed: Transformers has no {name}")
-    return getattr(transformers, name)
 
 
 def _restore(model: PreTrainedModel, saved: Any) -> None:
