@@ -55,9 +55,12 @@ class _Inputs:
     @property
     def transform(self) -> str | None:
         """What is wanted of the call that operators of our own have no rule for, or would drop without a word."""
+        # A compiler's own work may look like a transform.
+        if torch.compiler.is_compiling():
+            return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "the transforms of torch.func"
-        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        if forward_ad._current_level < 0:
             return None
         tensors = (x for x in vars(self).values() if isinstance(x, Tensor))
         tangents = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
