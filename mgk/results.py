@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def environment() -> dict[str, str]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
     }
+
+
+def version_of(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:

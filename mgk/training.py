@@ -12,7 +12,6 @@ import sys
 import warnings
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +128,9 @@ def _tell_start(directory: Path, device: torch.device) -> None:
         "device": str(device),
         "python": platform.python_version(),
         "command": shlex.join(["mgk", *sys.argv[1:]]),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: results.version_of(name) for name in PACKAGES},
     }
     write_atomically(path, json.dumps([*starts, now], indent=2))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def fit(

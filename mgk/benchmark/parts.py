@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import importlib.metadata
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -273,9 +272,6 @@ CPU_PARTS = ("speed",)
 
 
 def environment(setting: Setting, command: str) -> Row:
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
+    version = results.version_of("triton") or ""
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
     return {"dtype": name, "triton": version, "command": command, **results.environment()}

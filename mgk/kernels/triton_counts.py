@@ -83,6 +83,7 @@ def count_along(
             if MASK == 1:
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0) != 0)
             else:
+                # Not below `masks.HIDDEN`.
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) >= -1e30)
         updated = ()
         if FACTORED:
