@@ -118,10 +118,14 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
-        32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 1),
+        32: (64, 64, 4, 3, 128, 1),
+        64: (64, 64, 4, 3, 152, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 32, 4, 1, None, 0),
+    },
+    "unblended forward": {
+        32: (64, 64, 4, 3, 128, 1),
+        64: (64, 64, 4, 3, None, 1),
     },
     "queries": {
         32: (64, 128, 4, 2, None, 1),
@@ -130,14 +134,14 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         256: (64, 16, 4, 1, None, 0),
     },
     "hard queries": {
-        32: (64, 64, 4, 3, None, 1),
+        32: (64, 64, 4, 3, 168, 1),
         64: (64, 64, 4, 2, None, 1),
         128: (64, 32, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "bulk queries": {
         32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 3, None, 0),
+        64: (64, 64, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
@@ -187,7 +191,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         16: (32, 32, 1, 2, None, 1),
     },
     "small keys": {
-        16: (64, 32, 2, 2, None, 1),
+        16: (32, 32, 1, 2, None, 1),
     },
     "small hard keys": {
         16: (64, 32, 2, 2, None, 1),

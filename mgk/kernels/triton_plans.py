@@ -115,6 +115,11 @@ def _blends(way: int, factored: bool, components: int) -> bool:
     return bool(way & 2) and factored and components > 1 and 3 * components <= BLEND_WIDTH
 
 
+def _cap(registers: int | None, switches: dict[str, Any]) -> int | None:
+    """The tables' cap on registers is for plain calls: masks, dropout and several scales would not fit it."""
+    return None if switches["MASK"] or switches["DROPOUT"] or switches["SCALE"] > 1 else registers
+
+
 @functools.lru_cache(1 << 10)
 def preparation(
     tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int, operand: bool = False
@@ -167,7 +172,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *out.strides[:3], H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
-        switches, (1, 2) if first else (0,), warps, stages, registers,
+        switches, (1, 2) if first else (0,), warps, stages, _cap(registers, switches),
     )  # fmt: skip
     prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots, blends)
     return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * blends)
@@ -242,7 +247,7 @@ def backward_plan(
         gradient_queries, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,
+        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, _cap(q_registers, switches),
     )  # fmt: skip
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
@@ -253,7 +258,7 @@ def backward_plan(
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
             dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
-            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, registers,
+            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, _cap(registers, switches),
         )  # fmt: skip
         passes.append(KeysPass(launch, k_rows, by_engine))
     # fp16's gradients have more digits than the products of bf16 would leave them.
