@@ -184,3 +184,15 @@ def test_decoding_is_checked_without_gradients(monkeypatch):
     (line,) = contenders.wrong(contenders.Contender("smgk", "plain", 2, 2, 2), shape, "cpu", torch.float32)
     assert "output" in line
     assert not enabled[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_expresses_smgk(causal, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    contender, shape = Contender("smgk", "flex", 2, 2, 2), Shape(2, 4, 40, 16, causal)
+    torch.manual_seed(0)
+    flex = contenders.make(contender, shape, "cpu", torch.float32, gradients=False)
+    torch.manual_seed(0)
+    ours = contenders.make(replace(contender, backend="eager"), shape, "cpu", torch.float32, gradients=False)
+    torch.testing.assert_close(flex.forward(), ours.forward(), rtol=1e-5, atol=1e-5)

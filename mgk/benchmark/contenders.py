@@ -168,9 +168,11 @@ def flex(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gr
         keys = x["key"].float().unsqueeze(2) + x["shift"].unsqueeze(-2)  # [B, H, M, N, D]
         a = scale * x["query"].float() @ x["shift"].transpose(-1, -2)  # [B, H, N, M]
         c = x["log_prior"] - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
+        # FlexAttention has gradients only of tensors that are read in one place.
+        a0, a1, c0, c1 = (part.contiguous() for part in (*a.unbind(-1), *c.unbind(2)))
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            first, second = a[b, h, i, 0] + c[b, h, 0, j], a[b, h, i, 1] + c[b, h, 1, j]
+            first, second = a0[b, h, i] + c0[b, h, j], a1[b, h, i] + c1[b, h, j]
             largest = torch.maximum(first, second)
             return s + largest + torch.log(torch.exp(first - largest) + torch.exp(second - largest))
 

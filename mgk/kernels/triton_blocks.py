@@ -37,6 +37,7 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     # More stages than devices without the engine have shared memory for.
     "bulk queries": {
+        32: (64, 64, 4, 3, 128, 1),
         64: (64, 128, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 0),
         256: (64, 32, 8, 2, None, 0),
@@ -60,7 +61,7 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
     },
     "bulk keys": {
         32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 4, None, 4),
+        64: (64, 64, 4, 3, None, 4),
         128: (64, 64, 4, 2, None, 4),
         256: (32, 64, 8, 2, None, 0),
     },
@@ -120,15 +121,17 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
         32: (64, 64, 4, 3, 128, 1),
         64: (64, 64, 4, 3, 152, 1),
-        128: (64, 64, 4, 2, None, 1),
+        128: (64, 32, 4, 3, 168, 1),
         256: (64, 32, 4, 1, None, 0),
     },
     "unblended forward": {
         32: (64, 64, 4, 3, 128, 1),
         64: (64, 64, 4, 3, None, 1),
+        128: (64, 32, 4, 3, 168, 1),
+        256: (64, 32, 4, 1, None, 0),
     },
     "queries": {
-        32: (64, 128, 4, 2, None, 1),
+        32: (64, 64, 4, 3, 168, 1),
         64: (64, 64, 4, 2, None, 0),
         128: (64, 32, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
@@ -140,12 +143,13 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         256: (64, 16, 4, 1, None, 0),
     },
     "bulk queries": {
-        32: (64, 128, 4, 2, None, 1),
+        32: (64, 64, 4, 3, 168, 1),
         64: (64, 64, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "bulk hard queries": {
+        32: (64, 64, 4, 3, 168, 1),
         64: (64, 64, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
@@ -194,7 +198,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
         16: (32, 32, 1, 2, None, 1),
     },
     "small hard keys": {
-        16: (64, 32, 2, 2, None, 1),
+        16: (32, 32, 1, 2, None, 1),
     },
 }
 # Beyond this width the pass along the queries is launched once for dk and once for dv, unless components come one after
