@@ -50,6 +50,9 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
     for name, shape in (("scale", options.pop("scale_shape", None)), ("tau", options.pop("tau_shape", None))):
         if shape:
             leaves[name] = 0.2 + torch.rand(*shape, generator=g, dtype=torch.float64)
+    if uneven := options.pop("uneven", None):
+        # Of the last head, the later rows: tiles out of the fast form's range beside others.
+        leaves["query"][:, -1, L // 2 :] *= uneven
     if padding := options.pop("padding", None):
         # Keys that count: from a position to another, for each batch entry.
         options["attn_mask"] = torch.stack([(torch.arange(S) >= a) & (torch.arange(S) < b) for a, b in padding])

@@ -12,6 +12,8 @@ from mgk.kernels import fused, triton_launch, triton_plans
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 
+SMALL_PAIRS = 1 << 25  # as users have it; `small_blocks` sets it to 0
+
 # No multiple of any block, and too short for a block's stages; and whole blocks.
 TABLE_LENGTHS = (37, 130, 192)
 
@@ -97,11 +99,14 @@ BLENDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", [False, True], ids=["pointers", "engine"])
+@pytest.mark.parametrize("way_in", ["pointers", "engine", "small"])
 @pytest.mark.parametrize("name", BLENDED)
-def test_gradients_of_the_blend_as_a_product(name, engine, monkeypatch, poisoned):
+def test_gradients_of_the_blend_as_a_product(name, way_in, monkeypatch, poisoned):
     """The score gradients have the blend to 16 bits; the sums over keys and rows take them rounded to bf16."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    engine = way_in == "engine"
+    if way_in == "small":
+        monkeypatch.setattr(triton_launch, "SMALL_PAIRS", SMALL_PAIRS)
     if not (engine and GPU):
         monkeypatch.setattr(triton_launch, "_bulk", lambda *_: engine)
     monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, 2))
@@ -200,10 +205,56 @@ def test_small_calls(variant, monkeypatch, poisoned):
         check_within(limit, leaves, options, dtype)
     assert set(paths) == {(0,)}
     if variant == "smgk":
-        # Four exponentials a pair cost more than a launch; fp16 has its first kernel in the backward passes.
+        # Four exponentials a pair cost more than the choice; fp16 has its first form in the backward passes.
         leaves, options = case(variant, causal="top-left", M=4)
         check_within(1e-2, leaves, options, torch.float16)
-        assert (1, 2) in paths
+        assert set(paths) == {(0,), (3,)}
+
+
+def flagged(leaves, options, dtype, monkeypatch):
+    """Of the kernels that come in a first and a second one: the share of tiles that were left to the second."""
+    shares, original = {}, triton_launch.launch
+
+    def launch(step, tensors, floats):
+        original(step, tensors, floats)
+        if step.paths == (1, 2):
+            flags = tensors[step.kernel.arg_names.index("flags_ptr")]
+            shares[step.kernel.__name__] = flags[: step.grid[0]].mean().item()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_launch, "launch", launch)
+        patch.setattr(triton_launch, "SMALL_PAIRS", 0)
+        measure(leaves, options, dtype, yardstick=False)
+    return shares
+
+
+UNEVEN = {"H": 2, "Hk": 2, "L": 150 if GPU else 50, "S": 150 if GPU else 50, "causal": "top-left", "uneven": 60.0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[GPU:], ids=str)
+@pytest.mark.parametrize("M", [3, 4])
+@pytest.mark.parametrize("D", [16, 64])
+def test_either_form_in_one_launch(D, M, dtype, monkeypatch, poisoned):
+    """Small calls: each program takes the form that its tile allows. fp32 is forced to, under the interpreter."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", (torch.bfloat16, torch.float32))
+    shape = {"D": D, "E": D, "M": M, **UNEVEN}
+    shares = flagged(*case(**shape), dtype, monkeypatch)
+    assert set(shares) == {"mixture_forward", "gradient_queries", "gradient_keys"} - (
+        {"mixture_forward"} if dtype == torch.float16 else set()
+    )
+    assert all(0 < share < 1 for share in shares.values()), shares
+    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", SMALL_PAIRS)
+    check(dtype, **shape)
+
+
+@pytest.mark.parametrize("M", [3, 4])
+def test_either_form_with_the_blend_as_a_product(M, monkeypatch, poisoned):
+    """Of the two, only the fast form reads the operands; they round what is summed to bf16."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
+    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", SMALL_PAIRS)
+    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, 3))
+    leaves, options = case(D=64, E=64, M=M, **UNEVEN)
+    check_within(1e-2 + SLACK, leaves, options)
 
 
 @pytest.mark.parametrize("shifted", [True, False])

@@ -116,6 +116,23 @@ def test_other_settings_other_launches(steps, tf32, monkeypatch):
     assert [step.warps for step in steps] == [4, 2, 2, 2, 8]
 
 
+@pytest.mark.parametrize("D", [16, 64])
+@pytest.mark.parametrize("M", [3, 4])
+def test_a_small_call_of_many_components_is_one_launch_a_pass(M, D, steps, monkeypatch):
+    """Both forms are in it, and there is no room for flags, which the second of two launches would read."""
+    monkeypatch.setattr(triton_launch, "BOUNDED", [torch.float32])
+    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 1 << 20)
+    plans = []
+    for name in ("forward_plan", "backward_plan"):
+        plan = getattr(triton_launch, name)
+        monkeypatch.setattr(triton_launch, name, lambda *args, plan=plan: plans.append(plan(*args)) or plans[-1])
+    gradients(tensors(M=M, D=D, E=D), causal="top-left")
+    passes = {step.kernel.__name__: step.paths for step in steps}
+    assert len(passes) == len(steps) == 5
+    assert [passes[name] for name in ("mixture_forward", "gradient_queries", "gradient_keys")] == [(3,)] * 3
+    assert [plan.flags for plan in plans] == [0, 0]
+
+
 def test_gradients_or_not_by_the_flags_of_now():
     """The same tensors with and without requires_grad, and in either mode."""
     x = tensors()

@@ -1,5 +1,6 @@
 """The second pass backward: `gradient_keys` walks along the queries for a tile of keys.
 
+A first kernel and a second one, or either form in one, as in the forward.
 Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
 """
 
@@ -184,6 +185,64 @@ def walk_queries(
     return dks, dv, dcs, dlams
 
 
+@triton.jit
+def key_sums(
+    begin, full, whole, keys, b_v, coef, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q, rows_src, operand_src,
+    mask_ptr, seed, o_j, causal_offset, dropout_p,
+    stride_qb, stride_qh, stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_rows, GROUP, H, L, n_q, n_k,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    UNEQUAL: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, WANTED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of keys along the queries of a group's heads, by either form: dks without tau, dv, d c and d lambda of
+    COUNT components from FIRST on."""
+    # The components of soft shifted keys by the tensor cores.
+    BLEND: tl.constexpr = operand_src is not None and FAST
+    # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
+    FACTOR: tl.constexpr = FAST and HARD
+    b_factors = b_v
+    if BLEND:
+        b_factors = blend_operand(coef, tl.arange(0, 16), M, False)
+        dcs = (tl.zeros([BN, 16], tl.float32),)
+    else:
+        dcs = zeros_like_each(tl.zeros([BN], tl.float32), COUNT)
+    dlams = zeros_like_each(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
+    for g in range(GROUP):
+        i_h = i_k * GROUP + g
+        o_row = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q
+        q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
+        do_head = head_of(do_src, i_b, i_h, start_q, stride_gb, stride_gh, stride_gl, TMA)
+        mask_head = mask_ptr
+        if MASK:
+            mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+        for part in tl.static_range(0 if CAUSAL else 1, 3):
+            dks, dv, dcs, dlams = walk_queries(
+                begin if part == 0 else (full if part == 1 else max(whole, begin)),
+                full if part == 0 else (whole if part == 1 else n_q),
+                keys, b_v, b_factors, some(coef, FIRST, COUNT), some(lam, FIRST, COUNT), dks, dv, dcs, dlams,
+                q_head, do_head, i_b, i_h, start_q, rows_src, operand_src, o_row, mask_head, seed,
+                i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml, stride_mj,
+                stride_rows, n_q, n_k, FIRST, COUNT, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT,
+                PRECISION, UNEQUAL, part != 1, not FAST or HARD, TMA, WANTED, ROWS, FACTOR, BLEND,
+                TMA and not PACKED,
+            )  # fmt: skip
+    if BLEND:
+        dcs = component_sums(dcs[0], 0, M, True)
+    if FACTOR:
+        b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
+        dv *= b_factor
+        dks = scaled(dks, b_factor, 1 if SHIFTED else M)
+        dcs = scaled(dcs, tl.sum(b_factor, 1), M)
+    if FAST and WANTED != VALUES:
+        if not FACTOR:
+            dcs = times(dcs, coef, 0, M)
+        if not SHIFTED:
+            dks = times_columns(dks, coef, M)
+    return dks, dv, dcs, dlams
+
+
 @triton.jit(
     do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "n_query_tiles", "n_query_sums", "SECTION"]
 )
@@ -209,10 +268,8 @@ def gradient_keys(
     # Soft independent keys whose dk do not fit the registers beside dv: a walk for each component.
     IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == BOTH and not SHIFTED and not HARD
     COUNT: tl.constexpr = 1 if IN_TURN else M
-    # The components of soft shifted keys by the tensor cores.
-    BLEND: tl.constexpr = operand_src is not None and PATH == 1
-    # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
-    FACTOR: tl.constexpr = PATH == 1 and HARD
+    # Queries of a step in the general form: beside the fast one it is to need no more registers than that.
+    GENERAL: tl.constexpr = BM // 2 if PATH == 3 and BM > 16 else BM
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
@@ -239,17 +296,20 @@ def gradient_keys(
     n_q = tl.where(high == -float("inf"), 0, n_q)
 
     spread = 0.0
-    if PATH == 1:
+    if PATH == 1 or PATH == 3:
         for t in range(0, GROUP * n_query_tiles, 128):
             o_t = t + tl.arange(0, 128)
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
+    # From c to C.
+    o_factors = (HK * M).to(tl.int64) * n_slots * TILE
     if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
-        slot_c += (HK * M).to(tl.int64) * n_slots * TILE
-    coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
+        slot_c += o_factors
+    if PATH != 3:
+        coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
     slack = spread + key_span(high, low) if SHIFTED else tl.maximum(spread, key_span(high, low))
-    if FACTOR:
+    if PATH == 1 and HARD:
         b_reach = tl.where((o_j < n_k)[:, None], tl.abs(coef[0]), 0.0)
         slack = tl.max(tl.max(b_reach, 1), 0)
     elif not SHIFTED and PATH == 1:
@@ -257,7 +317,8 @@ def gradient_keys(
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
             slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
-    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
+    safe = slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE)
+    if leaves_to_second(p_flag, safe, PATH):
         return
 
     b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS % 2)
@@ -286,46 +347,24 @@ def gradient_keys(
             b_kr = load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True)
             keys = keys + (in_registers(b_kr, BD, REGISTERS % 2),)
         dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), 1 if SHIFTED else COUNT)
-        b_factors = b_v
-        if BLEND:
-            b_factors = blend_operand(coef, tl.arange(0, 16), M, False)
-            dcs = (tl.zeros([BN, 16], tl.float32),)
-        else:
-            dcs = zeros_like_each(tl.zeros([BN], tl.float32), COUNT)
+        dcs = zeros_like_each(tl.zeros([BN], tl.float32), COUNT)
         dlams = zeros_like_each(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
-        for g in range(GROUP):
-            i_h = i_k * GROUP + g
-            o_row = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q
-            q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
-            do_head = head_of(do_src, i_b, i_h, start_q, stride_gb, stride_gh, stride_gl, TMA)
-            mask_head = mask_ptr
-            if MASK:
-                mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
-            for part in tl.static_range(0 if CAUSAL else 1, 3):
-                dks, dv, dcs, dlams = walk_queries(
-                    begin if part == 0 else (full if part == 1 else max(whole, begin)),
-                    full if part == 0 else (whole if part == 1 else n_q),
-                    keys, b_v, b_factors, some(coef, first, COUNT), some(lam, first, COUNT), dks, dv, dcs, dlams,
-                    q_head, do_head, i_b, i_h, start_q, rows_src, operand_src, o_row, mask_head, seed,
-                    i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml, stride_mj,
-                    stride_rows, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT,
-                    PRECISION, UNEQUAL, part != 1, PATH != 1 or HARD, TMA, WANTED, ROWS, FACTOR, BLEND,
-                    TMA and not PACKED,
+        for FAST in tl.static_range(2):
+            if (safe if FAST else not safe) if PATH == 3 else (PATH == 1) == FAST:
+                if PATH == 3:
+                    terms = load_vectors(c_ptr + slot_c + FAST * o_factors, o_j, n_slots * TILE, n_k, M, 1, False)
+                else:
+                    terms = coef
+                dks, dv, dcs, dlams = key_sums(
+                    begin, full, whole, keys, b_v, terms, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q,
+                    rows_src, operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh,
+                    stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows,
+                    GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if FAST else GENERAL, BN, SHIFTED, HARD,
+                    CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, ROWS, WANTED, FAST,
                 )  # fmt: skip
-        if BLEND:
-            dcs = component_sums(dcs[0], 0, M, True)
-        if FACTOR:
-            b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
-            dv *= b_factor
-            dks = scaled(dks, b_factor, NS)
-            dcs = scaled(dcs, tl.sum(b_factor, 1), M)
         if WANTED != KEYS and first + COUNT == M:
             store_rows(dv_ptr + o_first * E, dv, o_j, HK * E, n_k, E, BE)
         if WANTED != VALUES:
-            if PATH == 1 and not FACTOR:
-                dcs = times(dcs, coef, 0, M)
-            if PATH == 1 and not SHIFTED:
-                dks = times_columns(dks, coef, M)
             if HARD and not UNEQUAL:
                 dcs = without_others(dcs, M)
             total = tl.zeros([BN, BD], tl.float32)

@@ -1,5 +1,6 @@
 """The first pass backward: `gradient_queries` walks along the keys for a tile of queries.
 
+A first kernel and a second one, or either form in one, as in the forward.
 Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
 """
 
@@ -118,6 +119,41 @@ def walk_keys(
     return acc, das, total
 
 
+@triton.jit
+def row_sums(
+    full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, blend_src, i_b, i_k, start_k, o_slot, c_ptr,
+    coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
+    stride_ml, stride_mj, stride_dl, L, S, n_slots,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of rows along all keys, by either form: d q without scale and shifts, d a of the components from FIRST
+    on, and the sums of the score gradients; each without the row's factor, where that is one."""
+    FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
+    BLEND: tl.constexpr = blend_src is not None and FAST
+    acc = tl.zeros([BM, BD], tl.float32)
+    if BLEND:
+        das = (tl.zeros([BM, 16], tl.float32),)
+    else:
+        das = zeros_like_each(delta, M - FIRST)
+    total = tl.zeros_like(delta)
+    for MASKED in tl.static_range(2):
+        acc, das, total = walk_keys(
+            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das,
+            total, k_src, v_src, blend_src, i_b, i_k, start_k, o_slot, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh,
+            o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S,
+            n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED,
+            not FAST or HARD, TMA, FAST and HARD, BLEND,
+        )  # fmt: skip
+    if BLEND:
+        das = component_sums(das[0], 1, M, False)
+    if FAST and SHIFTED and not HARD:
+        das = times(das, rho, 1, M)
+    return acc, das, total
+
+
 @triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def gradient_queries(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
@@ -138,10 +174,10 @@ def gradient_queries(
     of the blend where operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
-    # The components of soft shifted keys by the tensor cores.
-    BLEND: tl.constexpr = blend_src is not None and PATH == 1
     # The row's term of the exponents is a factor.
     FACTOR: tl.constexpr = PATH == 1 and (HARD or not SHIFTED)
+    # Keys of a step in the general form: beside the fast one it is to need no more registers than that.
+    GENERAL: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -196,7 +232,7 @@ def gradient_queries(
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.where(m_i, tl.sum(rho[r - 1], 1), 0.0), mask=m_vector)
     b_rows = b_q
-    if BLEND or operand_ptr is not None:
+    if (blend_src is not None and (PATH == 1 or PATH == 3)) or operand_ptr is not None:
         o_c = tl.arange(0, 16)
         b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
         if operand_ptr is not None:
@@ -227,26 +263,20 @@ def gradient_queries(
         slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(a[0] - lse), 0.0), 0), high)
     else:
         slack = spread + key_span(high, low)
-    if leaves_to_second(p_flag, slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE), PATH):
+    safe = slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE)
+    if leaves_to_second(p_flag, safe, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
-    if BLEND:
-        das = (tl.zeros([BM, 16], tl.float32),)
-    else:
-        das = zeros_like_each(norm, M - FIRST)
+    das = zeros_like_each(norm, M - FIRST)
     total = tl.zeros_like(norm)
-    for MASKED in tl.static_range(2):
-        acc, das, total = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das,
-            total, k_src, v_src, blend_src, i_b, i_k, start_k, (i_k * n_slots + slot) * TILE,
-            c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
-            stride_vs,
-            stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
-            DROPOUT, PRECISION,
-            UNEQUAL, MASKED, PATH != 1 or HARD, TMA, FACTOR and HARD, BLEND,
-        )  # fmt: skip
-    if BLEND:
-        das = component_sums(das[0], 1, M, False)
+    for FAST in tl.static_range(2):
+        if (safe if FAST else not safe) if PATH == 3 else (PATH == 1) == FAST:
+            acc, das, total = row_sums(
+                full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, blend_src, i_b, i_k, start_k,
+                (i_k * n_slots + slot) * TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
+                dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE,
+                BM, BN if FAST else GENERAL, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, TMA, FAST,
+            )  # fmt: skip
     if FACTOR:
         factor = tl.exp2(a[0] - lse)
         total *= factor
@@ -254,9 +284,11 @@ def gradient_queries(
         acc *= factor[:, None]
     # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
     # is delta's error.
-    tl.store(p_rows + (2 * M - 1) * stride_rows, tl.where(m_i, delta + (total - dlse), 0.0), mask=m_vector)
-    if PATH == 1 and not FACTOR:
-        das = times(das, rho, 1, M)
+    corrected = delta + (total - dlse)
+    # By pointers (PATH 3) nothing behind the last row is read, and to know which that is takes registers over the walk.
+    if PATH != 3:
+        corrected = tl.where(m_i, corrected, 0.0)
+    tl.store(p_rows + (2 * M - 1) * stride_rows, corrected, mask=m_vector)
 
     # The components' gradients of a row add up to that of its lse, so the first is the rest.
     if FIRST < M or M == 1:

@@ -2,7 +2,8 @@
 
 It comes in two: the first takes a bound of the row in place of its running maximum, and the factored form; tiles where
 that could lose
-weights are left to the second, which keeps a running maximum and one exponential a component.
+weights are left to the second, which keeps a running maximum and one exponential a component. Small calls have both in
+one, and each program chooses.
 """
 
 # ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
@@ -145,6 +146,41 @@ def walk(
     return acc, l, m
 
 
+@triton.jit
+def attend(
+    full, last, b_q, a, ceiling, lam, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr, coef_ptr, mask_ptr, seed,
+    i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows along all keys: the sums of weighted values and of weights, relative to 2^m, and m. FAST: with m
+    the rows' `ceiling`."""
+    FACTORED: tl.constexpr = not HARD and not UNEQUAL
+    BLEND: tl.constexpr = blend_src is not None and FAST
+    acc = tl.zeros([BM, BE], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    flat = columns(a, 0.0, M)
+    if FAST:
+        m = ceiling
+        row = columns(a, m, M)
+    else:
+        m = tl.full([BM], -float("inf"), tl.float32)
+        row = flat
+    rho = ratios(flat, M, HARD, SAFE_RANGE)
+    b_rows = b_q
+    if BLEND:
+        b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
+    for MASKED in tl.static_range(2):
+        acc, l, m = walk(
+            full if MASKED else 0, last if MASKED else full, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src,
+            blend_src, i_b, i_k, start_k, slot, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p,
+            stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD,
+            CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not FAST, not FAST or not FACTORED, UNEQUAL, TMA, BLEND,
+        )  # fmt: skip
+    return acc, l, m
+
+
 @triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
 def mixture_forward(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
@@ -161,8 +197,8 @@ def mixture_forward(
 ):  # fmt: skip
     """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
     UNEQUAL: tl.constexpr = SCALE > 1
-    FACTORED: tl.constexpr = not HARD and not UNEQUAL
-    BLEND: tl.constexpr = blend_src is not None and PATH == 1
+    # Keys of a step in the general form: beside the fast one it is to need no more registers than that.
+    GENERAL: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -203,31 +239,20 @@ def mixture_forward(
     spread = tl.max(top - smallest(a, M), 0)
     bound = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E)
     slack = 2 * tl.max(bound, 0) + spread + tl.maximum(key_span(high, low), high - low)
-    if leaves_to_second(p_flag, (low <= high) & (slack <= SAFE_RANGE), PATH):
+    safe = (low <= high) & (slack <= SAFE_RANGE)
+    if leaves_to_second(p_flag, safe, PATH):
         return
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    flat = columns(a, 0.0, M)
-    if PATH == 1:
-        m = bound + top + high
-        row = columns(a, m, M)
-    else:
-        m = tl.full([BM], -float("inf"), tl.float32)
-        row = flat
-    rho = ratios(flat, M, HARD, SAFE_RANGE)
-    b_rows = b_q
-    if BLEND:
-        b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
-    for MASKED in tl.static_range(2):
-        acc, l, m = walk(
-            full if MASKED else 0, last if MASKED else full, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src,
-            blend_src, i_b, i_k, start_k, slot,
-            c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
-            stride_ml,
-            stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION,
-            MASKED, PATH != 1,
-            PATH != 1 or not FACTORED, UNEQUAL, TMA, BLEND,
-        )  # fmt: skip
+    m = tl.zeros([BM], tl.float32)
+    for FAST in tl.static_range(2):
+        if (safe if FAST else not safe) if PATH == 3 else (PATH == 1) == FAST:
+            acc, l, m = attend(
+                full, last, b_q, a, bound + top + high, lam, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr,
+                coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
+                stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BM, BN if FAST else GENERAL, SHIFTED, HARD,
+                CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, FAST,
+            )  # fmt: skip
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)

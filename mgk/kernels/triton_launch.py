@@ -34,9 +34,9 @@ BOUNDED = (torch.bfloat16,)
 
 HAS_NEW_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
-# Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes the
-# general kernels alone, one launch instead of two (unless they take more than two exponentials where the first takes
-# one), by pointers, which cost the launcher less than descriptors do.
+# Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes one
+# launch instead of two, by pointers, which cost the launcher less than descriptors do. That is of the general kernels
+# or, where they take more than two exponentials and the first takes one, of both forms in one kernel.
 SMALL_PAIRS = 1 << 25
 
 

@@ -49,7 +49,7 @@ class Flags(NamedTuple):
     max_q: int
     max_k: int
     slots: int
-    small: bool  # general kernels, by pointers
+    small: bool  # one launch a pass, by pointers
     bounded: bool  # the forward may take a bound of the row for its maximum
     precision: str
     blocks: Callable[..., Block]  # where the block sizes are looked up
@@ -120,6 +120,14 @@ def _cap(registers: int | None, switches: dict[str, Any]) -> int | None:
     return None if switches["MASK"] or switches["DROPOUT"] or switches["SCALE"] > 1 else registers
 
 
+def _paths(first: bool, small: bool) -> tuple[int, ...]:
+    """The forms a kernel is launched in: the general one for all tiles (0); the first and then the general one for the
+    tiles that it leaves (1, 2); or both in one launch, which costs a small call less (3)."""
+    if not first:
+        return (0,)
+    return (3,) if small else (1, 2)
+
+
 @functools.lru_cache(1 << 10)
 def preparation(
     tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int, operand: bool = False
@@ -167,15 +175,16 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     # A float mask has no bound that is known beforehand.
     first = bounded and switches["MASK"] != 2 and (not small or (_factored(switches) and M > 2))
     blends = _blends(way, first and _factored(switches), M)
+    paths = _paths(first, small)
     attend = Launch(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *out.strides[:3], H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
-        switches, (1, 2) if first else (0,), warps, stages, _cap(registers, switches),
+        switches, paths, warps, stages, _cap(registers, switches),
     )  # fmt: skip
     prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots, blends)
-    return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * first, HK * slots * SLOT * blends)
+    return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * (len(paths) > 1), HK * slots * SLOT * blends)
 
 
 class KeysPass(NamedTuple):
@@ -239,7 +248,7 @@ def backward_plan(
     factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
     # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
     apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
-    paths = (1, 2) if factored or apart else (0,)
+    paths = _paths(factored or apart, small)
     # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
     # and dv are together, which have no registers left for it.
     key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
@@ -270,7 +279,7 @@ def backward_plan(
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
-        flags=0 if paths == (0,) else n_seq * most_tiles,
+        flags=n_seq * most_tiles * (len(paths) > 1),
         parts=(n_parts, HK, sums),
         key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
         write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),

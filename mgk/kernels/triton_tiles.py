@@ -250,7 +250,8 @@ def not_mine(p_flag, PATH: tl.constexpr):
 
 @triton.jit
 def leaves_to_second(p_flag, safe, PATH: tl.constexpr):
-    """The first kernel (PATH 1) takes the safe tiles and flags the others."""
+    """The first kernel (PATH 1) takes the safe tiles and flags the others. A kernel of both forms (PATH 3) leaves
+    nothing, and walks over safe tiles by the first, over others by the general one."""
     if PATH == 1:
         tl.store(p_flag, tl.where(safe, 0.0, 1.0))
         return not safe
