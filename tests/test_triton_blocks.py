@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from test_triton import BLOCKS, DEVICE, DTYPES, GPU, case, check, gradients, make_call, measure, small_blocks  # noqa: F401
 
 from mgk.arguments import Packed
+from mgk.benchmark import contenders
 from mgk.kernels import fused, triton_launch, triton_plans
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -28,6 +29,16 @@ def test_blocks_of_the_tables(variant, hard, M, D, poisoned):
     for length in TABLE_LENGTHS:
         sizes = {"M": M, "D": D, "E": D, "L": length, "S": length, "H": 2, "Hk": 2}
         check(torch.bfloat16, variant=variant, hard=hard, prior=not hard, causal="top-left", **sizes)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize("M", [2, 4])
+@pytest.mark.parametrize("variant", ["smgk", "smgk-hard", "mgk", "mgk-hard"])
+def test_walks_of_more_steps_than_stages(variant, M, D):
+    """Not causal, where every step is whole: what a block with too few registers or waits gets wrong shows here."""
+    shape = contenders.Shape(8, 8, 4096, D, False)
+    assert not contenders.wrong(contenders.Contender(variant, "triton", 4, 4, M), shape, DEVICE, torch.bfloat16)
 
 
 # What kernels are forced on: bf16 takes them by itself on a GPU, where fp32's would compile for minutes; the
