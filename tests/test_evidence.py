@@ -248,6 +248,12 @@ def test_less_perplexity_is_better(tmp_path):
     assert judged.verdict == HOLDS
 
 
+def test_fewer_key_heads_are_held_against_as_many(tmp_path):
+    pairs = {str(judged) for judged in claims.same(part(tmp_path, "enwiki-lm-2"))}
+    assert {"smgk:8 − softmax:8", "smgk:8/4 − softmax:8/4", "smgk:4 − softmax:4"} <= pairs
+    assert "smgk:8/4 − softmax:8" not in pairs
+
+
 def test_what_has_not_run_is_not_guessed(tmp_path):
     (tmp_path / "empty.csv").write_text(",".join(results.COLUMNS) + "\n")
     made = gather(tmp_path).parts

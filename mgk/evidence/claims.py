@@ -75,10 +75,10 @@ def half(part: Part) -> list[Judged]:
 
 
 def same(part: Part) -> list[Judged]:
-    """Mixtures against their baselines with as many heads."""
+    """Mixtures against their baselines with as many heads and key heads."""
     found = []
     for ours in part.rows:
-        theirs = Row(BASELINES.get(ours.variant, ""), ours.heads)
+        theirs = Row(BASELINES.get(ours.variant, ""), ours.heads, ours.kv_heads)
         if theirs in part.rows:
             result = compare(part.found, ours, theirs)
             found.append(_judged(ours, theirs, result, verdicts.better(result)))

@@ -59,7 +59,8 @@ EXPERIMENTS = (
         4,
         "Language model (enwiki-lm stand-in, two passes)",
         "enwiki-lm-2",
-        _rows("softmax:8 mgk:8 mgk:4 smgk:8 smgk:4 softmax:8/4 linear:8 mlk:8 mlk:4", "softmax:8"),
+        # softmax:4 is the control of half the heads, smgk:8/4 what half the key heads are worth to a mixture.
+        _rows("softmax:8 mgk:8 mgk:4 smgk:8 smgk:4 softmax:8/4 linear:8 mlk:8 mlk:4 softmax:4 smgk:8/4", "softmax:8"),
     ),
 )
 
