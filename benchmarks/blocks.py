@@ -31,7 +31,7 @@ from mgk.results import environment
 
 # By name on the command line: the kernel, and the rows of the tables that are replaced.
 KERNELS = {
-    "forward": ("mixture_forward", ("forward", "unblended forward")),
+    "forward": ("mixture_forward", ("forward", "hard forward")),
     "queries": ("gradient_queries", ("queries", "hard queries")),
     "keys": ("gradient_keys", ("keys", "hard keys")),
     "values": ("gradient_keys", ("values", "hard values")),
@@ -133,7 +133,7 @@ def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], t
     def block_of(kind: str, *rest: Any) -> Any:
         return (
             block
-            if block and kind.removeprefix("small ").removeprefix("bulk ") in kinds
+            if block and kind.removeprefix(triton_blocks.CAPPED).removeprefix("small ").removeprefix("bulk ") in kinds
             else triton_blocks.blocks(kind, *rest)
         )
 

@@ -191,8 +191,12 @@ def test_decoding_is_checked_without_gradients(monkeypatch):
 def test_flex_attention_expresses_smgk(causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     contender, shape = Contender("smgk", "flex", 2, 2, 2), Shape(2, 4, 40, 16, causal)
-    torch.manual_seed(0)
-    flex = contenders.make(contender, shape, "cpu", torch.float32, gradients=False)
-    torch.manual_seed(0)
-    ours = contenders.make(replace(contender, backend="eager"), shape, "cpu", torch.float32, gradients=False)
-    torch.testing.assert_close(flex.forward(), ours.forward(), rtol=1e-5, atol=1e-5)
+    x = contenders.draw(contender, shape, "cpu", torch.float32, gradients=False)  # it has no gradients on a CPU
+    flex, ours = (contenders.call_of(c, shape, x)() for c in (contender, replace(contender, backend="eager")))
+    torch.testing.assert_close(flex, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_flex_attention_is_checked_before_it_is_timed():
+    setting = parts.Setting("cuda", torch.bfloat16, (Shape(8, 8, 512, 64, True),), (), lambda text: None)
+    (shape, (contender,)), *others = parts.PARTS["flex"].ours(setting).items()
+    assert (contender.backend, contender.heads, shape.causal, others) == ("flex", 4, True, [])

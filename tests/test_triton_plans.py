@@ -10,7 +10,16 @@ pytest.importorskip("triton")
 
 from test_triton import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
 
-from mgk.kernels import eager, fused, triton_launch, triton_launcher, triton_linear_ops, triton_statistics
+from mgk.kernels import (
+    eager,
+    fused,
+    triton_blocks,
+    triton_launch,
+    triton_launcher,
+    triton_linear_ops,
+    triton_plans,
+    triton_statistics,
+)
 from mgk.kernels.triton_launcher import Launch, launch
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -131,6 +140,31 @@ def test_a_small_call_of_many_components_is_one_launch_a_pass(M, D, steps, monke
     assert len(passes) == len(steps) == 5
     assert [passes[name] for name in ("mixture_forward", "gradient_queries", "gradient_keys")] == [(3,)] * 3
     assert [plan.flags for plan in plans] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change, capped",
+    [({}, True), ({"dropout": True}, False), ({"mask": torch.bool}, False), ({"bounded": False}, False)],
+    ids=["plain", "dropout", "mask", "general"],
+)
+def test_few_registers_are_for_plain_calls_by_the_first_kernel(change, capped):
+    def layout(*shape, dtype=torch.bfloat16):
+        return triton_plans.layouts(torch.empty(*shape, dtype=dtype, device="meta"))[0]
+
+    row, length = layout(8, 4, 4096, 32), 4096
+    mask = layout(1, 1, length, length, dtype=change["mask"]) if "mask" in change else None
+    some = (row, layout(8, 4, 2, 4096, 32), row, None, None, None, None, mask, None, None, None, row)
+    dropout, bounded = change.get("dropout", False), change.get("bounded", True)
+    flags = triton_plans.Flags(
+        0, False, dropout, length, length, 8 * 32, False, bounded, "tf32", triton_blocks.blocks
+    )  # fmt: skip
+    forward = triton_plans.forward_plan(some, flags, True, True).attend
+    backward = triton_plans.backward_plan(
+        (*some[:4], *some[5:11], row, row, None), flags, True, True, False, triton_plans.NOTHING
+    )
+    for step, rows, cols in ((forward, 64, 64), (backward.queries, 64, 64 if capped else 128)):
+        assert (step.registers is not None) == capped
+        assert (step.switches["BM"], step.switches["BN"]) == (rows, cols)
 
 
 def test_gradients_or_not_by_the_flags_of_now():

@@ -133,11 +133,6 @@ def attend(contender: Contender, shape: Shape, x: dict[str, Tensor], backend: st
     return output
 
 
-def ours(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
-    x = draw(contender, shape, device, dtype, gradients)
-    return Problem(partial(attend, contender, shape, x, contender.backend), list(x.values()))
-
-
 def softmax(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
     B, N, D = shape.batch, shape.length, shape.width
     query = torch.randn(B, contender.heads, shape.queries or N, D, device=device, dtype=dtype, requires_grad=gradients)
@@ -153,14 +148,13 @@ def softmax(contender: Contender, shape: Shape, device: str, dtype: torch.dtype,
     return Problem(forward, [query, key, value])
 
 
-def flex(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
-    """sMGK as a score modification of FlexAttention, for two components."""
+def expressed(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """sMGK as a score modification of FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    x = draw(contender, shape, device, dtype, gradients)
-    scale, N = shape.width**-0.5, shape.length
+    assert contender.components == 2  # as many as the modification below has
+    scale, N, device = shape.width**-0.5, shape.length, x["query"].device.type
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device) if shape.causal else None
-
     attention = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
@@ -179,15 +173,21 @@ def flex(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gr
         output: Tensor = attention(x["query"], x["key"], x["value"], score_mod=score, block_mask=blocks, scale=scale)
         return output
 
-    return Problem(forward, list(x.values()))
+    return forward
+
+
+def call_of(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Of one of our operators, whoever computes it."""
+    if contender.backend == "flex":
+        return expressed(contender, shape, x)
+    return partial(attend, contender, shape, x, contender.backend)
 
 
 def make(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
     if contender.variant == "softmax":
         return softmax(contender, shape, device, dtype, gradients)
-    if contender.backend == "flex":
-        return flex(contender, shape, device, dtype, gradients)
-    return ours(contender, shape, device, dtype, gradients)
+    x = draw(contender, shape, device, dtype, gradients)
+    return Problem(call_of(contender, shape, x), list(x.values()))
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ def wrong(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -
     exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     decodes = shape.queries is not None  # forward only, by kernels that have no gradients
     with _kernels_of(contender, timed), torch.set_grad_enabled(not decodes):
-        found = attend(contender, shape, x, contender.backend)
+        found = call_of(contender, shape, x)()
         grad = torch.randn_like(found)
         gradients = () if decodes else torch.autograd.grad(found, list(x.values()), grad)
     wanted = attend(contender, shape, exact, "eager")

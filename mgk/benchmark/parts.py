@@ -168,12 +168,15 @@ def speed(setting: Setting, contenders: Contenders) -> Iterator[Row]:
         yield from timed_rows(setting, "speed", shape, _sdpa(H, H, names), others)
 
 
-def flex(setting: Setting, _: Contenders) -> Iterator[Row]:
+def flex(setting: Setting, contenders: Contenders) -> Iterator[Row]:
     """FlexAttention expressing sMGK, beside the same SDPA."""
-    for shape in setting.shapes or FLEX_SHAPES:
-        H = shape.heads
-        others = [Contender("smgk", "flex", H // 2, H // 2, 2)]
-        yield from timed_rows(setting, "speed", shape, _sdpa(H, H, _fast_sdpa(setting)), others)
+    for shape, some in contenders.items():
+        yield from timed_rows(setting, "speed", shape, _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)), some)
+
+
+def _expressed(setting: Setting) -> Contenders:
+    shapes = setting.shapes or FLEX_SHAPES
+    return {shape: [Contender("smgk", "flex", shape.heads // 2, shape.heads // 2, 2)] for shape in shapes}
 
 
 def memory(setting: Setting, contenders: Contenders) -> Iterator[Row]:
@@ -265,7 +268,7 @@ PARTS = {
     ),
     "em": Part(em),
     "memory": Part(memory, lambda s: s.ours(("smgk", "mgk"), s.shapes or _growing(MEMORY_SHAPE))),
-    "flex": Part(flex),
+    "flex": Part(flex, _expressed),
 }
 # Without a GPU there are no fused kernels to measure: the other parts would measure something else.
 CPU_PARTS = ("speed",)

@@ -268,8 +268,8 @@ def gradient_keys(
     # Soft independent keys whose dk do not fit the registers beside dv: a walk for each component.
     IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == BOTH and not SHIFTED and not HARD
     COUNT: tl.constexpr = 1 if IN_TURN else M
-    # Queries of a step in the general form: beside the fast one it is to need no more registers than that.
-    GENERAL: tl.constexpr = BM // 2 if PATH == 3 and BM > 16 else BM
+    # Queries of a step in the general form: whole ones would need more registers than the fast form beside it.
+    GENERAL_STEP: tl.constexpr = BM // 2 if PATH == 3 and BM > 16 else BM
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
@@ -359,8 +359,8 @@ def gradient_keys(
                     begin, full, whole, keys, b_v, terms, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q,
                     rows_src, operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh,
                     stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows,
-                    GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if FAST else GENERAL, BN, SHIFTED, HARD,
-                    CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, ROWS, WANTED, FAST,
+                    GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if FAST else GENERAL_STEP, BN, SHIFTED,
+                    HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, ROWS, WANTED, FAST,
                 )  # fmt: skip
         if WANTED != KEYS and first + COUNT == M:
             store_rows(dv_ptr + o_first * E, dv, o_j, HK * E, n_k, E, BE)

@@ -176,8 +176,8 @@ def gradient_queries(
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     # The row's term of the exponents is a factor.
     FACTOR: tl.constexpr = PATH == 1 and (HARD or not SHIFTED)
-    # Keys of a step in the general form: beside the fast one it is to need no more registers than that.
-    GENERAL: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
+    # Keys of a step in the general form: whole ones would need more registers than the fast form beside it.
+    GENERAL_STEP: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -222,7 +222,7 @@ def gradient_queries(
     flat = columns(a, 0.0, M)
     alpha = columns(a, lse, M)
     rho = ratios(flat, M, HARD, FACTOR_RANGE)
-    # What the other pass reads of a row; zeros behind a head's last.
+    # What the other pass reads of a row; zeros behind a head's last, where it is read by blocks.
     o_vector = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q + o_i
     m_vector = m_i if PACKED else o_i < padded_rows(L)
     p_rows = rows_ptr + o_vector
@@ -275,7 +275,8 @@ def gradient_queries(
                 full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, blend_src, i_b, i_k, start_k,
                 (i_k * n_slots + slot) * TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
                 dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE,
-                BM, BN if FAST else GENERAL, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, TMA, FAST,
+                BM, BN if FAST else GENERAL_STEP, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL,
+                TMA, FAST,
             )  # fmt: skip
     if FACTOR:
         factor = tl.exp2(a[0] - lse)

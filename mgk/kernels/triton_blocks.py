@@ -5,7 +5,8 @@ import functools
 
 # By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
 # compiler's choice), and the way. Hard assignment, small calls and those along queries that the bulk copy
-# engine reads take the others' where they have none of their own. The way is a sum of
+# engine reads take the others' where they have none of their own. "capped" ones are for the first kernel of calls
+# without masks, dropout and several scales, which would not fit so few registers. The way is a sum of
 #   1  left operands that stay over the loop are kept in registers,
 #   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
 #      are steps of the tensor cores; keys, soft and independent: a walk for each component, dk and dv together,
@@ -18,8 +19,16 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 3, None, 1),
         256: (64, 32, 4, 2, None, 0),
     },
-    # Without the blend's operand: hard assignment has none, and inference in parts is to hold little.
+    # Without the blend's operand: inference in parts is to hold little.
     "unblended forward": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 64, 4, 3, None, 1),
+    },
+    "capped unblended forward": {
+        32: (64, 128, 4, 3, None, 1),
+        64: (64, 64, 4, 3, 128, 1),
+    },
+    "capped hard forward": {
         32: (64, 128, 4, 3, None, 1),
         64: (64, 64, 4, 3, 128, 1),
     },
@@ -35,9 +44,11 @@ SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 2, None, 1),
         256: (64, 32, 8, 1, None, 0),
     },
+    "capped bulk queries": {
+        32: (64, 64, 4, 3, 128, 1),
+    },
     # More stages than devices without the engine have shared memory for.
     "bulk queries": {
-        32: (64, 64, 4, 3, 128, 1),
         64: (64, 128, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 0),
         256: (64, 32, 8, 2, None, 0),
@@ -95,8 +106,14 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
         128: (64, 64, 4, 3, None, 3),
         256: (64, 32, 4, 2, None, 0),
     },
-    "queries": {
+    "capped queries": {
         32: (64, 64, 4, 3, 168, 3),
+    },
+    "capped hard queries": {
+        32: (64, 64, 4, 3, 168, 3),
+    },
+    "queries": {
+        32: (64, 64, 4, 3, None, 3),
         64: (64, 64, 4, 3, None, 3),
         128: (64, 64, 4, 2, None, 2),
         256: (64, 32, 8, 1, None, 0),
@@ -119,37 +136,46 @@ MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
 }
 INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
     "forward": {
+        32: (64, 64, 4, 3, None, 1),
+        64: (64, 64, 4, 3, None, 1),
+        128: (64, 64, 4, 2, None, 1),
+        256: (64, 32, 4, 1, None, 0),
+    },
+    "capped forward": {
         32: (64, 64, 4, 3, 128, 1),
         64: (64, 64, 4, 3, 152, 1),
         128: (64, 32, 4, 3, 168, 1),
-        256: (64, 32, 4, 1, None, 0),
     },
-    "unblended forward": {
+    "capped hard forward": {
         32: (64, 64, 4, 3, 128, 1),
         64: (64, 64, 4, 3, None, 1),
         128: (64, 32, 4, 3, 168, 1),
-        256: (64, 32, 4, 1, None, 0),
     },
     "queries": {
-        32: (64, 64, 4, 3, 168, 1),
+        32: (64, 128, 4, 2, None, 1),
         64: (64, 64, 4, 2, None, 0),
         128: (64, 32, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "hard queries": {
-        32: (64, 64, 4, 3, 168, 1),
+        32: (64, 64, 4, 3, None, 1),
         64: (64, 64, 4, 2, None, 1),
         128: (64, 32, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
-    "bulk queries": {
+    "capped bulk queries": {
         32: (64, 64, 4, 3, 168, 1),
+    },
+    "capped bulk hard queries": {
+        32: (64, 64, 4, 3, 168, 1),
+    },
+    "bulk queries": {
+        32: (64, 128, 4, 2, None, 1),
         64: (64, 64, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
     },
     "bulk hard queries": {
-        32: (64, 64, 4, 3, 168, 1),
         64: (64, 64, 4, 3, None, 1),
         128: (64, 64, 4, 2, None, 1),
         256: (64, 16, 4, 1, None, 0),
@@ -204,6 +230,7 @@ INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
 # Beyond this width the pass along the queries is launched once for dk and once for dv, unless components come one after
 # another: the accumulators of both, M + 1 of them, do not fit the registers. A product more, and no spills.
 SPLIT_WIDTH = 64
+CAPPED = "capped "
 
 
 @functools.cache
@@ -211,8 +238,12 @@ def blocks(
     kind: str, width: int, components: int, shifted: bool, itemsize: int
 ) -> tuple[int, int, int, int, int | None, int]:
     tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
+    kind, capped = kind.removeprefix(CAPPED), kind.startswith(CAPPED)
     rest = kind.removeprefix("small ").removeprefix("bulk ")
-    names = (kind, rest, rest.removeprefix("hard ").removeprefix("unblended "))
+    names = [kind, rest, rest.removeprefix("hard ").removeprefix("unblended ")]
+    # A cap of soft assignment's is not for a hard one.
+    caps = [CAPPED + name for name in (kind, rest, rest.removeprefix("unblended "))]
+    names = caps + names if capped else names
     rows, keys, warps, stages, registers, resident = next(
         block
         for table in tables

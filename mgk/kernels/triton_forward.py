@@ -1,9 +1,8 @@
 """The forward pass: one program owns a tile of queries and walks along the keys.
 
 It comes in two: the first takes a bound of the row in place of its running maximum, and the factored form; tiles where
-that could lose
-weights are left to the second, which keeps a running maximum and one exponential a component. Small calls have both in
-one, and each program chooses.
+that could lose weights are left to the second, which keeps a running maximum and one exponential a component. Small
+calls of soft shifted keys with three components and more have both in one, and each program chooses.
 """
 
 # ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
@@ -197,8 +196,8 @@ def mixture_forward(
 ):  # fmt: skip
     """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
     UNEQUAL: tl.constexpr = SCALE > 1
-    # Keys of a step in the general form: beside the fast one it is to need no more registers than that.
-    GENERAL: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
+    # Keys of a step in the general form: whole ones would need more registers than the fast form beside it.
+    GENERAL_STEP: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
@@ -250,8 +249,8 @@ def mixture_forward(
             acc, l, m = attend(
                 full, last, b_q, a, bound + top + high, lam, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr,
                 coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
-                stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BM, BN if FAST else GENERAL, SHIFTED, HARD,
-                CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, FAST,
+                stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BM, BN if FAST else GENERAL_STEP, SHIFTED,
+                HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, FAST,
             )  # fmt: skip
 
     empty = l == 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from .triton_backward_keys import BOTH, KEYS, VALUES, gradient_keys
 from .triton_backward_queries import gradient_queries
 from .triton_blend import write_key_operand
-from .triton_blocks import SPLIT_WIDTH, Block
+from .triton_blocks import CAPPED, SPLIT_WIDTH, Block
 from .triton_forward import mixture_forward
 from .triton_launcher import Launch
 from .triton_prepare import prepare_keys
@@ -115,9 +115,10 @@ def _blends(way: int, factored: bool, components: int) -> bool:
     return bool(way & 2) and factored and components > 1 and 3 * components <= BLEND_WIDTH
 
 
-def _cap(registers: int | None, switches: dict[str, Any]) -> int | None:
-    """The tables' cap on registers is for plain calls: masks, dropout and several scales would not fit it."""
-    return None if switches["MASK"] or switches["DROPOUT"] or switches["SCALE"] > 1 else registers
+def _cap(first: bool, small: bool, switches: dict[str, Any]) -> str:
+    """Before the name of a block: whether it may be one of few registers."""
+    plain = not (switches["MASK"] or switches["DROPOUT"] or switches["SCALE"] > 1)
+    return CAPPED if first and not small and plain else ""
 
 
 def _paths(first: bool, small: bool) -> tuple[int, ...]:
@@ -166,14 +167,14 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     )  # fmt: skip
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq, size = B if cu_q is None else cu_q.shape[0] - 1, query.dtype.itemsize
-    kind = "small " if small else ("unblended " if hard or unblended else "")
+    # A float mask has no bound that is known beforehand.
+    first = bounded and switches["MASK"] != 2 and (not small or (_factored(switches) and M > 2))
+    kind = "small " if small else "hard " if hard else "unblended " if unblended else ""
     rows, cols, warps, stages, registers, way = blocks(
-        kind + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
+        _cap(first, small, switches) + kind + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
     )
     n_tiles = ceil_div(max_q, rows)
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
-    # A float mask has no bound that is known beforehand.
-    first = bounded and switches["MASK"] != 2 and (not small or (_factored(switches) and M > 2))
     blends = _blends(way, first and _factored(switches), M)
     paths = _paths(first, small)
     attend = Launch(
@@ -181,7 +182,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *out.strides[:3], H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
-        switches, paths, warps, stages, _cap(registers, switches),
+        switches, paths, warps, stages, registers,
     )  # fmt: skip
     prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots, blends)
     return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * (len(paths) > 1), HK * slots * SLOT * blends)
@@ -231,8 +232,12 @@ def backward_plan(
     # Packed sequences begin anywhere in the rows' vectors.
     bulk = along_queries and cu_q is None
     of_keys = ("bulk " if bulk else smallness) + hardness
+    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
+    # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
+    apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
+    cap = _cap(factored or apart, small, switches)
     q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(
-        ("bulk " if along_keys else smallness) + hardness + "queries", width, M, shifted, size
+        cap + ("bulk " if along_keys else smallness) + hardness + "queries", width, M, shifted, size
     )  # fmt: skip
     in_turn = not shifted and not hard and bool(blocks(of_keys + "keys", width, M, shifted, size)[-1] & 2)
     together = shifted or width <= SPLIT_WIDTH or in_turn
@@ -245,9 +250,6 @@ def backward_plan(
         *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *grad.strides[:3], row_length, H // HK,
     )  # fmt: skip
-    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
-    # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
-    apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
     paths = _paths(factored or apart, small)
     # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
     # and dv are together, which have no registers left for it.
@@ -256,7 +258,7 @@ def backward_plan(
         gradient_queries, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, _cap(q_registers, switches),
+        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,
     )  # fmt: skip
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
@@ -267,7 +269,7 @@ def backward_plan(
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
             dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
-            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, _cap(registers, switches),
+            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, registers,
         )  # fmt: skip
         passes.append(KeysPass(launch, k_rows, by_engine))
     # fp16's gradients have more digits than the products of bf16 would leave them.
