@@ -249,9 +249,13 @@ def test_less_perplexity_is_better(tmp_path):
 
 
 def test_fewer_key_heads_are_held_against_as_many(tmp_path):
-    pairs = {str(judged) for judged in claims.same(part(tmp_path, "enwiki-lm-2"))}
-    assert {"smgk:8 − softmax:8", "smgk:8/4 − softmax:8/4", "smgk:4 − softmax:4"} <= pairs
-    assert "smgk:8/4 − softmax:8" not in pairs
+    own = part(tmp_path, "enwiki-lm-2")
+    same, half, keys = (
+        [str(each) for each in judge(own)] for judge in (claims.same, claims.half, claims.half_the_keys)
+    )
+    assert {"smgk:8 − softmax:8", "smgk:8/4 − softmax:8/4", "smgk:4 − softmax:4"} <= set(same)
+    assert keys == ["smgk:8/4 − softmax:8", "softmax:8/4 − softmax:8"]
+    assert not set(keys) & set(same + half)
 
 
 def test_what_has_not_run_is_not_guessed(tmp_path):

@@ -4,7 +4,6 @@ hard assignment is as good."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 from mgk.compare import shown
 from mgk.evidence import verdicts
@@ -60,17 +59,26 @@ class Judged:
 
 
 def half(part: Part) -> list[Judged]:
-    """Mixtures with half the heads against their baselines, and the baselines with half the heads or keys: controls."""
-    rows, margin = part.rows, part.found.scale.margin
-    pairs = [(row, Row(BASELINES[row.variant], 2 * row.heads)) for row in rows if row.variant in BASELINES]
-    plain = [row for row in rows if row.variant in BASELINES.values()]
-    controls = [(row, Row(row.variant, 2 * row.heads)) for row in plain if row.kv_heads is None]
-    controls += [(row, Row(row.variant, row.heads)) for row in plain if row.kv_heads is not None]
+    """Mixtures with half the heads against their baselines, and the baselines with half the heads: controls."""
+    rows = [row for row in part.rows if row.kv_heads is None]
+    return _suffice(part, [(row, Row(BASELINES.get(row.variant, row.variant), 2 * row.heads)) for row in rows])
+
+
+def half_the_keys(part: Part) -> list[Judged]:
+    """Models with all query heads and half the key heads against the baselines with all: the baselines' are controls.
+    The paper has none."""
+    rows = [row for row in part.rows if row.kv_heads is not None and 2 * row.kv_heads == row.heads]
+    return _suffice(part, [(row, Row(BASELINES.get(row.variant, row.variant), row.heads)) for row in rows])
+
+
+def _suffice(part: Part, pairs: list[tuple[Row, Row]]) -> list[Judged]:
+    """Mixtures first, then the controls."""
     found = []
-    for (ours, theirs), control in chain(((p, False) for p in pairs), ((p, True) for p in controls)):
-        if theirs in rows:
+    for ours, theirs in sorted(pairs, key=lambda pair: pair[0].variant in FAMILIES):
+        if theirs in part.rows:
             result = compare(part.found, ours, theirs)
-            found.append(_judged(ours, theirs, result, verdicts.suffices(result, margin), control))
+            verdict = verdicts.suffices(result, part.found.scale.margin)
+            found.append(_judged(ours, theirs, result, verdict, ours.variant in FAMILIES))
     return found
 
 

@@ -106,7 +106,13 @@ def half(parts: list[Part]) -> str:
                 f" But {baseline} with half the heads passes the same rule on {', '.join(alike)}: "
                 "there it is not shown that the mixture was needed."
             )
-    return _joined([*text, *(claims.table(part, judged[part.title]) for part in parts if judged[part.title])])
+    keys = {part.title: claims.half_the_keys(part) for part in parts}
+    with_keys = [part for part in parts if keys[part.title]]
+    if with_keys:
+        text.append(claims.sentence("half the key heads, which the paper has not", _verdicts(keys, False)))
+    tables = [claims.table(part, judged[part.title]) for part in parts if judged[part.title]]
+    tables += ["All query heads and half the key heads:" for _ in with_keys[:1]]
+    return _joined([*text, *tables, *(claims.table(part, keys[part.title]) for part in with_keys)])
 
 
 def same(parts: list[Part]) -> str:
@@ -133,7 +139,8 @@ def ways(parts: list[Part]) -> str:
 
 
 def _verdicts(judged: dict[str, list[claims.Judged]], control: bool) -> dict[str, list[str]]:
-    return {title: [each.verdict for each in found if each.control == control] for title, found in judged.items()}
+    wanted = {title: [each.verdict for each in found if each.control == control] for title, found in judged.items()}
+    return {title: found for title, found in wanted.items() if found}
 
 
 def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool = False) -> dict[str, list[str]]:
@@ -168,6 +175,9 @@ def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row
     for baseline, family in claims.FAMILIES.items():
         add(f"1. half the heads suffice, {family}", _named(half, family))
         add(f"1. control: {baseline} with half the heads", _named(half, family, control=True))
+    keys = {part.title: claims.half_the_keys(part) for part in parts}
+    add("1. not in the paper: half the key heads suffice a mixture", _verdicts(keys, False))
+    add("1. control: softmax with half the key heads", _verdicts(keys, True))
     for family in claims.FAMILIES.values():
         add(f"2. better with as many heads, {family}", _named(same, family))
     add("3. MLK narrows the gap", {part.title: [gap.judged.verdict for gap in claims.gaps(part)] for part in parts})

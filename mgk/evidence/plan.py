@@ -107,7 +107,7 @@ def commands(experiment: Experiment, missing: dict[Row, list[int]]) -> list[str]
 
 
 def table(rows: list[dict[str, str]], results: Path) -> str:
-    lines = [["item", "what", "trainings run", "rows complete", "timed alone", "what is left"]]
+    lines = [["item", "what", "planned trainings run", "rows complete", "timed alone", "what is left"]]
     for experiment in EXPERIMENTS:
         missing = left(rows, experiment)
         wanted, rest = sum(experiment.seeds.values()), sum(map(len, missing.values()))
