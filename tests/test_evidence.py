@@ -224,7 +224,7 @@ def test_an_average_is_over_all_three_tasks_or_is_none(tmp_path):
     assert f"{row}– | – | 61.85 |" in made
     assert made.endswith("No model has been run on all three tasks yet, so that there is no average.")
     for seed, share in enumerate((0.52, 0.05, 0.54)):  # the second has not learnt the task
-        record(tmp_path, "retrieval-peerread-30k", "smgk:4", seed, share)
+        record(tmp_path, "retrieval-peerread-random", "smgk:4", seed, share)
     made = gather(tmp_path).parts["averages"]
     assert f"{row}53.00 | 51.33 | 61.85 |" in made
     assert "no average" not in made
@@ -374,11 +374,11 @@ def test_a_figure_is_there_when_its_own_files_are(tmp_path):
         return "".join(line.split(" | ")[0][2:] for line in lines if line.endswith("| yes |"))
 
     assert there() == ""
-    for folder in ("enwiki-lm-2-analysis", "retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis"):
+    for folder in plan.ANALYSES:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ranks.csv").touch()
     assert there() == "6"
-    for folder in ("enwiki-lm-2-analysis", "retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis"):
+    for folder in plan.ANALYSES:
         (tmp_path / folder / "maps-1.png").touch()
     assert there() == "2568"
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,6 +73,22 @@ def test_hard_pairs_are_near(peerread):
     cosine = PAPERS.facts(data)["mean cosine"]["train"]
     assert cosine["hard"] > 2 * cosine["random"]
     assert cosine["hard"] == pytest.approx(cosine["citations"], rel=0.2)
+
+
+def test_without_hard_pairs_all_others_are_random(peerread, tmp_path):
+    _, _, _, pairs = peerread
+    make_peerread(tmp_path)
+    easier = replace(PAPERS, name="easier", hard=False)
+    easier.prepare(tmp_path)
+    folder = next((tmp_path / ".mgk" / easier.name).glob("[!.]*/"))
+    for name in easier.splits:
+        kinds = Counter(np.load(folder / f"{name}.pairs.npy")[:, 2].tolist())
+        assert (kinds[HARD], kinds[CITATION]) == (0, Counter(pairs[name][:, 2].tolist())[CITATION])
+        # So few papers leave some citations without a mate.
+        assert kinds[RANDOM] == pytest.approx(kinds[CITATION], rel=0.1)
+    facts = easier.facts(tmp_path)
+    assert facts["mean cosine"]["train"].keys() == {"citations", "random"}
+    assert "test, hard" not in easier.baselines(tmp_path)["bag of words"]
 
 
 def test_peerread_is_the_same_again(peerread, tmp_path):

@@ -15,6 +15,7 @@ DATASETS = {
     "text": "imdb",
     "retrieval-aan": "aan",
     "retrieval-peerread": "peerread",
+    "retrieval-peerread-random": "peerread, random negatives",
     "wikitext-103": "WikiText-103",
     "wikitext-2": "WikiText-2",
     "enwiki-lm": "enwiki-lm (a stand-in for WikiText-103)",

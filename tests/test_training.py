@@ -275,6 +275,10 @@ def test_the_setup_names_settings_and_data_and_not_the_seed(monkeypatch):
     assert replace(given, directory=Path("b")).setup(task) == setup
     assert tiny_training.run("a", weight_decay=0.5).setup(task) != setup
     assert tiny_training.run("a", dropout=0.3).setup(task) != setup
+    # A setting that came later changes no setup that was named before it.
+    for std, same in ((0.02, True), (1.0, False)):
+        recipe = replace(given.recipe, model={**given.recipe.model, "token_std": std})
+        assert (replace(given, recipe=recipe).setup(task) == setup) == same
     monkeypatch.setattr(tiny_training.TinyTask, "key", lambda self, data_dir: "other data")
     assert given.setup(task) != setup
 

@@ -47,8 +47,8 @@ EXPERIMENTS = (
     Experiment(3, "Retrieval (PeerRead stand-in, 3,000 steps)", "retrieval-peerread", _rows("softmax:8 smgk:4")),
     Experiment(
         3,
-        "Retrieval (PeerRead stand-in, 30,000 steps)",
-        "retrieval-peerread-30k",
+        "Retrieval (PeerRead stand-in, random negatives)",
+        "retrieval-peerread-random",
         _rows(
             "softmax:4 softmax:2 mgk:4 mgk:2 mgk:1 smgk:4 smgk:2 linear:4 linear:2 mlk:4 mlk:2 mlk:1",
             "softmax:4 mgk:2 smgk:2",
@@ -65,26 +65,26 @@ EXPERIMENTS = (
 )
 
 # The recipes that stand for the tasks of Tables 1, 2 and 4, in their order.
-LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-30k")
+LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-random")
 
 # Figures of the paper: what they show, and the files, seen from the results' folder, without which there is none.
 FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("1", "curves on retrieval", ("curves/retrieval-peerread-30k-mgk-2-paper-s0.csv",)),
+    ("1", "curves on retrieval", ("curves/retrieval-peerread-random-mgk-2-paper-s0.csv",)),
     (
         "2",
         "maps and ranks on retrieval",
-        ("retrieval-peerread-30k-analysis/maps-1.png", "retrieval-peerread-30k-analysis/ranks.csv"),
+        ("retrieval-peerread-random-analysis/maps-1.png", "retrieval-peerread-random-analysis/ranks.csv"),
     ),
     ("3", "FLOPs and parameters", ("../docs/figures/figure-3a.png", "../docs/figures/figure-3b.png")),
     ("4", "curves of the language model", ("curves/enwiki-lm-2-softmax-8-paper-s0.csv",)),
     ("5", "maps of the language model", ("enwiki-lm-2-analysis/maps-1.png",)),
     ("6", "ranks of the language model", ("enwiki-lm-2-analysis/ranks.csv",)),
     ("7", "FLOPs and parameters of the ways to learn", ("../docs/figures/figure-7.png",)),
-    ("8", "maps of linear attention on retrieval", ("retrieval-peerread-30k-linear-analysis/maps-1.png",)),
+    ("8", "maps of linear attention on retrieval", ("retrieval-peerread-random-linear-analysis/maps-1.png",)),
 )
 
 # The folders of results/ that hold the analyses of figures 2, 5, 6 and 8.
-ANALYSES = ("retrieval-peerread-30k-analysis", "retrieval-peerread-30k-linear-analysis", "enwiki-lm-2-analysis")
+ANALYSES = ("retrieval-peerread-random-analysis", "retrieval-peerread-random-linear-analysis", "enwiki-lm-2-analysis")
 
 
 def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[int]]:

@@ -25,6 +25,7 @@ PRESET = "paper"
 STANDS_FOR = {
     "retrieval-peerread": "retrieval-aan",
     "retrieval-peerread-30k": "retrieval-aan",
+    "retrieval-peerread-random": "retrieval-aan",
     "enwiki-lm": "wikitext-103",
     "enwiki-lm-2": "wikitext-103",
 }

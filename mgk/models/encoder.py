@@ -28,7 +28,8 @@ class EncoderConfig:
     variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where
     fewer heads save. pooling: "mean" over the real tokens, or "mean-padded", which divides by the padded length.
     feature_map: of linear variants, one of "elu", "relu", "favor" and "dpfp". attention_dropout None takes the
-    preset's. documents 2 makes the matcher: one encoder for both, and a head on [x, y, x∘y, x−y].
+    preset's. documents 2 makes the matcher: one encoder for both, and a head on [x, y, x∘y, x−y]. token_std: of the
+    token vectors at first; 0.02 is that of the paper's configuration.
     """
 
     vocab_size: int
@@ -50,6 +51,7 @@ class EncoderConfig:
     attention_dropout: float | None = None
     pooling: str = "mean"
     backend: str = "auto"
+    token_std: float = 0.02
 
     def __post_init__(self) -> None:
         sizes = "vocab_size num_classes max_length embed_dim ffn_dim hidden_dim num_layers num_heads head_dim"
@@ -67,6 +69,7 @@ class EncoderConfig:
         one_of("feature_map", self.feature_map, NAMED)
         one_of("pooling", self.pooling, POOLINGS)
         number("dropout", self.dropout, 0, 1)
+        number("token_std", self.token_std, 0, above=True)
 
     @property
     def packs(self) -> bool:
@@ -138,7 +141,7 @@ class Classifier(nn.Module):
         self.head = nn.Sequential(
             _linear(features, config.hidden_dim), nn.ReLU(), _linear(config.hidden_dim, config.num_classes)
         )
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.tokens.weight, std=config.token_std)
         nn.init.normal_(self.positions, std=0.02)
 
     def encode(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from mgk.checks import one_of
 from mgk.tasks.corpus import CORPORA
 from mgk.tasks.listops import LISTOPS, LISTOPS_SHORT
-from mgk.tasks.peerread import PeerRead
+from mgk.tasks.peerread import PEERREAD_RANDOM, PeerRead
 from mgk.tasks.retrieval import AAN
 from mgk.tasks.store import PAD, DataError, Split, Task
 from mgk.tasks.text import Text
 
-TASKS: dict[str, Task] = {row.name: row for row in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), PeerRead(), *CORPORA)}
+ALL = (LISTOPS, LISTOPS_SHORT, Text(), AAN(), PeerRead(), PEERREAD_RANDOM, *CORPORA)
+TASKS: dict[str, Task] = {row.name: row for row in ALL}
 
 
 def task(name: str) -> Task:

@@ -145,5 +145,6 @@ def score(
         right = answer(make(first, second)) == (kind == positive)
         result[name] = round(float(right.mean()), 4)
         if name == "test":
-            result |= {f"test, {k}": round(float(right[kind == n].mean()), 4) for k, n in kinds.items()}
+            some = {k: kind == n for k, n in kinds.items() if (kind == n).any()}
+            result |= {f"test, {k}": round(float(right[chosen].mean()), 4) for k, chosen in some.items()}
     return result

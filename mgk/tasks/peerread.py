@@ -1,10 +1,10 @@
 """Retrieval from PeerRead: a stand-in for LRA's AAN, never to be reported as AAN. Does one paper cite the other?
 
 No paper is in two splits. Half of the pairs are citations; for each there is a pair that is none, and half of these
-are hard: as near to the citation in topic as the other rules leave room for. A paper is as often in citations as in
-other pairs, and the years are matched, so that neither a paper's fame nor its age tells. What names a cited paper is
-stripped from the texts, and which paper comes first is random. `facts` has what was lost, how near the hard pairs are,
-and how far simpler methods get.
+are hard (in the easier form of the task none): as near to the citation in topic as the other rules leave room for. A
+paper is as often in citations as in other pairs, and the years are matched, so that neither a paper's fame nor its age
+tells. What names a cited paper is stripped from the texts, and which paper comes first is random. `facts` has what was
+lost, how near the hard pairs are, and how far simpler methods get.
 """
 
 from __future__ import annotations
@@ -180,10 +180,12 @@ def exchange(cost: Array, row: Array, column: Array) -> Array:
     return column
 
 
-def make_pairs(links: Sequence[Link], papers: Sequence[Paper], taken: Mapping[int, set[int]], corpus: Corpus) -> Array:
+def make_pairs(
+    links: Sequence[Link], papers: Sequence[Paper], taken: Mapping[int, set[int]], corpus: Corpus, hard: bool
+) -> Array:
     """First paper, second paper and kind of each pair, in random order and either way round, [n, 3]."""
     links = sorted(links, key=lambda link: place("half", *(papers[paper].key for paper in link)))
-    middle = len(links) // 2
+    middle = len(links) // 2 if hard else 0
     pairs = [(*link, CITATION) for link in links]
     pairs += [(*pair, HARD) for pair in negatives(links[:middle], papers, taken, corpus)]
     pairs += [(*pair, RANDOM) for pair in negatives(links[middle:], papers, taken, None)]
@@ -206,6 +208,7 @@ class PeerRead(Task):
     held_out: float = 0.1  # of the papers for test, and as many for dev
     papers: int = 6_430
     links: int = 17_925  # pairs of papers of which at least one cites the other
+    hard: bool = True  # half of the pairs without a citation are as near in topic as citations
     version: int = 1  # of the way in which the examples are made
 
     def files(self, data_dir: Path) -> list[str]:
@@ -237,7 +240,7 @@ class PeerRead(Task):
         for done, split in enumerate(self.splits):
             progress("draw pairs", done, len(self.splits))
             ours = [link for link in links if split_of[link[0]] == split_of[link[1]] == split]
-            pairs[split] = make_pairs(ours, papers, taken, corpus)
+            pairs[split] = make_pairs(ours, papers, taken, corpus, self.hard)
             np.save(folder / f"{split}.pairs.npy", pairs[split])
             write_split(folder, split, examples(pairs[split], tokens), self.documents)
         progress("baselines", 0, 1)
@@ -256,6 +259,7 @@ class PeerRead(Task):
                 split: {
                     kind: round(float(corpus.cosines(*rows[rows[:, 2] == number, :2].T).mean()), 4)
                     for kind, number in KINDS.items()
+                    if (rows[:, 2] == number).any()
                 }
                 for split, rows in pairs.items()
             },
@@ -263,6 +267,12 @@ class PeerRead(Task):
         }
         progress("baselines", 1, 1)
         return facts
+
+
+# Easier, as AAN's own pairs are, whose other papers are drawn at random; and of titles and abstracts, the beginnings.
+PEERREAD_RANDOM = PeerRead(
+    name="retrieval-peerread-random", dataset="peerread, random negatives", max_length=1000, hard=False
+)
 
 
 def cut(text: str, length: int) -> str:
