@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from task_data import PAIRS, TEXT, documents, make_aan, make_archive, make_imdb, review
+from typer.testing import CliRunner
 
+from mgk import commands
 from mgk.tasks import TASKS, task
 from mgk.tasks.text import dev_names
 
@@ -22,6 +24,11 @@ DATASETS = {
     "words": "own text, words",
     "bytes": "own text, bytes",
 }
+
+
+def test_data_takes_the_name_of_a_recipe_too(tmp_path):
+    answer = CliRunner().invoke(commands.app, ["data", "text-5k", "--data-dir", str(tmp_path)])
+    assert "aclImdb" in str(answer.exception or answer.output)
 
 
 def test_names():

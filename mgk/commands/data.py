@@ -13,14 +13,16 @@ from mgk.commands.common import DataDir, app, data_directory, progress
 
 @app.command()
 def data(
-    task: Annotated[str, typer.Argument(help="The task to prepare, or `all`.")],
+    task: Annotated[str, typer.Argument(help="The task to prepare, by its name or a recipe's, or `all`.")],
     data_dir: DataDir = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
 ) -> None:
     """Prepare a task's data, verify it by checksum, and say where to get what is missing."""
-    from mgk import tasks
+    from mgk import recipes, tasks
 
     where = data_directory(data_dir)
+    if task not in tasks.TASKS and task in recipes.names():
+        task = recipes.load(task).task
     missing = []
     for chosen in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
         try:

@@ -78,15 +78,15 @@ def headline(part: Part, rows: list[Row]) -> str:
     """The one table that tells most: the largest baseline of a task, and what stands for it with half its heads."""
     found, full = part.found, part.rows[0]
     judged = {each.ours: each for each in claims.half(part) if each.theirs == full and each.compared}
-    steps = {cost.row: cost.of["training step"] for cost in costs.of_steps(rows)}
-    lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "a step at length 4,096"]]
+    steps = {cost.row: cost.of.get("training step") for cost in costs.of_part(part, rows)}
+    lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "training step"]]
     for row in (each for each in found.rows if each == full or each in judged):
         cells = [str(row), number(found.mean(row), found.scale.shown_digits), "", ""]
         if row in judged:
             result = judged[row].compared
             assert result is not None
             cells[2:] = [f"{signed(result.difference)} ± {number(result.half_width)}", judged[row].verdict]
-        step = f"{steps[row]:.1f} ms" if row in steps else "–"
+        step = "–" if steps[row] is None else f"{steps[row]:.1f} ms"
         run = found.of(row)[0]
         lines.append([*cells, f"{run.params:,}", f"{run.flops / 1e9:.2f}", step])
     return markdown(lines)

@@ -49,7 +49,7 @@ class Scale:
 # smaller loss could not be seen on the benchmark itself. Per cent of perplexity: what separates the paper's models.
 SCALES = {
     "classification": Scale("points", 1.0, 2, 1.0),
-    "language-model": Scale("% of perplexity", 1.0, 2, -1.0),
+    "language-model": Scale("100 × nats a token", 1.0, 2, -1.0),
 }
 
 

@@ -34,9 +34,11 @@ def sentence(rows: list[Row]) -> str:
     if forward is None or both is None:
         return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
     where = f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}"
+    less = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
+    softmax = f" Softmax itself with half the heads takes {' and '.join(less)}." if less else ""
     return (
         f"{where}, sMGK with half the heads takes **{forward:.2f}** of the time of the fastest softmax\n"
-        f"attention in PyTorch with all of them, and **{both:.2f}** with all gradients."
+        f"attention in PyTorch with all of them, and **{both:.2f}** with all gradients.{softmax}"
     )
 
 

@@ -197,7 +197,7 @@ ENWIKI_LM = Words(
         Part("dev", "enwiki-lm/wiki.valid.tokens", 227_847),
         Part("wikitext-103-valid", "wikitext-103/wiki.valid.tokens", 217_646),
     ),
-    "unpack enwiki-lm and WikiText-103's validation set there",
+    "it is not published: put a text of your own there in WikiText's form, and WikiText-103's validation set",
 )
 # A user's own corpus in WikiText's layout.
 OWN_WORDS = Words(

@@ -26,7 +26,10 @@ from mgk.tasks.communities import communities
 from mgk.tasks.store import Array, DataError, Example, Progress, Task, byte_tokens, write_split
 
 DOCS, LINKS = "docs.jsonl", "citation_links.tsv"
-GET_IT = "make it from allenai/PeerRead (one JSON object a line with key, year and text; key, tab, cited key a line)"
+GET_IT = (
+    "make it from allenai/PeerRead (docs.jsonl: an object with key, year and text a line, the text from its title on; "
+    "citation_links.tsv: key, tab, cited key a line)"
+)
 KINDS = {"citations": 0, "hard": 1, "random": 2}
 CITATION, HARD, RANDOM = KINDS.values()
 RESOLUTION = 4  # of the communities: PeerRead has 397 then, 50 of them of 50 to 266 papers
@@ -269,7 +272,7 @@ class PeerRead(Task):
         return facts
 
 
-# Easier, as AAN's own pairs are, whose other papers are drawn at random; and of titles and abstracts, the beginnings.
+# Easier: no pair is chosen to be near in topic; and shorter, of titles and abstracts.
 PEERREAD_RANDOM = PeerRead(
     name="retrieval-peerread-random", dataset="peerread, random negatives", max_length=1000, hard=False
 )
