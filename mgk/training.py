@@ -32,7 +32,7 @@ from mgk.steps import Fit, in_company
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 # Settings of models that came later, at the values that all had before: they change no setup's name.
-LATER = {("token_std", 0.02)}
+LATER = {"token_std": 0.02}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Run:
     def setup(self, task: Any) -> str:
         """A short name for everything that determines the run but its seed."""
         described = {key: value for key, value in self.describe(task).items() if key != "seed"}
-        described["model"] = {k: v for k, v in described["model"].items() if (k, v) not in LATER}
+        model = described["model"]
+        described["model"] = {k: v for k, v in model.items() if k not in LATER or v != LATER[k]}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
 
 

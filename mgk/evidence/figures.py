@@ -169,7 +169,7 @@ def draw_differences(data: dict[str, Any]) -> Figure:
         axis.grid(axis="x", alpha=0.3)
     axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
     axes[-1, 0].margins(x=0.08)
-    words = "points (language model: per cent of perplexity) with the 95 % interval, none where it is not known\n"
+    words = "points (language model: 100 × nats a token) with the 95 % interval, none where it is not known\n"
     figure.supxlabel(
         f"{words}green: holds, red: does not hold, grey: cannot be told; ×: the paper's difference; dotted: the margin",
         fontsize=8,

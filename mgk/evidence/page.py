@@ -106,13 +106,13 @@ def half(parts: list[Part]) -> str:
                 f" But {baseline} with half the heads passes the same rule on {', '.join(alike)}: "
                 "there it is not shown that the mixture was needed."
             )
-    keys = {part.title: claims.half_the_keys(part) for part in parts}
-    with_keys = [part for part in parts if keys[part.title]]
-    if with_keys:
-        text.append(claims.sentence("half the key heads, which the paper has not", _verdicts(keys, False)))
     tables = [claims.table(part, judged[part.title]) for part in parts if judged[part.title]]
-    tables += ["All query heads and half the key heads:" for _ in with_keys[:1]]
-    return _joined([*text, *tables, *(claims.table(part, keys[part.title]) for part in with_keys)])
+    keys = {part.title: own for part in parts if (own := claims.half_the_keys(part))}
+    if keys:
+        text.append(claims.sentence("half the key heads, which the paper has not", _verdicts(keys, False)))
+        tables.append("All query heads and half the key heads:")
+        tables += [claims.table(part, keys[part.title]) for part in parts if part.title in keys]
+    return _joined([*text, *tables])
 
 
 def same(parts: list[Part]) -> str:
@@ -139,17 +139,14 @@ def ways(parts: list[Part]) -> str:
 
 
 def _verdicts(judged: dict[str, list[claims.Judged]], control: bool) -> dict[str, list[str]]:
+    """By the tasks that have any."""
     wanted = {title: [each.verdict for each in found if each.control == control] for title, found in judged.items()}
     return {title: found for title, found in wanted.items() if found}
 
 
 def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool = False) -> dict[str, list[str]]:
-    """The verdicts of a family, by the tasks that have any."""
-    wanted = {
-        title: [each.verdict for each in found if each.family == family and each.control == control]
-        for title, found in judged.items()
-    }
-    return {title: found for title, found in wanted.items() if found}
+    of_family = {title: [each for each in found if each.family == family] for title, found in judged.items()}
+    return _verdicts(of_family, control)
 
 
 def cost(parts: list[Part], rows: list[Row]) -> str:
