@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mgk import results
-from mgk.cost import median_ms
+from mgk.cost import median_ms, warm_up
 from mgk.evaluation import forward_flops, parameters
 from mgk.models import Classifier, EncoderConfig
 from mgk.recipes import Row
@@ -43,6 +43,7 @@ def measure(
         loss.backward()
         optimizer.step()
 
+    warm_up(step, device)
     ms = median_ms(step, device, windows)
     return ms, torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else float("nan")
 

@@ -16,70 +16,100 @@ from torch import Tensor
 
 from mgk.batches import Order, seed_of
 from mgk.evaluation import description, peak_memory_mb
+from mgk.graphs import GraphedMeasure
 from mgk.objectives import OBJECTIVES
 from mgk.steps import Fit
 from mgk.training import Run
 
-METRICS = ("step_ms_alone", "forward_ms_alone", "peak_mem_mb_alone")
+METRICS = ("step_ms_alone", "inference_ms_alone", "peak_mem_mb_alone")
 WARM_UP, WINDOWS, STEPS = 5, 5, 10
 COUNT = WARM_UP + WINDOWS * STEPS
 
 
-def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of results: medians of windows of steps, all on the same few of the task's own batches."""
-    torch.compiler.reset()
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    kind = OBJECTIVES[task.objective]
-    config, settings = run.model_config(task), run.recipe.training
-    splits = {"train": task.split(run.data_dir, "train")}
-    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed, graphs=True).to(device)
-    module.setup("fit")
-    optimizer = module.configure_optimizers()["optimizer"]
-    order = Order(len(splits["train"]), seed_of(run.seed, 1))
-    size = settings.batch_size // settings.accumulate
+class Subject:
+    """The model of a run, which is trained and asked on the same few of its task's own batches."""
 
-    def batch(number: int) -> Tensor:
-        return torch.from_numpy(order.take(number * size, size))
+    def __init__(self, run: Run, task: Any, device: torch.device) -> None:
+        torch.compiler.reset()
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self.run, self.task, self.device, self.settings = run, task, device, run.recipe.training
+        self.kind = OBJECTIVES[task.objective]
+        self.config = run.model_config(task)
+        splits = {"train": task.split(run.data_dir, "train")}
+        objective = self.kind(self.kind.model_class(self.config), self.settings, task, splits)
+        self.module = Fit(objective, run.seed, graphs=True).to(device)
+        self.module.setup("fit")
+        self.optimizer = self.module.configure_optimizers()["optimizer"]
+        self.order = Order(len(splits["train"]), seed_of(run.seed, 1))
+        self.size = self.settings.batch_size // self.settings.accumulate
+        self.asked = GraphedMeasure(objective.measure_batch, recording=objective.compiles)
+        self.memory_mb = 0.0
 
-    def step(number: int) -> None:
-        for part in range(number * settings.accumulate, (number + 1) * settings.accumulate):
+    def batch(self, number: int) -> Tensor:
+        return torch.from_numpy(self.order.take(number * self.size, self.size))
+
+    def step(self, number: int) -> None:
+        module, parts = self.module, self.settings.accumulate
+        for part in range(number * parts, (number + 1) * parts):
             with module.objective.autocast():
-                loss = module.training_step(batch(part), part)
-            module.backward(loss / settings.accumulate)
-        module.configure_gradient_clipping(optimizer, settings.clip)
-        optimizer.step()
-        module.optimizer_zero_grad(0, number, optimizer)
+                loss = module.training_step(self.batch(part), part)
+            module.backward(loss / parts)
+        module.configure_gradient_clipping(self.optimizer, self.settings.clip)
+        self.optimizer.step()
+        module.optimizer_zero_grad(0, number, self.optimizer)
 
-    def forward(number: int) -> None:
-        with torch.no_grad(), module.objective.autocast():
-            module.objective.measure(batch(number), "train")
+    def forward(self, number: int) -> None:
+        objective = self.module.objective
+        with torch.no_grad(), objective.autocast():
+            self.asked(*objective.batch(self.batch(number), "train"))
 
-    step_ms, memory = median_ms(step, device), peak_memory_mb()
-    module.eval()
-    forward_ms = median_ms(forward, device)
-    common = description(run, task, config)
-    common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}", split="train", n_examples=size)
-    return [
-        {**common, "metric": name, "value": f"{value:.4f}"}
-        for name, value in zip(METRICS, (step_ms, forward_ms, memory), strict=True)
-    ]
+    def warm_up(self) -> None:
+        """Everything that is compiled or recorded, is."""
+        self.module.train()
+        warm_up(self.step, self.device)
+        self.memory_mb = peak_memory_mb()
+        self.module.eval()
+        warm_up(self.forward, self.device)
+
+    def timed(self) -> list[dict[str, Any]]:
+        """Rows of results."""
+        self.module.train()
+        step_ms = median_ms(self.step, self.device)
+        self.module.eval()
+        inference_ms = median_ms(self.forward, self.device)
+        common = description(self.run, self.task, self.config)
+        common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{self.memory_mb:.0f}", split="train")
+        return [
+            {**common, "n_examples": self.size, "metric": name, "value": f"{value:.4f}"}
+            for name, value in zip(METRICS, (step_ms, inference_ms, self.memory_mb), strict=True)
+        ]
+
+
+def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of results."""
+    subject = Subject(run, task, device)
+    subject.warm_up()
+    return subject.timed()
+
+
+def warm_up(work: Callable[[int], None], device: torch.device) -> None:
+    """On a GPU every shape that will come is compiled, or recorded, when it first does: of few, that takes less than
+    the rest. So all windows have the same. work(number) is one step."""
+    for number in range(WARM_UP + STEPS if device.type == "cuda" else WARM_UP):
+        work(number)
 
 
 def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
-    """Of windows of steps, after a warm-up; work(number) is one step."""
+    """Of windows of steps, after a warm-up."""
 
     def wait() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    # On a GPU every shape that will come is compiled, or recorded, when it first does: of few, that takes less than the
-    # rest. So all windows have the same.
-    for number in range(WARM_UP + STEPS if device.type == "cuda" else WARM_UP):
-        work(number)
     times = []
     for _ in range(windows):
         start = wait()

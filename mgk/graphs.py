@@ -67,64 +67,42 @@ class Recorded:
         return {name: value.clone() for name, value in self.means.items()}
 
 
-class GraphedGradients:
-    """measure(*inputs, *fixed) gives means, "loss" among them; `fixed` are numbers that decide shapes. Called with a
-    batch it leaves the loss's gradients in the parameters and returns the means. A kind of batch, its shapes and fixed
-    numbers, is recorded when it first appears.
+class GraphedMeasure:
+    """measure(*inputs, *fixed) gives means; `fixed` are numbers that decide shapes. A kind of batch, its shapes and
+    fixed numbers, is recorded when it first appears.
 
     The parameters must stay where they are in memory. What happens is the same function of weights, inputs and the
     generator's state whether it is just being recorded or not: recording draws no random numbers.
     """
 
+    what = "a batch"
+
     def __init__(
         self,
-        parameters: Sequence[Tensor],
         measure: Callable[..., Means],
         *,
         buffers: Callable[[], Iterable[Tensor]] = tuple,
         recording: bool = True,
     ) -> None:
-        """buffers: gives what a step changes in place beside the gradients; asked for when a step is recorded, since a
-        module that moves to a device has others there. recording: False runs every batch as it comes, to compare
-        with."""
-        self.parameters, self.measure, self.recording = list(parameters), measure, recording
-        self.buffers = buffers
-        self.gradients: list[Tensor] = []
+        """buffers: gives what `measure` changes in place; asked for when a batch is recorded, since a module that moves
+        to a device has others there. recording: False runs every batch as it comes, to compare with."""
+        self.measure, self.buffers, self.recording = measure, buffers, recording
         self.recorded: dict[tuple[Any, ...], Recorded] = {}
         self.failures = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...] = ()) -> Means:
-        if not self.gradients:
-            # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
-            # Not sooner: the parameters may have moved to the device since.
-            self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         kind = (*(x.shape for x in inputs), fixed)
         if kind not in self.recorded and self.recording and len(self.recorded) < MOST:
             self._record(kind, inputs, fixed)
-        means = self.recorded[kind].replay(inputs) if kind in self.recorded else self._run(inputs, fixed)
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
-        return means
+        return self.recorded[kind].replay(inputs) if kind in self.recorded else self._run(inputs, fixed)
 
     def _run(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> Means:
         kind = inputs[0].device.type
         # A cached cast of a weight would be recorded as it is now, and never be made again.
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
-            means = self.measure(*inputs, *fixed)
-        found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
-        pairs = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
-        # Those that lie as their parameters do take a few launches in all; with another among them, each takes its own.
-        alike: list[tuple[Tensor, Tensor]] = []
-        for mine, of in pairs:
-            if mine.stride() == of.stride():
-                alike.append((mine, of))
-            else:
-                mine.copy_(of)
-        if alike:
-            torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
-        return {name: value.detach() for name, value in means.items()}
+            return self.measure(*inputs, *fixed)
 
     def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:
         held = tuple(x.clone() for x in inputs)
@@ -142,7 +120,7 @@ class GraphedGradients:
             gc.collect()
             if self.failures == ATTEMPTS:
                 self.recording = False
-                words = f"a training step could not be recorded as a CUDA graph ({error}): steps take longer"
+                words = f"{self.what} could not be recorded as a CUDA graph ({error}): it takes longer"
                 warnings.warn(words, stacklevel=3)
         else:
             self._pool = graph.pool()
@@ -151,3 +129,46 @@ class GraphedGradients:
         torch.cuda.set_rng_state(state)
         for buffer, old in before:
             buffer.copy_(old)
+
+
+class GraphedGradients(GraphedMeasure):
+    """measure gives "loss" among the means: called with a batch it leaves the loss's gradients in the parameters."""
+
+    what = "a training step"
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        measure: Callable[..., Means],
+        *,
+        buffers: Callable[[], Iterable[Tensor]] = tuple,
+        recording: bool = True,
+    ) -> None:
+        super().__init__(measure, buffers=buffers, recording=recording)
+        self.parameters = list(parameters)
+        self.gradients: list[Tensor] = []
+
+    def __call__(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...] = ()) -> Means:
+        if not self.gradients:
+            # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
+            # Not sooner: the parameters may have moved to the device since.
+            self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        means = super().__call__(inputs, fixed)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return means
+
+    def _run(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> Means:
+        means = super()._run(inputs, fixed)
+        found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
+        pairs = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
+        # Those that lie as their parameters do take a few launches in all; with another among them, each takes its own.
+        alike: list[tuple[Tensor, Tensor]] = []
+        for mine, of in pairs:
+            if mine.stride() == of.stride():
+                alike.append((mine, of))
+            else:
+                mine.copy_(of)
+        if alike:
+            torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
+        return {name: value.detach() for name, value in means.items()}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mgk import training
-from mgk.graphs import GraphedGradients
+from mgk.graphs import GraphedGradients, GraphedMeasure
 from mgk.objectives import Objective
 from mgk.recipes import Recipe, Row, Training
 
@@ -108,6 +108,20 @@ def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
             for p in parameters:
                 p -= 0.5 * p.grad
     assert len(graphs.recorded) == 2
+
+
+@pytest.mark.gpu
+def test_a_graph_without_gradients_follows_the_weights_and_the_batch():
+    network, measure = network_and_loss(0.0)
+    graphs = GraphedMeasure(measure)
+    for step, size in enumerate((5, 7, 5, 7)):
+        x = batch(size, step)
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(graphs(x)["loss"], measure(*x)["loss"])
+            for p in network.parameters():
+                p += 0.1
+    assert len(graphs.recorded) == 2
+    assert all(p.grad is None for p in network.parameters())
 
 
 @pytest.mark.gpu
