@@ -89,8 +89,8 @@ and MLK is better than linear.
 the mixture minus the baseline lies above 0; seeds alone make the interval, since the matrices of one model are no \
 sample of models.
 - **Parameters, FLOPs, time, memory**: counts exactly; the rest alone on the machine, where ratios cannot be told from \
-1 within {100 * TIMING:g} % (operators' times), {100 * STEPS:g} % (a training step, a forward) and {100 * MEMORY:g} % (its \
-memory): two measurements of the same step have differed by 4.5 %, of its memory by 13 %, and a ratio has two.
+1 within {100 * TIMING:g} % (operators' times), {100 * STEPS:g} % (a training step, a forward) and {100 * MEMORY:g} % \
+(its memory): two measurements of the same step have differed by 4.5 %, of its memory by 13 %, and a ratio has two.
 - **sMGK + Hard-E is as good as sMGK** (Table 4): *holds* if the interval of (hard − soft, with as many heads) lies \
 above −margin, *does not hold* if below. The other ways of that table, priors from EM (Soft-E) and MGK + Hard-E, are \
 held to the same rule; of them the paper does not claim it, and its own MGK + Hard-E on ListOps (19.40, with a soft \
