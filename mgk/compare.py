@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from mgk import tasks
 from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row
 
-# Of these results the table takes step time and memory where they exist; `mgk.cost` measures them.
+# What a row costs by itself, which `mgk.cost` measures; of it the table takes step time and memory where they exist.
+COSTS = ("step_ms_alone", "inference_ms_alone", "peak_mem_mb_alone")
+# Of it, what a training that has the machine to itself measures too.
 ALONE = ("step_ms_alone", "peak_mem_mb_alone")
 # Off a terminal, seconds between two lines on how the running trainings stand.
 TOLD_EVERY = 30
@@ -123,9 +126,16 @@ def finished(
     return any(each["metric"] == shown(recipe).metric for each in own)
 
 
-def timed(rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, setup: str | None = None) -> bool:
+def timed(
+    rows: list[dict[str, str]],
+    recipe: Recipe,
+    row: Row,
+    preset: str,
+    setup: str | None = None,
+    metrics: Iterable[str] = ALONE,
+) -> bool:
     """Whether the results already have what the row costs by itself."""
-    return any(each["metric"] in ALONE for each in matching(rows, recipe, row, preset, None, setup))
+    return set(metrics) <= {each["metric"] for each in matching(rows, recipe, row, preset, None, setup)}
 
 
 def known_setups(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> dict[Row, str]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mgk.batches import Order, seed_of
+from mgk.compare import COSTS
 from mgk.evaluation import description, peak_memory_mb
 from mgk.graphs import GraphedMeasure
 from mgk.objectives import OBJECTIVES
 from mgk.steps import Fit
 from mgk.training import Run
 
-METRICS = ("step_ms_alone", "inference_ms_alone", "peak_mem_mb_alone")
 WARM_UP, WINDOWS, STEPS = 5, 5, 10
 COUNT = WARM_UP + WINDOWS * STEPS
 
@@ -84,7 +84,7 @@ class Subject:
         common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{self.memory_mb:.0f}", split="train")
         return [
             {**common, "n_examples": self.size, "metric": name, "value": f"{value:.4f}"}
-            for name, value in zip(METRICS, (step_ms, inference_ms, self.memory_mb), strict=True)
+            for name, value in zip(COSTS, (step_ms, inference_ms, self.memory_mb), strict=True)
         ]
 
 

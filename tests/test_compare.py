@@ -216,6 +216,14 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     lines = side_by_side.report(recipe, [row], "paper", [path], tmp_path)
     assert lines[1][-2:] == ["12.5", "77"]
     assert "Step time: one model after another" in (tmp_path / "listops.md").read_text()
+    # Who asks for every time gets the forward's too, and what was measured last counts.
+    assert not compare.timed(results.read([path]), recipe, row, "paper", metrics=compare.COSTS)
+    results.append(
+        path,
+        [measured("smgk:4", 0, value, "train", name) for name, value in zip(compare.COSTS, (9, 4, 70), strict=True)],
+    )
+    assert compare.timed(results.read([path]), recipe, row, "paper", metrics=compare.COSTS)
+    assert side_by_side.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["9.0", "70"]
 
 
 def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):

@@ -117,8 +117,10 @@ def compare(
     if not left and alone is not False:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         known = results.read(sorted(out.glob("*.csv")))
+        # A training by itself has not timed inference; who asks for times wants that too.
+        metrics = comparison.COSTS if alone else comparison.ALONE
         for row in untimed:
-            if not comparison.timed(known, chosen, row, preset, setups[row]):
+            if not comparison.timed(known, chosen, row, preset, setups[row], metrics):
                 print(f"timing {row} alone, {cost.COUNT} steps (--no-alone leaves this out)", file=sys.stderr)
                 results.append(own, cost.measure(first[row], task, device))
     _show(chosen, models, preset, out, setups)

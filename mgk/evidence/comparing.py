@@ -93,8 +93,9 @@ def compare(found: Found, ours: Row, theirs: Row) -> Compared | None:
     split = max(splits, key=lambda name: a[0].examples[name])
     means = [statistics.mean(worths(found.scale, runs, split)) for runs in (a, b)]
     states = {run.learnt for run in (*a, *b)}
+    # A run that had no time to end anywhere says nothing of how far those that had lie apart.
     groups = [
-        worths(found.scale, [run for run in found.of(row) if run.learnt == state], split)
+        worths(found.scale, [run for run in found.of(row) if run.learnt == state and not run.late], split)
         for row in found.rows
         for state in states
     ]

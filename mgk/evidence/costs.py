@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mgk.benchmark import goals
 from mgk.benchmark.timing import PASSES
-from mgk.compare import matching
+from mgk.compare import COSTS, matching
 from mgk.evidence import verdicts
 from mgk.evidence.claims import BASELINES, Part
 from mgk.evidence.runs import PRESET
@@ -15,12 +15,7 @@ from mgk.recipes import Row
 
 COUNTS = ("parameters", "FLOPs")
 UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
-# What `mgk.cost` measures; not imported, since that would load the whole of training.
-MEASURED = {
-    "step_ms_alone": "training step",
-    "inference_ms_alone": "inference",
-    "peak_mem_mb_alone": "memory of the step",
-}
+MEASURED = dict(zip(COSTS, ("training step", "inference", "memory of the step"), strict=True))
 TOLERANCES = {"training step": verdicts.STEPS, "inference": verdicts.STEPS, "memory of the step": verdicts.MEMORY}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgk import recipes
-from mgk.compare import finished, timed
+from mgk.compare import COSTS, finished, timed
 from mgk.evidence.runs import PRESET
 from mgk.markdown import markdown
 from mgk.recipes import Row
@@ -16,12 +16,14 @@ ALL = 3  # seeds, where a row is to have several
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows of a recipe and the seeds each is to have."""
+    """Rows of a recipe and the seeds each is to have. timed: whether each row is to be timed alone; not where another
+    experiment has the same models and batches."""
 
     item: int
     title: str
     recipe: str
     seeds: dict[Row, int]
+    timed: bool = True
 
 
 def _rows(names: str, several: str = "") -> dict[Row, int]:
@@ -40,6 +42,7 @@ EXPERIMENTS = (
         "ListOps (the paper's schedule)",
         "listops",
         _rows(_TABLE_1, _TABLE_1) | {Row("linear", 8): 2, Row("mlk", 4): 2},
+        timed=False,
     ),
     Experiment(
         2, "Text (5,000 steps)", "text-5k", _rows(f"{_TABLE_1} linear:8 mlk:4 smlk:4", "softmax:8 mgk:4 smgk:4")
@@ -54,7 +57,7 @@ EXPERIMENTS = (
             "softmax:4 mgk:2 smgk:2",
         ),
     ),
-    Experiment(4, "Language model (enwiki-lm stand-in, one pass)", "enwiki-lm", _rows("softmax:8 smgk:4")),
+    Experiment(4, "Language model (enwiki-lm stand-in, one pass)", "enwiki-lm", _rows("softmax:8 smgk:4"), timed=False),
     Experiment(
         4,
         "Language model (enwiki-lm stand-in, two passes)",
@@ -97,13 +100,21 @@ def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[i
     return {row: seeds for row, seeds in missing.items() if seeds}
 
 
-def commands(experiment: Experiment, missing: dict[Row, list[int]]) -> list[str]:
-    """What runs the rest: a command for each number of seeds; it skips what is there."""
-    found = []
+def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[Row]:
+    """The rows that are to be timed alone and have not been."""
+    recipe = recipes.load(experiment.recipe)
+    return [row for row in experiment.seeds if experiment.timed and not timed(rows, recipe, row, PRESET, metrics=COSTS)]
+
+
+def commands(experiment: Experiment, missing: dict[Row, list[int]], without_times: list[Row]) -> list[str]:
+    """What runs the rest: a command for each number of seeds, and one that times what has been trained. They skip what
+    is there."""
+    asked = []
     for seeds in sorted({experiment.seeds[row] for row in missing}):
-        names = ",".join(str(row) for row in missing if experiment.seeds[row] == seeds)
-        found.append(f"`mgk compare {experiment.recipe} --rows {names} --seeds {seeds}`")
-    return found
+        asked.append(([row for row in missing if experiment.seeds[row] == seeds], f"--seeds {seeds}"))
+    trained = [row for row in without_times if row not in missing]
+    asked += [(trained, "--alone")] if trained else []
+    return [f"`mgk compare {experiment.recipe} --rows {','.join(map(str, rows))} {how}`" for rows, how in asked]
 
 
 def table(rows: list[dict[str, str]], results: Path) -> str:
@@ -111,17 +122,15 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
     for experiment in EXPERIMENTS:
         missing = left(rows, experiment)
         wanted, rest = sum(experiment.seeds.values()), sum(map(len, missing.values()))
-        recipe, models = recipes.load(experiment.recipe), experiment.seeds
-        alone = sum(timed(rows, recipe, row, PRESET) for row in models)
-        complete = f"{len(models) - len(missing)} of {len(models)}"
+        without_times, models = untimed(rows, experiment), len(experiment.seeds)
         lines.append(
             [
                 str(experiment.item),
                 experiment.title,
                 f"{wanted - rest} of {wanted}",
-                complete,
-                f"{alone} of {len(models)}",
-                "; ".join(commands(experiment, missing)) or "nothing",
+                f"{models - len(missing)} of {models}",
+                f"{models - len(without_times)} of {models}" if experiment.timed else "–",
+                "; ".join(commands(experiment, missing, without_times)) or "nothing",
             ]
         )
     figures = [["figure (item 5)", "what", "from models of the size above"]]
