@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from mgk import __version__, cli, commands, recipes, results, tasks
+from mgk.analysis.curves import kept_of
 from mgk.commands.common import data_directory, with_steps
 from mgk.models import Classifier
 from mgk.recipes import Row
@@ -68,16 +69,24 @@ def test_an_option_of_train_arrives(asked, option, arguments, reach, wanted):
     assert reach(asked) == wanted
 
 
-def test_a_finished_run_that_is_repeated_adds_its_results_once(asked, monkeypatch, tmp_path):
+@pytest.fixture
+def finished(asked, monkeypatch, tmp_path):
+    """The directory of a run that has nothing left to do, and the results in it."""
     objective = SimpleNamespace(metric="accuracy", answers=lambda where: [], judged_by=lambda settings: "accuracy")
     objective.told = str
     done = SimpleNamespace(global_rank=0, objective=objective), SimpleNamespace(stopped_by=None, steps=0)
     monkeypatch.setattr("mgk.training.fit", lambda *arguments, **options: done)
     common = {"recipe": "listops", "dataset": "listops", "metric": "accuracy", "n_examples": 10, "kv_heads": None}
     rows = [{**common, "split": split, "value": value} for split, value in (("dev", 1 / 3), ("test", 0.1 + 0.2))]
-    run, file = tmp_path / "run", tmp_path / "found.csv"
+    run = tmp_path / "run"
     run.mkdir()
     (run / "result.json").write_text(json.dumps(rows))
+    (run / "metrics.csv").write_text("step,split,loss\n1,dev,2.5\n")
+    return run, rows
+
+
+def test_a_finished_run_that_is_repeated_adds_its_results_once(finished, tmp_path):
+    (run, rows), file = finished, tmp_path / "found.csv"
     command = ["train", "listops", "--resume", "auto", "--out", str(run), "--results", str(file)]
     told = [CliRunner().invoke(commands.app, command) for _ in range(2)]
     assert [each.exception for each in told] == [None, None]
@@ -86,6 +95,18 @@ def test_a_finished_run_that_is_repeated_adds_its_results_once(asked, monkeypatc
     (run / "result.json").write_text(json.dumps([*rows, {**rows[0], "metric": "best_step"}]))
     CliRunner().invoke(commands.app, command)
     assert [row["metric"] for row in results.read([file])] == ["accuracy", "accuracy", "best_step"]
+
+
+def test_the_curve_of_a_run_is_kept_beside_its_results(finished, tmp_path):
+    run, kept = finished[0], tmp_path / "kept"
+    command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(kept / "found.csv")]
+    for more in ([], ["--seed", "1"], ["--seed", "1", "--steps", "100"]):
+        assert CliRunner().invoke(commands.app, command + more).exception is None
+    found = kept_of(kept, "listops", Row("softmax", 4), "paper")
+    assert list(found) == [0, 1]
+    assert {path.read_text() for path in found.values()} == {(run / "metrics.csv").read_text()}
+    # With other settings it is another model's.
+    assert len(list((kept / "curves").iterdir())) == 3
 
 
 def test_every_option_of_train_is_in_the_table():

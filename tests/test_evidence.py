@@ -382,11 +382,11 @@ def test_a_figure_is_there_when_its_own_files_are(tmp_path):
         return "".join(line.split(" | ")[0][2:] for line in lines if line.endswith("| yes |"))
 
     assert there() == ""
-    for folder in plan.ANALYSES:
+    for folder in (each.folder for each in plan.ANALYSES):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ranks.csv").touch()
     assert there() == "6"
-    for folder in plan.ANALYSES:
+    for folder in (each.folder for each in plan.ANALYSES):
         (tmp_path / folder / "maps-1.png").touch()
     assert there() == "2568"
 

@@ -1,12 +1,14 @@
-"""Training curves, as runs leave them in metrics.csv."""
+"""Training curves, as runs leave them in metrics.csv and as they are kept beside the results."""
 
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgk.checks import fail
+from mgk.recipes import Row
 
 # Columns of metrics.csv that are no metric.
 OTHERS = ("step", "split", "lr", "seconds")
@@ -19,6 +21,19 @@ class Curve:
     metric: str
     steps: list[int]
     values: list[float]
+
+
+def kept(results: Path, recipe: str, row: Row, preset: str, seed: int, setup: str | None = None) -> Path:
+    """Where a run's curve is kept. setup: of a run with other settings than its recipe's."""
+    named = "-".join(part for part in (recipe, row.file_name, preset, f"s{seed}", setup) if part)
+    return results / "curves" / f"{named}.csv"
+
+
+def kept_of(results: Path, recipe: str, row: Row, preset: str) -> dict[int, Path]:
+    """By seed, those of the recipe's own settings."""
+    first = kept(results, recipe, row, preset, 0)
+    found = (re.fullmatch(rf"{re.escape(first.stem[:-1])}(\d+)\.csv", path.name) for path in first.parent.glob("*.csv"))
+    return {seed: kept(results, recipe, row, preset, seed) for seed in sorted(int(each[1]) for each in found if each)}
 
 
 def read_curves(run: Path, name: str) -> list[Curve]:

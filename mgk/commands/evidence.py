@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from mgk.commands.common import app
+from mgk.checks import number
+from mgk.commands.common import DataDir, app, check_folder
 
 
 @app.command()
@@ -18,13 +19,30 @@ def evidence(
         Path, typer.Option(help="Its marked parts are made anew; a page that is not there is begun.")
     ] = Path("docs/evidence.md"),
     figures: Annotated[Path | None, typer.Option(help="Where pictures go; default: figures/ beside the page.")] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="First train, time and analyse what results/ lacks; for a GPU, hours.")
+    ] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="With --run: trainings at once.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --run: stop after so long; the same command goes on.")
+    ] = None,
+    data_dir: DataDir = None,
+    runs: Annotated[Path, typer.Option(help="With --run: where the runs' directories go.")] = Path("runs"),
 ) -> None:
-    """Hold what results/ has against the paper's claims: tables, intervals, verdicts, pictures. Trains nothing."""
+    """Hold what results/ has against the paper's claims: tables, intervals, verdicts, pictures."""
+    from mgk.evidence import rest
     from mgk.evidence.page import empty, fill, gather
     from mgk.files import write_atomically
 
+    if minutes is not None:
+        number("--minutes", minutes, 0, above=True)
+    failed = []
+    if run:
+        check_folder("--results", results)
+        check_folder("--runs", runs)
+        failed = rest.run(results, runs, data_dir, jobs, minutes)
     if not any(results.glob("*.csv")):
-        raise ValueError(f"--results {results} has no CSV files: run mgk compare first")
+        raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
     folder = figures or page.parent / "figures"
     made = gather(results)
     text = page.read_text(encoding="utf-8") if page.exists() else empty(made.parts)
@@ -36,3 +54,5 @@ def evidence(
     for picture in made.pictures:
         print(picture.write(folder))
     print(page)
+    if failed:
+        raise ValueError(f"{len(failed)} commands failed: {'; '.join(failed)}")

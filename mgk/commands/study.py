@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -44,10 +43,7 @@ def study(
     directories = [run_directory(runs, chosen.name, row, preset, seed) for row in models for seed in range(seeds)]
     # A run whose result was already known has not been trained again, and may not be here.
     found = [directory for directory in directories if (directory / "best").is_dir()]
-    curves = out / "curves"
-    curves.mkdir(parents=True, exist_ok=True)
     for directory in found:
-        shutil.copyfile(directory / "metrics.csv", curves / f"{chosen.name}-{directory.name}.csv")
         print(f"samples: {sample(directory, out)}")
     if found:
         # Curves, attention maps, ranks and what else there is to see in the heads.

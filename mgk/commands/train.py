@@ -59,10 +59,13 @@ def train(
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from mgk import tasks
+    from mgk.analysis import curves
     from mgk.evaluation import finish, parameters
+    from mgk.files import write_atomically
     from mgk.training import STRATEGIES, Run, fit, leave
 
-    chosen = recipes.load(recipe).with_settings(with_steps(recipe, settings, steps))
+    own = recipes.load(recipe)
+    chosen = own.with_settings(with_steps(recipe, settings, steps))
     first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
     if variant is not None:
         one_of("--variant", variant, VARIANTS)
@@ -119,9 +122,13 @@ def train(
             results.append(results_file, new)
         else:
             print(f"{results_file} has the results of this run already", file=sys.stderr)
+        setup = run.setup(task)
         for split, said in module.objective.answers(where):
-            place = answers.Place(chosen.name, row, preset, seed, split, run.setup(task))
-            answers.keep(results_file.parent, place, said)
+            answers.keep(results_file.parent, answers.Place(chosen.name, row, preset, seed, split, setup), said)
+        changed = None if chosen == own else setup
+        curve = curves.kept(results_file.parent, chosen.name, row, preset, seed, changed)
+        curve.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(curve, (where / "metrics.csv").read_text())
     objective = module.objective
     for each in rows:
         if each["metric"] == objective.judged_by(chosen.training):

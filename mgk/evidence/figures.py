@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgk.analysis.curves import read_metrics
+from mgk.analysis.curves import kept_of, read_metrics
 from mgk.evidence import verdicts
 from mgk.evidence.claims import Part, half, paper_difference, same
 from mgk.evidence.runs import PRESET, SCALES, STANDS_FOR
@@ -55,10 +55,10 @@ def curves(parts: list[Part], results: Path) -> Picture:
     for part in parts:
         lines = []
         for row in part.rows:
-            for path in sorted((results / "curves").glob(f"{part.found.recipe.name}-{row.file_name}-{PRESET}-s*.csv")):
+            for seed, path in kept_of(results, part.found.recipe.name, row, PRESET).items():
                 own = {c.metric: c for c in read_metrics(path, str(row)) if c.split == "dev"}
-                kept = {metric: [curve.steps, curve.values] for metric, curve in own.items()}
-                lines.append({"row": str(row), "seed": path.stem.rpartition("-s")[2], "metrics": kept})
+                values = {metric: [curve.steps, curve.values] for metric, curve in own.items()}
+                lines.append({"row": str(row), "seed": str(seed), "metrics": values})
         if len({line["row"] for line in lines}) > 1:
             panels.append({"title": part.title, "lines": lines})
     return Picture("evidence-curves", panels, draw_curves)

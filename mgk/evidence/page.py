@@ -198,7 +198,7 @@ def _cells(found: dict[str, list[str]]) -> Iterable[tuple[str, str]]:
 def head_verdicts(seen: dict[str, list[heads.Seen]]) -> dict[str, list[str]]:
     """Of each analysis; those of the paper's own figures are missing until they are there."""
     found = {name: [verdict for *_, verdict in heads.judged(each)] for name, each in seen.items()}
-    return found | {name: [verdicts.MISSING] for name in plan.ANALYSES if name not in found}
+    return found | {name: [verdicts.MISSING] for name in (each.folder for each in plan.ANALYSES) if name not in found}
 
 
 def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str, list[str]]:

@@ -26,10 +26,13 @@ class Experiment:
     timed: bool = True
 
 
+def _models(names: str) -> tuple[Row, ...]:
+    return tuple(map(Row.parse, names.split()))
+
+
 def _rows(names: str, several: str = "") -> dict[Row, int]:
     """Three seeds of the rows in `several`, one of the others."""
-    models = {Row.parse(name) for name in several.split()}
-    return {row: ALL if row in models else 1 for row in map(Row.parse, names.split())}
+    return {row: ALL if row in _models(several) else 1 for row in _models(names)}
 
 
 _TABLES_1_2_4 = " ".join(map(str, recipes.load("listops").rows))
@@ -86,8 +89,36 @@ FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("8", "maps of linear attention on retrieval", ("retrieval-peerread-random-linear-analysis/maps-1.png",)),
 )
 
-# The folders of results/ that hold the analyses of figures 2, 5, 6 and 8.
-ANALYSES = ("retrieval-peerread-random-analysis", "retrieval-peerread-random-linear-analysis", "enwiki-lm-2-analysis")
+
+@dataclass(frozen=True)
+class Looked:
+    """An analysis of trained models, and the folder of results/ that holds it."""
+
+    recipe: str
+    kind: str  # in the folder's name
+    rows: tuple[Row, ...]
+    split: str
+
+    @property
+    def folder(self) -> str:
+        return f"{self.recipe}-{self.kind}analysis"
+
+    def command(self, results: Path, runs: Path) -> list[str] | None:
+        """As arguments of `mgk`: of the models that are still there, all seeds that each of them has. None where one
+        has none."""
+        found = [sorted((runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/best")) for row in self.rows]
+        if not all(found):
+            return None
+        directories = [str(best.parent) for each in found for best in each]
+        return ["analyze", *directories, "--split", self.split, "--out", str(results / self.folder)]
+
+
+# Those of figures 2, 5, 6 and 8.
+ANALYSES = (
+    Looked("retrieval-peerread-random", "", _models("softmax:4 mgk:2 smgk:2"), "test"),
+    Looked("retrieval-peerread-random", "linear-", _models("linear:4 mlk:2"), "test"),
+    Looked("enwiki-lm-2", "", _models("softmax:8 mgk:8 mgk:4"), "dev"),
+)
 
 
 def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[int]]:
@@ -106,15 +137,17 @@ def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[Row]:
     return [row for row in experiment.seeds if experiment.timed and not timed(rows, recipe, row, PRESET, metrics=COSTS)]
 
 
-def commands(experiment: Experiment, missing: dict[Row, list[int]], without_times: list[Row]) -> list[str]:
-    """What runs the rest: a command for each number of seeds, and one that times what has been trained. They skip what
-    is there."""
+def commands(rows: list[dict[str, str]], experiment: Experiment) -> list[list[str]]:
+    """What runs the rest, as arguments of `mgk`: a command for each number of seeds, and one that times what has been
+    trained. They skip what is there."""
+    missing = left(rows, experiment)
     asked = []
     for seeds in sorted({experiment.seeds[row] for row in missing}):
-        asked.append(([row for row in missing if experiment.seeds[row] == seeds], f"--seeds {seeds}"))
-    trained = [row for row in without_times if row not in missing]
-    asked += [(trained, "--alone")] if trained else []
-    return [f"`mgk compare {experiment.recipe} --rows {','.join(map(str, rows))} {how}`" for rows, how in asked]
+        names = [row for row in missing if experiment.seeds[row] == seeds]
+        asked.append((names, ["--seeds", str(seeds), "--no-alone"]))
+    trained = [row for row in untimed(rows, experiment) if row not in missing]
+    asked += [(trained, ["--alone"])] if trained else []
+    return [["compare", experiment.recipe, "--rows", ",".join(map(str, names)), *how] for names, how in asked]
 
 
 def table(rows: list[dict[str, str]], results: Path) -> str:
@@ -130,7 +163,7 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
                 f"{wanted - rest} of {wanted}",
                 f"{models - len(missing)} of {models}",
                 f"{models - len(without_times)} of {models}" if experiment.timed else "–",
-                "; ".join(commands(experiment, missing, without_times)) or "nothing",
+                "; ".join(f"`mgk {' '.join(each)}`" for each in commands(rows, experiment)) or "nothing",
             ]
         )
     figures = [["figure (item 5)", "what", "from models of the size above"]]
