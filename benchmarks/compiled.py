@@ -37,7 +37,7 @@ OPERATORS = ("smgk", "smgk-hard", "mgk", "mgk-hard", "smlk", "mlk")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 32, 64, 128, 256)
 COMPONENTS = (1, 2, 4, 8)
-FEATURES = ("plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query")
+FEATURES = ("plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query", "shared keys")
 LONG, SHORT = 2048, 64  # SHORT: of calls that count as small
 
 
@@ -127,7 +127,7 @@ def _attend(call: Call) -> None:
     """The operator called as a user would, with gradients; all numbers are whatever the memory holds."""
     family, _, hard = call.operator.partition("-")
     D, M, B, H, N = call.width, call.components, 2, 2, SHORT if call.feature == "small" else LONG
-    decoding, packed = call.feature == "one query", call.feature == "packed"
+    decoding, packed = call.feature in ("one query", "shared keys"), call.feature == "packed"
 
     def tensor(*shape: int, dtype: torch.dtype = TYPES[call.dtype]) -> Tensor:
         return torch.empty(shape, dtype=dtype).requires_grad_(not decoding)
@@ -151,7 +151,8 @@ def _attend(call: Call) -> None:
             options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts)
             options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), N // 2)
     operator = getattr(mgk, f"{family}_attention")
-    query = tensor(B, H, 1 if decoding and not linear else N, D)
+    sharing = 2 if call.feature == "shared keys" else 1
+    query = tensor(B, sharing * H, 1 if decoding and not linear else N, D)
     out = operator(query, *keys, tensor(B, H, N, D), *shift, **options)
     if not decoding:
         out.sum().backward()

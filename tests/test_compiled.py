@@ -30,6 +30,7 @@ def compiled():
         (86, ("smgk", "bf16", 256, 2, "plain")),
         (86, ("smlk", "bf16", 64, 2, "plain")),
         (80, ("mgk", "bf16", 64, 4, "one query")),
+        (90, ("smgk", "bf16", 128, 2, "shared keys")),
     ],
     ids=lambda x: "-".join(map(str, x)).replace(" ", "-") if isinstance(x, tuple) else f"sm_{x}",
 )

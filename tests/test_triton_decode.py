@@ -33,14 +33,25 @@ CASES = {
     "independent-m5": {"variant": "mgk", "L": 4, "S": 200, "M": 5, "D": 32, "E": 32},
     "large": {"S": 300, "std": 20.0},
 }
+# One query of each of a few heads that share their keys; the last are too many for that.
+GROUPS = {
+    "two": {"H": 4, "Hk": 2, "S": 300, "B": 2},
+    "two-unequal": {"H": 4, "Hk": 2, "S": 150, "M": 3, "D": 24, "E": 20, "scale_shape": (1, 2, 3, 1),
+                    "tau_shape": (2,), "prior": (1, 2, 3, 150), "causal": "bottom-right"},
+    "three-hard": {"H": 3, "Hk": 1, "S": 300, "hard": True, "prior": False},
+    "four-independent": {"variant": "mgk", "H": 8, "Hk": 2, "S": 300, "D": 32, "E": 64},
+    "four-padding": {"H": 4, "Hk": 1, "B": 3, "S": 300, "padding": ((0, 20), (290, 300), (4, 4))},
+    "two-large": {"H": 2, "Hk": 1, "S": 300, "std": 20.0},
+    "eight": {"H": 8, "Hk": 1, "S": 300},
+}  # fmt: skip
 
 
-def splits(monkeypatch):
-    """The number of splits of each call."""
+def splits(monkeypatch, *kernels):
+    """The number of splits of each call that takes one of these kernels."""
     seen = []
 
     def launch(step, *args):
-        if step.kernel.__name__ in ("decode_split", "decode_row"):
+        if step.kernel.__name__ in (kernels or ("decode_split", "decode_row")):
             seen.append(step.grid[0])
         original(step, *args)
 
@@ -54,6 +65,7 @@ PAIRS = {
     "pairs": {"S": 300, "B": 2, "D": 32, "E": 64},
     "pairs-padded": {"S": 290, "D": 96, "E": 32, "M": 3, "prior": (1, 1, 3, 290)},
     "pairs-independent": {"variant": "mgk", "S": 300, "D": 64, "E": 64},
+    "pairs-group": {"S": 300, "H": 4, "Hk": 2, "D": 64, "E": 32},
     "not-in-pairs": {"S": 300, "D": 24, "E": 64},
 }
 
@@ -62,6 +74,12 @@ PAIRS = {
 @pytest.mark.parametrize("name", CASES)
 def test_two_times_rule(name, dtype, monkeypatch, poisoned):
     check(CASES[name], dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GROUPS)
+def test_heads_that_share_their_keys(name, dtype, monkeypatch, poisoned):
+    check(GROUPS[name], dtype, monkeypatch, "decode_split" if name == "eight" else "decode_row")
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -87,9 +105,9 @@ def test_an_odd_width_is_not_read_in_pairs():
     assert torch.equal(got, want)
 
 
-def check(shape, dtype, monkeypatch):
+def check(shape, dtype, monkeypatch, *kernels):
     monkeypatch.setattr(triton_launch, "_processors", lambda device: 4)
-    seen = splits(monkeypatch)
+    seen = splits(monkeypatch, *kernels)
     errors = {"out": [], "lse": []}
     for seed in range(4):
         leaves, options = case(**{"L": 1, **shape}, seed=seed)
@@ -136,11 +154,13 @@ def roomy(x, axis, room=57):
     return torch.cat([x, nothing], axis)
 
 
-@pytest.mark.parametrize("name", ["shifted", "bottom-right-row", "gqa-bottom-right", "unequal", "mask", "independent"])
+@pytest.mark.parametrize(
+    "name", ["shifted", "bottom-right-row", "gqa-bottom-right", "unequal", "mask", "independent", "two-unequal"]
+)
 def test_only_so_many_keys_are_there(name, monkeypatch, poisoned):
     """A number on the device says how many; what lies behind them is not read."""
     monkeypatch.setattr(triton_launch, "_processors", lambda device: 4)
-    leaves, options = case(**{"L": 1, **CASES[name]})
+    leaves, options = case(**{"L": 1, **(CASES | GROUPS)[name]})
     x = {key: t.to(DEVICE, torch.float32) for key, t in leaves.items()}
     call = make_call(x, **options)
     wanted = fused.run(call)[:2]

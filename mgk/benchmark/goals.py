@@ -134,7 +134,7 @@ def _memory(rows: list[Row]) -> Iterable[Goal]:
 
 
 def _decoding(rows: list[Row]) -> Iterable[Goal]:
-    for row in select(rows, "decoding", variant="smgk", backend="triton"):
+    for row in (r for r in select(rows, "decoding", variant="smgk", backend="triton") if r["heads"] == r["kv_heads"]):
         yield Goal(f"sMGK, decoding {shape_of(row)} over SDPA with H heads", 0.60, float(row["ratio"]))
         same = [r for r in select(rows, "decoding", variant="softmax") if shape_of(r) == shape_of(row)]
         grouped = [float(r["value"]) for r in same if r["heads"] == row["full_heads"] and r["kv_heads"] == row["heads"]]

@@ -254,6 +254,11 @@ class Part:
     ours: Callable[[Setting], Contenders] = lambda setting: {}
 
 
+def _also_sharing(contenders: Contenders) -> Contenders:
+    """Each also with all the query heads, two of which share a key head."""
+    return {shape: [*some, *(replace(each, heads=shape.heads) for each in some)] for shape, some in contenders.items()}
+
+
 def _growing(shape: tuple[int, int, int]) -> list[Shape]:
     B, H, D = shape
     return [Shape(B, H, length, D, True) for length in LENGTHS]
@@ -264,7 +269,9 @@ PARTS = {
     "linear": Part(linear, lambda s: s.ours(LINEAR, s.shapes or _growing(LINEAR_SHAPE), linear=True)),
     "decoding": Part(
         decoding,
-        lambda s: s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES),
+        lambda s: _also_sharing(
+            s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES)
+        ),
     ),
     "em": Part(em),
     "memory": Part(memory, lambda s: s.ours(("smgk", "mgk"), s.shapes or _growing(MEMORY_SHAPE))),

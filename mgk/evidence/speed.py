@@ -117,7 +117,11 @@ def _against_best(rows: list[Row], task: str, variant: str, words: str, length: 
     lines = []
     for width in dict.fromkeys(row["head_dim"] for row in goals.select(rows, task, **wanted)):
         found = {
-            which: goals.select(rows, task, which, variant=variant, backend="triton", head_dim=width, **wanted)
+            which: [
+                row
+                for row in goals.select(rows, task, which, variant=variant, backend="triton", head_dim=width, **wanted)
+                if row["heads"] == row["kv_heads"]
+            ]
             for which in PASSES
         }
         present = [row for own in found.values() for row in own]

@@ -144,48 +144,66 @@ def load_block(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MAS
 
 @triton.jit
 def walk_row(
-    first, last, rows, rest, lam, tau, acc, l, m, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs, stride_bm,
+    first, last, rows, rest, lam, tau, accs, ls, ms, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs, stride_bm,
     stride_bs, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr,
+    GROUP: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Keys from first to last. rows and rest: of each query, then of each component; accs, ls, ms: of each query."""
     o_i = tl.arange(0, BI)
     # Stages asked for by the loop itself: without products in it the compiler would not read ahead.
     for n in tl.range(first, last, BN, num_stages=STAGES):
-        groups = ()
+        # Of places, then of components, then of queries: what belongs to a key is computed once for all queries.
+        exponents_of = ()
         values = ()
-        m_new = m
-        for g in tl.static_range(BN // BI):
-            o_n = g * BI + o_i
+        for i in tl.static_range(BN // BI):
+            o_n = i * BI + o_i
             b_k = load_block(k_ptr, n, o_n, stride_ks, last, D, BD, MASKED)
             values = values + (load_block(v_ptr, n, o_n, stride_vs, last, E, BE, MASKED),)
-            xs = ()
             for r in tl.static_range(M):
                 if r > 0 and not SHIFTED:
                     b_k = load_block(k_ptr + r * stride_km, n, o_n, stride_ks, last, D, BD, MASKED)
                 if r == 0 or not SHIFTED:
-                    b_norm = tl.sum(b_k * b_k, 1)
-                b_l = (tl.sum(b_k * rows[r], 1) - 0.5 * tau * b_norm) * (lam[r] * LOG2E) + rest[r]
+                    b_norm = 0.5 * tau * tl.sum(b_k * b_k, 1)
                 if BIAS == 2:
                     p_bias = bias_ptr + r * stride_bm + (n + o_n) * stride_bs
                     b_bias = tl.load(p_bias, mask=n + o_n < last, other=0.0) if MASKED else tl.load(p_bias)
-                    b_l += b_bias.to(tl.float32) * LOG2E
-                xs = xs + (tl.where(n + o_n < last, b_l, -float("inf")) if MASKED else b_l,)
-            b_top = largest(xs, M)
-            m_new = tl.maximum(m_new, b_top)
-            groups = groups + ((b_top,) if HARD else xs,)
-        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha
-        acc = acc * alpha[:, None]
-        for g in tl.static_range(BN // BI):
-            b_p = tl.exp2(groups[g][0] - m_safe)
-            for r in tl.static_range(1, 1 if HARD else M):
-                b_p += tl.exp2(groups[g][r] - m_safe)
-            l += b_p
-            acc += b_p[:, None] * values[g]
-        m = m_new
-    return acc, l, m
+                    b_bias = b_bias.to(tl.float32) * LOG2E
+                for g in tl.static_range(GROUP):
+                    b_l = (tl.sum(b_k * rows[g * M + r], 1) - b_norm) * (lam[r] * LOG2E) + rest[g * M + r]
+                    if BIAS == 2:
+                        b_l += b_bias
+                    exponents_of = exponents_of + (tl.where(n + o_n < last, b_l, -float("inf")) if MASKED else b_l,)
+        new_accs = ()
+        new_ls = ()
+        new_ms = ()
+        for g in tl.static_range(GROUP):
+            m = ms[g]
+            for x in tl.static_range(BN // BI * M):
+                m = tl.maximum(m, exponents_of[x * GROUP + g])
+            m_safe = tl.where(m == -float("inf"), 0.0, m)
+            alpha = tl.exp2(ms[g] - m_safe)
+            l = ls[g] * alpha
+            acc = accs[g] * alpha[:, None]
+            for i in tl.static_range(BN // BI):
+                b_p = exponents_of[i * M * GROUP + g]
+                if HARD:
+                    for r in tl.static_range(1, M):
+                        b_p = tl.maximum(b_p, exponents_of[(i * M + r) * GROUP + g])
+                    b_p = tl.exp2(b_p - m_safe)
+                else:
+                    b_p = tl.exp2(b_p - m_safe)
+                    for r in tl.static_range(1, M):
+                        b_p += tl.exp2(exponents_of[(i * M + r) * GROUP + g] - m_safe)
+                l += b_p
+                acc += b_p[:, None] * values[i]
+            new_accs = new_accs + (acc,)
+            new_ls = new_ls + (l,)
+            new_ms = new_ms + (m,)
+        accs = new_accs
+        ls = new_ls
+        ms = new_ms
+    return accs, ls, ms
 
 
 @triton.jit(do_not_specialize=["HK", "S", "CHUNK", "n_splits"])
@@ -195,14 +213,14 @@ def decode_row(
     stride_bb, stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
-    BN: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, COUNTED: tl.constexpr,
-    PATH: tl.constexpr,
+    BN: tl.constexpr, GROUP: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    COUNTED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """As `decode_split` for a single row. BI keys are read side by side, the BN / BI groups of a block one after
-    another by the same threads. Each of the BI places has a running maximum and sums of its own until the end: no
-    thread waits for another, and the memory sets the pace. With k_jr = k_j + b_r the exponent is linear in k_j but for
-    its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) and what does not depend on j. BIAS: 1 the same for all
-    keys, 2 for each its own."""
+    """As `decode_split` for one query of each of a few heads that share their keys, which are read once for all. BI
+    keys are read side by side, the BN / BI groups of a block one after another by the same threads. Each of the BI
+    places has a running maximum and sums of its own until the end: no thread waits for another, and the memory sets the
+    pace. With k_jr = k_j + b_r the exponent is linear in k_j but for its norm: lambda_r ((q - tau b_r).k_j - tau
+    |k_j|^2 / 2) and what does not depend on j. BIAS: 1 the same for all keys, 2 for each its own."""
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if COUNTED:
         S, CHUNK = share(count_ptr, S, n_splits, BN)
@@ -213,45 +231,52 @@ def decode_row(
         bias_ptr += i_b.to(tl.int64) * stride_bb + i_k * stride_bh
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BE)
-    p_q = q_ptr + i_b.to(tl.int64) * stride_qb + i_k.to(tl.int64) * stride_qh + o_d
-    b_q = tl.load(p_q, mask=o_d < D, other=0.0).to(tl.float32)
     rows = ()
     rest = ()
-    for r in tl.static_range(M):
-        b_row = b_q
-        constant_r = constant
-        if SHIFTED:
-            b_shift = load_shift(shift_ptr, i_k, r, M, D, BD)
-            b_row = b_q - tau * b_shift
-            constant_r += lam[r] * (tl.sum(b_q * b_shift, 0) - 0.5 * tau * tl.sum(b_shift * b_shift, 0))
-        if SCALE > 1:
-            constant_r -= 0.5 * tau * lam[r] * tl.sum(b_q * b_q, 0)
-        if BIAS == 1:
-            constant_r += tl.load(bias_ptr + r * stride_bm).to(tl.float32)
-        rows = rows + (b_row[None, :],)
-        rest = rest + (constant_r * LOG2E,)
+    accs = ()
+    ls = ()
+    ms = ()
+    for g in tl.static_range(GROUP):
+        p_q = q_ptr + i_b.to(tl.int64) * stride_qb + (i_k * GROUP + g).to(tl.int64) * stride_qh + o_d
+        b_q = tl.load(p_q, mask=o_d < D, other=0.0).to(tl.float32)
+        for r in tl.static_range(M):
+            b_row = b_q
+            constant_r = constant
+            if SHIFTED:
+                b_shift = load_shift(shift_ptr, i_k, r, M, D, BD)
+                b_row = b_q - tau * b_shift
+                constant_r += lam[r] * (tl.sum(b_q * b_shift, 0) - 0.5 * tau * tl.sum(b_shift * b_shift, 0))
+            if SCALE > 1:
+                constant_r -= 0.5 * tau * lam[r] * tl.sum(b_q * b_q, 0)
+            if BIAS == 1:
+                constant_r += tl.load(bias_ptr + r * stride_bm).to(tl.float32)
+            rows = rows + (b_row[None, :],)
+            rest = rest + (constant_r * LOG2E,)
+        accs = accs + (tl.zeros([BI, BE], tl.float32),)
+        ls = ls + (tl.zeros([BI], tl.float32),)
+        ms = ms + (tl.full([BI], -float("inf"), tl.float32),)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
     v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
-    acc = tl.zeros([BI, BE], tl.float32)
-    l = tl.zeros([BI], tl.float32)
-    m = tl.full([BI], -float("inf"), tl.float32)
     first = i_s * CHUNK
     last = min(first + CHUNK, S)
     if CAUSAL == 1:
         last = min(last, 1)
     full = first + max(last - first, 0) // BN * BN
     for MASKED in tl.static_range(2):
-        acc, l, m = walk_row(
-            full if MASKED else first, last if MASKED else full, rows, rest, lam, tau, acc, l, m, k_ptr, v_ptr,
-            bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, BN, BI, SHIFTED, HARD,
-            BIAS, 1 if MASKED else STAGES, MASKED,
+        accs, ls, ms = walk_row(
+            full if MASKED else first, last if MASKED else full, rows, rest, lam, tau, accs, ls, ms, k_ptr, v_ptr,
+            bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, GROUP, BN, BI, SHIFTED,
+            HARD, BIAS, 1 if MASKED else STAGES, MASKED,
         )  # fmt: skip
-    top = tl.max(m, 0)
-    b_w = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top))
     i_part = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)
-    tl.store(acc_ptr + i_part * E + o_e, tl.sum(acc * b_w[:, None], 0), mask=o_e < E)
-    tl.store(ml_ptr + i_part, top)
-    tl.store(ml_ptr + tl.num_programs(2).to(tl.int64) * HK * n_splits + i_part, tl.sum(l * b_w, 0))
+    n_parts = tl.num_programs(2).to(tl.int64) * HK * n_splits
+    for g in tl.static_range(GROUP):
+        top = tl.max(ms[g], 0)
+        b_w = tl.exp2(ms[g] - tl.where(top == -float("inf"), 0.0, top))
+        p_part = i_part * GROUP + g
+        tl.store(acc_ptr + p_part * E + o_e, tl.sum(accs[g] * b_w[:, None], 0), mask=o_e < E)
+        tl.store(ml_ptr + p_part, top)
+        tl.store(ml_ptr + n_parts * GROUP + p_part, tl.sum(ls[g] * b_w, 0))
 
 
 @triton.jit(do_not_specialize=["H", "L", "n_splits"])

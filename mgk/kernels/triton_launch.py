@@ -190,6 +190,9 @@ def _flags(
     )  # fmt: skip
 
 
+# Exponents of a key, of all queries that share it and all components, up to which no products are used to decode: more
+# take longer than the memory does.
+ROW_SCORES = 8
 DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
 
 
@@ -197,11 +200,11 @@ DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU",
 def _decode_switches(
     switches: tuple[tuple[str, Any], ...], rows: int, cols: int, across: int, stages: int, bias: int, counted: bool
 ) -> dict[str, Any]:
-    """What a step is compiled for, in the order of the kernels' arguments; rows is 1 for a single row."""
+    """What a step is compiled for, in the order of the kernels' arguments; across is 0 for the general kernel."""
     given = dict(switches)
     compiled_for = {name: given[name] for name in DECODE_SWITCHES} | {"BN": cols}
-    if rows == 1:
-        return compiled_for | {"BI": across, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
+    if across:
+        return compiled_for | {"GROUP": rows, "BI": across, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
     general = {"BM": rows, "MASK": given["MASK"], "BIAS": bias > 0, "PRECISION": given["PRECISION"], "COUNTED": counted}
     return compiled_for | general
 
@@ -229,18 +232,19 @@ def launch_decode(
     )  # fmt: skip
     mask = None if mask is None else mask.expand(B, H, L, S)
     bias_strides = (0,) * 4 if bias is None else broadcast_strides(bias.shape, bias.stride())
-    group, single = H // HK, H == HK and L == 1 and mask is None
+    group = H // HK
+    by_rows = L == 1 and mask is None and group * switches["M"] <= ROW_SCORES
     width, size, tiles = max(switches["BD"], switches["BE"]), query.element_size(), 1 if shifted else switches["M"]
-    if single:
+    if by_rows:
         cols, warps, stages, per_processor = row_block(width, tiles + 1, size)
     else:
         room = (1 << 15) // (width * size * tiles)
         cols, warps, stages, per_processor = min(128, max(16, 1 << (room.bit_length() - 1))), 4, 2, 4
-    rows = 1 if single else padded_width(group * L)
+    rows = group if by_rows else padded_width(group * L)
     compiled_for = _decode_switches(
         tuple(switches.items()), rows, cols,
         # A thread reads 16 bytes.
-        min(cols, max(1, warps * 32 * 16 // (width * size))), stages,
+        min(cols, max(1, warps * 32 * 16 // (width * size))) if by_rows else 0, stages,
         0 if bias is None else 1 + (bias_strides[3] != 0), count is not None,
     )  # fmt: skip
     # As many programs as the device holds at once, and at least two blocks of keys for each.
@@ -248,11 +252,11 @@ def launch_decode(
     chunk = ceil_div(ceil_div(S, splits), cols) * cols
     splits = ceil_div(S, chunk)
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
-    if single:
+    if by_rows:
         keys, value = _in_pairs(keys, value)
     strides = (*key_strides(keys.stride(), shifted), *value.stride()[:3], *bias_strides)
     tensors: tuple[Any, ...]
-    if single:
+    if by_rows:
         tensors = (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums)
         step = Launch(
             decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, chunk, splits), compiled_for, (0,),
