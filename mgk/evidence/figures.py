@@ -24,6 +24,8 @@ DRAWN_FROM = "Drawn from"
 COLOURS = {"softmax": "black", "mgk": "tab:blue", "smgk": "tab:orange", "linear": "grey", "mlk": "tab:green"}
 VERDICT_COLOURS = {verdicts.HOLDS: "tab:green", verdicts.FAILS: "tab:red"}
 STYLES = {8: "-", 4: "--", 2: "-.", 1: ":"}
+NAMES_A_COLUMN = 12  # of a legend
+PANELS_A_LINE = 4
 
 
 @dataclass(frozen=True)
@@ -109,31 +111,48 @@ def _pyplot() -> Any:
 
 
 def draw_curves(panels: list[dict[str, Any]]) -> Figure:
+    """A row for each task: the loss, the metric, and the names beside them."""
     count = max(1, len(panels))
-    figure, axes = _pyplot().subplots(2, count, figsize=(3.6 * count, 5.6), squeeze=False, constrained_layout=True)
-    for column, panel in zip(axes.T, panels, strict=False):
+    figure, axes = _pyplot().subplots(count, 2, figsize=(10.5, 2.5 * count), squeeze=False, constrained_layout=True)
+    for places, panel in zip(axes, panels, strict=False):
         for line in panel["lines"]:
             row, metrics = Row.parse(line["row"]), line["metrics"]
             colour, style = COLOURS.get(row.variant.split("-")[0], "tab:purple"), STYLES.get(row.heads, "-")
             others = [metric for metric in metrics if metric != "loss"]
-            for axis, metric in zip(column, ["loss", *others], strict=False):
+            dots = None if row.kv_heads is None else "."
+            for axis, metric in zip(places, ["loss", *others], strict=False):
                 if metric in metrics:
-                    label = line["row"] if line["seed"] == "0" else None
-                    axis.plot(*metrics[metric], style, color=colour, linewidth=1, label=label)
-                    axis.set_ylabel(f"dev {metric}")
-        column[0].set_title(panel["title"], fontsize=9)
-        column[1].set_xlabel("step")
-        column[1].legend(fontsize=7)
+                    axis.plot(*metrics[metric], style, color=colour, marker=dots, linewidth=1, label=line["row"])
+                    axis.set_ylabel(f"dev {metric}", fontsize=8)
+                    if metric == "perplexity":
+                        axis.set_yscale("log")
+                        axis.yaxis.set_major_formatter("{x:g}")
+                        axis.yaxis.set_minor_formatter("{x:g}")
+        places[0].set_title(panel["title"], fontsize=9, loc="left")
+        for axis in places:
+            axis.tick_params(labelsize=7, which="both")
+            axis.set_xlabel("step", fontsize=8)
+        # Seeds of a model have one name.
+        handles, labels = places[1].get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))
+        columns = -(-len(named) // NAMES_A_COLUMN)
+        places[1].legend(
+            named.values(), named, fontsize=7, ncols=columns, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False
+        )
     return figure
 
 
 def draw_ends(panels: list[dict[str, Any]]) -> Figure:
-    rows = [len({name for name, *_ in panel["dots"]}) for panel in panels] or [1]
-    height = 1.0 + 0.32 * max(rows)
+    counts = [len({name for name, *_ in panel["dots"]}) for panel in panels] or [1]
+    starts = range(0, len(counts), PANELS_A_LINE)
+    heights = [1.0 + 0.26 * max(counts[start : start + PANELS_A_LINE]) for start in starts]
     figure, axes = _pyplot().subplots(
-        1, len(rows), figsize=(3.4 * len(rows), height), squeeze=False, constrained_layout=True
-    )
-    for axis, panel in zip(axes[0], panels, strict=False):
+        len(heights), PANELS_A_LINE, figsize=(3.0 * PANELS_A_LINE, sum(heights)), squeeze=False,
+        constrained_layout=True, gridspec_kw={"height_ratios": heights},
+    )  # fmt: skip
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes.flat, panels, strict=False):
         names = list(dict.fromkeys(name for name, *_ in panel["dots"]))
         for name, value, learnt in panel["dots"]:
             face = "tab:blue" if learnt else "none"
@@ -144,7 +163,7 @@ def draw_ends(panels: list[dict[str, Any]]) -> Figure:
         axis.set_ylim(len(names) - 0.5, -0.5)
         axis.margins(x=0.1)
         axis.set_xlabel(panel["split"], fontsize=8)
-        axis.set_title(panel["title"], fontsize=9)
+        axis.set_title(panel["title"].replace(" (", "\n(", 1), fontsize=9)
         axis.grid(axis="x", alpha=0.3)
     return figure
 
