@@ -70,7 +70,8 @@ class Attention(nn.Module):
         dropout: on the attention weights, in training. None takes the preset's (0 in "paper").
         bias: of the projections. None takes the preset's (True in "paper").
         is_causal: a query sees keys up to its own position.
-        max_positions: EM priors are kept for each key position up to this one; None shares them over positions.
+        max_positions: EM priors, and the learned ones of preset ref-lm, are kept for each key position up to this one;
+            None shares EM's over positions. Other priors have none.
         rotary: None, a base (10000.0), or a callable (x [B, H, (M,) S, D], positions [S] or [B, S]) -> x. Shifts are
             added after the rotation.
         backend: as in the operators.
@@ -191,7 +192,7 @@ class Attention(nn.Module):
             cu_seqlens: int32 [N + 1] offsets of N sequences packed along L, with B = 1 (self-attention).
             max_seqlen: the longest of them, or a bound; spares GPU kernels programs with nothing to do.
             cache: from `make_cache`; keys and values are appended to it. For inference only.
-            need_weights: also return the weights [B, H, L, S].
+            need_weights: also return the weights [B, H, L, S]; of linear attention with a cache, on the new keys alone.
 
         Returns:
             [B, L, embed_dim], or with need_weights a tuple of it and the weights.

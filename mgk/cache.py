@@ -100,8 +100,8 @@ class Cache(ABC):
         return rows
 
     def _check_length(self, length: int) -> int:
-        if not 0 <= length <= self.length:
-            fail("length", f"must be between 0 and the {self.length} tokens held, got {length}")
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self.length:
+            fail("length", f"must be a whole number between 0 and the {self.length} tokens held, got {length!r}")
         return length
 
 
@@ -170,6 +170,8 @@ class KeyValueCache(Cache):
 
     def crop(self, length: int) -> None:
         self.length = self._check_length(length)
+        # A mask of earlier tokens says nothing where there are none.
+        self.padded = self.padded and length > 0
 
     def reset(self) -> None:
         self.length, self.padded = 0, False

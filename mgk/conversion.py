@@ -31,7 +31,9 @@ def from_softmax(
     target = variant if isinstance(variant, Variant) else VARIANTS[one_of("variant", variant, VARIANTS)]
     if target.similarity == "linear":
         fail("variant", "is linear: softmax attention has no exact linear form")
-    if target.components is None:
+    if target.normalise:
+        fail("variant", "normalises queries and keys, which softmax attention does not: its outputs would be others")
+    if (target.similarity, target.components) != ("dot", 1):
         target = dataclasses.replace(target, similarity="between")
     layer = layer_class(
         source.embed_dim,

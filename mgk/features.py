@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from mgk.checks import number, one_of, positive_integer
+
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1. Written out, because elu(x) + 1 rounds to exactly 0 below -17 in fp32."""
@@ -39,10 +41,11 @@ class FAVOR(nn.Module):
         self, head_dim: int, num_features: int | None = None, *, scale: float | None = None, similarity: str = "dot"
     ) -> None:
         super().__init__()
-        if similarity not in ("dot", "gaussian"):
-            raise ValueError(f"similarity must be one of 'dot', 'gaussian', got {similarity!r}")
-        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
-        self.similarity = similarity
+        positive_integer("head_dim", head_dim)
+        self.similarity = one_of("similarity", similarity, ("dot", "gaussian"))
+        self.scale = 1 / math.sqrt(head_dim) if scale is None else number("scale", scale, 0)
+        if num_features is not None:
+            positive_integer("num_features", num_features)
         features = num_features or max(1, round(head_dim * math.log(max(head_dim, 3))))
         self.register_buffer("directions", torch.empty(features, head_dim))
         self.redraw()
@@ -86,9 +89,7 @@ class DPFP(nn.Module):
 
     def __init__(self, nu: int = 1) -> None:
         super().__init__()
-        if nu < 1:
-            raise ValueError(f"nu must be a positive integer, got {nu!r}")
-        self.nu = nu
+        self.nu = positive_integer("nu", nu)
 
     def forward(self, x: Tensor) -> Tensor:
         rectified = torch.cat([x, -x], dim=-1).relu()

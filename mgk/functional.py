@@ -209,27 +209,35 @@ def smlk_attention(
 
 
 def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> BackendChoice:
-    """Which backend `auto` would run for op(*args, **kwargs), and why not each of the others.
+    """Which backend runs op(*args, **kwargs), and why not each of the others.
 
-    op is one of the four operators or its name, e.g. explain_backend(mgk.smgk_attention, q, k, v, shift).
+    op is one of the four operators or its name, e.g. explain_backend(mgk.smgk_attention, q, k, v, shift). With a
+    backend named, whether that covers the call: a ValueError says why not, as the call's would.
     """
     operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
     if isinstance(op, torch.nn.Module):
         fail("op", f"must be an operator ({', '.join(operators)}) with its tensors, got a layer, {type(op).__name__}")
     name = one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), operators)
-    bound = inspect.signature(operators[name]).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(operators[name]).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"args of {name}: {error}") from None
     bound.apply_defaults()
     given = bound.arguments
-    given.pop("backend")
+    asked = given.pop("backend")
     if "key" in given:
         given.update(keys=given.pop("key"), shifted=True)
     if name in ("mlk_attention", "smlk_attention"):
-        return _choose(linear_call(**given), LINEAR_BACKENDS)
-    return _choose(mixture_call(**given), MIXTURE_BACKENDS)
+        return _choose(linear_call(**given), asked, LINEAR_BACKENDS)
+    return _choose(mixture_call(**given), asked, MIXTURE_BACKENDS)
 
 
-def _choose(call: Any, backends: dict[str, Backend]) -> BackendChoice:
+def _choose(call: Any, asked: Any, backends: dict[str, Backend]) -> BackendChoice:
     """What `auto` runs: the first that covers the call. Who asks for fp64 checks gradients, and gets the equations."""
+    if asked != "auto":
+        _backend(call, asked, backends)
+        others = (name for name in backend_names(backends) if name not in ("auto", asked))
+        return BackendChoice(asked, dict.fromkeys(others, f"backend={asked!r} was asked for"))
     reasons: dict[str, str] = {}
     chosen = ""
     for name, backend in backends.items():
@@ -285,6 +293,9 @@ def run_mixture(call: MixtureCall, backend: str) -> Any:
         output, lse, weights = _nothing_to_attend(call)
     else:
         output, lse, weights = chosen.run(call)
+    if call.hard and call.log_prior is not None and call.log_prior.requires_grad:
+        # A hard assignment ignores the prior, whose gradient is then 0, and there, where somebody waits for it.
+        output = output + (0 * call.log_prior.clamp(-1, 1).sum()).to(output.dtype)
     if lse is not None and call.return_lse:
         # The query's own term, which is added past the mask, has no gradient either where nothing is seen.
         lse = lse.masked_fill(lse == -torch.inf, -torch.inf)

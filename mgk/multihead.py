@@ -26,9 +26,13 @@ class MultiheadAttention(nn.Module):
     """A drop-in for nn.MultiheadAttention, also as `self_attn` inside nn.TransformerEncoderLayer.
 
     The first eleven arguments are torch's; add_bias_kv and add_zero_attn must stay False. The rest, by keyword, are
-    those of `Attention`, but for is_causal, which is the forward's. As in torch's module, in **both masks True =
-    hidden**.
+    those of `Attention`, but for is_causal, which is the forward's. dropout and bias are those given here, whatever the
+    preset. As in torch's module, in **both masks True = hidden**.
     """
+
+    # Of torch's module; we have none of them.
+    bias_k = bias_v = None
+    add_zero_attn = False
 
     # nn.TransformerEncoder and its layers have fast paths that compute softmax attention from these, past our forward:
     # with these values they do not take them.
@@ -103,6 +107,18 @@ class MultiheadAttention(nn.Module):
         return layer.train(source.training)
 
     @property
+    def kdim(self) -> int:
+        return self.attention.kdim
+
+    @property
+    def vdim(self) -> int:
+        return self.attention.vdim
+
+    @property
+    def dropout(self) -> float:
+        return self.attention.dropout
+
+    @property
     def out_proj(self) -> nn.Linear:
         return self.attention.out
 
@@ -121,7 +137,8 @@ class MultiheadAttention(nn.Module):
 
         key_padding_mask: [B, S], bool True = hidden, or floating point, added.
         attn_mask: [L, S] or [B·H, L, S], bool True = hidden, or floating point, added.
-        is_causal: says that attn_mask is the causal mask (torch's hint), or stands for it when there is none.
+        is_causal: says that attn_mask is the causal mask (torch's hint), or stands for it when there is none. As in
+            torch, with need_weights the mask counts and not the hint (not in linear attention, which takes no mask).
         Returns the output and, with need_weights, the weights [B, L, S], or [B, H, L, S] if not averaged.
         """
         for name, given in (
@@ -137,8 +154,11 @@ class MultiheadAttention(nn.Module):
         key = turned if key is query else self._turned(key, batched)
         query = turned
         padding, bias = self._padding(key_padding_mask, batched, query, key)
+        mask = self._mask(attn_mask, query, key)
         # With the hint the mask need not be read, and linear attention can be causal.
-        mask = None if is_causal else self._mask(attn_mask, query, key)
+        if is_causal and mask is not None:
+            trusted = not need_weights or self.attention.is_linear
+            is_causal, mask = (True, None) if trusted else (False, mask)
         how = How(is_causal, padding, bias, mask, need_weights=need_weights)
         result = self.attention.attend(query, key, value, how)
         output, weights = result if need_weights else (result, None)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mgk.checks import fail, number, positive_integer
+
 
 class Rotary(nn.Module):
-    """Turns pairs of features of [B, H, (M,) S, D] by position × base^(-2n/D). An odd last feature is left alone."""
+    """Turns pairs of features of [B, H, (M,) S, D] by position × base^(-n/P), P = D // 2 pairs. An odd last feature is
+    left alone."""
 
     def __init__(self, head_dim: int, base: float = 10000.0) -> None:
         super().__init__()
-        self.pairs = head_dim // 2
-        self.base = base
+        self.pairs = positive_integer("head_dim", head_dim) // 2
+        self.base = number("base", base, 0, above=True)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """positions: [S] or [B, S]."""
-        steps = torch.arange(self.pairs, device=x.device, dtype=torch.float32)
-        angles = positions.to(torch.float32).unsqueeze(-1) * self.base ** (
-            -steps / max(self.pairs, 1)
-        )  # [(B,) S, pairs]
+        if x.shape[-1] // 2 != self.pairs:
+            fail("x", f"has width {x.shape[-1]}, but the positions turn {self.pairs} pairs of features")
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        steps = torch.arange(self.pairs, device=x.device, dtype=dtype)
+        angles = positions.to(dtype).unsqueeze(-1) * self.base ** (-steps / max(self.pairs, 1))  # [(B,) S, pairs]
         if positions.dim() == 2:
             angles = angles.reshape(angles.shape[0], *(1,) * (x.dim() - 3), *angles.shape[1:])
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

@@ -287,6 +287,16 @@ def test_explain_backend_wants_an_operator():
         mgk.explain_backend(mgk.Attention(8, 2), QUERY)
 
 
+def test_explain_backend_of_a_backend_that_is_named():
+    call = mgk.mgk_attention, QUERY, KEYS, VALUE
+    assert mgk.explain_backend(*call, backend="eager").backend == "eager"
+    for backend, told in (("nonsense", "backend must be one of"), ("triton", "'triton' does not cover this call")):
+        with pytest.raises(ValueError, match=told):
+            mgk.explain_backend(*call, backend=backend)
+    with pytest.raises(ValueError, match="args of smgk_attention: missing a required argument: 'shift'"):
+        mgk.explain_backend("smgk_attention", QUERY, QUERY, QUERY)
+
+
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 def test_explain_backend_checks_too(backend):
     assert "eager" in str(mgk.explain_backend(mgk.mgk_attention, QUERY, KEYS, VALUE, backend=backend))

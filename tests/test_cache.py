@@ -205,9 +205,17 @@ def test_crop_takes_back_tokens(variant):
     layer(randn(2, 6, EMBED), cache=cache)
     cache.crop(5)
     close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
-    for length in (-1, L + 1):
-        with pytest.raises(ValueError, match=f"length must be between 0 and the {L} tokens held, got {length}"):
+    for length in (-1, L + 1, 2.0, "0", True):
+        with pytest.raises(ValueError, match=f"length must be a whole .* 0 and the {L} tokens held, got {length!r}"):
             cache.crop(length)
+
+
+def test_a_cache_that_is_cropped_to_nothing_has_no_padding():
+    layer, x = make("smgk"), randn(2, L, EMBED)
+    cache = layer.make_cache(2, L)
+    layer(x, cache=cache, key_padding_mask=torch.zeros(2, L, dtype=torch.bool))
+    cache.crop(0)
+    close(layer(x, cache=cache), layer(x))
 
 
 def test_a_sum_cannot_be_cropped():

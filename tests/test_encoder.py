@@ -50,6 +50,15 @@ def test_packed_is_padded(variant, pooling, documents):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "mean-padded"])
+def test_a_prediction_does_not_depend_on_the_width_of_its_batch(pooling):
+    model, tokens = classifier("smgk", pooling=pooling).double(), torch.randint(1, 16, (2, 7))
+    wanted, lengths = model(tokens), torch.tensor([7, 7])
+    for width in (7, 9, LONGEST):
+        padded = torch.nn.functional.pad(tokens, (0, width - 7))
+        torch.testing.assert_close(model(padded, lengths), wanted, rtol=0, atol=1e-12)
+
+
 def test_padding_of_a_packed_batch_is_not_seen():
     examples = Examples(split(1), LONGEST, torch.device("cpu"))
     model = classifier("smgk").eval()

@@ -10,6 +10,7 @@ from exact import F64, close
 import mgk
 from mgk import DPFP, FAVOR
 from mgk.features import FEATURE_MAPS, elu_plus_one
+from mgk.rotary import Rotary
 
 B, H, HK, M, D, E = 2, 4, 2, 3, 8, 5
 BACKENDS = ["eager", "chunked"]
@@ -278,3 +279,30 @@ def test_a_long_causal_call_is_the_same_in_blocks(monkeypatch, feature_map):
     monkeypatch.setattr("mgk.kernels.linear.BLOCK", 33)
     for found, wanted in zip(run(), whole, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: FAVOR(0), "head_dim"),
+        (lambda: FAVOR(4, -1), "num_features"),
+        (lambda: FAVOR(4, 2.5), "num_features"),
+        (lambda: FAVOR(4, scale=-1.0), "scale"),
+        (lambda: FAVOR(4, similarity="cosine"), "similarity"),
+        (lambda: DPFP(1.5), "nu"),
+        (lambda: Rotary("8"), "head_dim"),
+        (lambda: Rotary(8, base=0.0), "base"),
+        (lambda: Rotary(8)(randn(1, 1, 3, 4), torch.arange(3)), "x"),
+    ],
+)
+def test_wrong_arguments_are_named(make, name):
+    with pytest.raises(ValueError, match=rf"^{name} "):
+        make()
+
+
+def test_rotary_positions_are_as_exact_as_what_they_turn():
+    x, positions = randn(1, 1, 2, 6), torch.tensor([30_000, 7])
+    angles = positions[:, None].double() * 10_000.0 ** (-torch.arange(3, dtype=F64) / 3)
+    first, second = x.split(3, -1)
+    wanted = torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+    torch.testing.assert_close(Rotary(6)(x, positions), wanted, rtol=0, atol=1e-14)

@@ -10,6 +10,7 @@ from torch import nn
 
 import mgk
 from mgk import Attention, MultiheadAttention, Variant
+from mgk.variants import VARIANTS
 
 EMBED, H, L, S, B = 12, 4, 7, 9, 3
 
@@ -130,6 +131,23 @@ def test_is_causal(need_weights, kind):
     close(ours(*args, attn_mask=hidden, is_causal=True, **options), wanted)
     close(ours(*args, attn_mask=hidden, **options), wanted)
     close(ours(*args, is_causal=True, **options), wanted)
+
+
+def test_with_weights_the_mask_counts_and_not_the_hint():
+    torchs, ours = pair(batch_first=True)
+    args = inputs(length=S)
+    window = torch.ones(S, S, dtype=torch.bool).triu(1) | torch.ones(S, S, dtype=torch.bool).tril(-2)
+    close(ours(*args, attn_mask=window, is_causal=True), torchs(*args, attn_mask=window, is_causal=True))
+    for need_weights in (False, True):
+        with pytest.raises(ValueError, match="attn_mask must have shape"):
+            ours(*args, attn_mask=window[:-1], is_causal=True, need_weights=need_weights)
+
+
+def test_the_attributes_of_torchs_module():
+    options = {"kdim": 5, "vdim": 3, "dropout": 0.25, "batch_first": True}
+    theirs, ours = nn.MultiheadAttention(EMBED, H, **options), MultiheadAttention(EMBED, H, **options)
+    names = "embed_dim kdim vdim num_heads dropout batch_first head_dim bias_k bias_v add_zero_attn".split()
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -294,7 +312,7 @@ def trained_softmax(**options):
     return source.eval()
 
 
-EXACT = ["softmax", "smgk", "smgk-hard", "smgk-em"]
+EXACT = ["softmax", "smgk", "smgk-hard", "smgk-em", Variant(components=3), Variant(components=1)]
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 3}], ids=str)
@@ -305,7 +323,13 @@ def test_from_softmax_is_exact(variant, options):
     args = randn(B, L, EMBED), randn(B, S, options.get("kdim", EMBED)), randn(B, S, options.get("vdim", EMBED))
     close(layer(*args, need_weights=True), source(*args, average_attn_weights=False))
     assert not layer.training
-    assert layer.num_components == (1 if variant == "softmax" else 3)
+    fixed = VARIANTS[variant].components if isinstance(variant, str) else variant.components
+    assert layer.num_components == (fixed or 3)
+
+
+def test_from_softmax_refuses_what_cannot_be_exact():
+    with pytest.raises(ValueError, match="variant normalises queries and keys"):
+        Attention.from_softmax(trained_softmax(), Variant(normalise=True))
 
 
 @pytest.mark.parametrize("variant", ["mgk", "mgk-em"])

@@ -424,3 +424,14 @@ def test_linear_derivatives(op, feature_map, causal):
         return out, weights, numerator, denominator
 
     check_derivatives(function, inputs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+def test_a_hard_assignment_s_prior_has_a_gradient_of_zero(backend):
+    """It is ignored, and there: who waits for the gradient of a parameter gets one."""
+    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
+    prior = torch.tensor([[0.3], [-torch.inf]]).expand(2, 2, 1).contiguous().requires_grad_()
+    shift = torch.randn(2, 2, 4)
+    out = mgk.smgk_attention(query, key, value, shift, log_prior=prior, assignment="hard", backend=backend)
+    assert torch.equal(out, mgk.smgk_attention(query, key, value, shift, assignment="hard", backend=backend))
+    assert torch.equal(torch.autograd.grad(out.sum(), prior)[0], torch.zeros_like(prior))

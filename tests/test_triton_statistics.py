@@ -63,6 +63,15 @@ def test_counts_over_some_queries_of_a_mask_of_keys_for_each_head(poisoned):
     )
 
 
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_mask_of_keys_hides_them_from_the_counts(hidden, poisoned):
+    leaves, options = case(mask_shape=(1, 1, 1, 37))
+    leaves["attn_mask"][..., 30:] = hidden
+    call = make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options)
+    compare(call)
+    assert (statistics.em_statistics(call, spread=False).count[..., 30:] == 0).all()
+
+
 def test_counts_of_packed_sequences(poisoned):
     leaves, _ = case(L=58, S=58, H=2)
     cu = torch.tensor([0, 20, 21, 58], dtype=torch.int32, device=DEVICE)

@@ -30,7 +30,10 @@ from mgk.variants import PRESETS
 def compare(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file; `mgk recipes` lists them.")],
     rows: Annotated[
-        str | None, typer.Option(help="variant:heads,… as in softmax:8,smgk:4; default: all rows of the recipe.")
+        str | None,
+        typer.Option(
+            help="variant:heads,… as in softmax:8,smgk:4; smgk:8/4: 4 key heads; default: all of the recipe's."
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
     preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mgk.arguments import MixtureCall
+from mgk.kernels.masks import HIDDEN
 
 
 def _unusable_triton() -> str | None:
@@ -83,7 +84,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Output [B, H, L, E], natural lse [B, H, L] or None, and no weights."""
     from . import triton_ops
 
-    query, keys, value = _last_contiguous(call.query), _last_contiguous(call.keys), _last_contiguous(call.value)
+    query, keys, value = last_contiguous(call.query), last_contiguous(call.keys), last_contiguous(call.value)
     differentiated = _needs_gradients(call)
     bias = None if call.hard or call.log_prior is None else call.log_prior
     constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
@@ -138,11 +139,11 @@ def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:
     """N_jr [B, Hk, M, S] and N_j [B, Hk, S] of Eq. 11, without the weights' second pass over the equations."""
     from . import triton_statistics
 
-    query, keys = _last_contiguous(call.query), _last_contiguous(call.keys)
+    query, keys = last_contiguous(call.query), last_contiguous(call.keys)
     scale, scale_t, tau, tau_t = _numbers(call)
     mask, packed, seen = call.attn_mask, call.packed, None
     if mask is not None and _is_of_keys(mask, call):
-        seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] != -math.inf, None
+        seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] >= HIDDEN, None
     count, pairs = triton_statistics.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
         packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k, scale, tau, CAUSAL[call.causal],
@@ -159,7 +160,7 @@ def _numbers(call: MixtureCall) -> tuple[float, Tensor | None, float, Tensor | N
     return 1.0 if scale_t is not None else float(scale), scale_t, 0.0 if tau_t is not None else float(tau), tau_t
 
 
-def _last_contiguous(x: Tensor) -> Tensor:
+def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mgk.arguments import LinearCall
 from mgk.features import FEATURE_MAPS
 from mgk.kernels.direct import observed
-from mgk.kernels.fused import MAX_WIDTH, NO_TRITON
+from mgk.kernels.fused import MAX_WIDTH, NO_TRITON, last_contiguous
 
 MAX_HEADS = 65_535  # programs along the second axis of a grid
 # The numbers by which the kernels know them.
@@ -54,7 +54,7 @@ def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
     """Output [B, H, L, E], the state (Z, z) or None, and no weights."""
     from mgk.kernels import triton_linear_ops
 
-    query, keys, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.query, call.keys, call.value))
+    query, keys, value = map(last_contiguous, (call.query, call.keys, call.value))
     width, columns = query.shape[-1], value.shape[-1]
     initial = None
     if call.initial_state is not None:

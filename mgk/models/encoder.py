@@ -154,10 +154,12 @@ class Classifier(nn.Module):
         for layer in self.layers:
             x = layer(x, padding, None, None)
         x = self.norm(x)
+        # Not by the width of the batch: a prediction does not depend on the examples beside it.
+        whole = self.config.max_length if self.config.pooling == "mean-padded" else None
         if padding is None or lengths is None:
-            return x.mean(1)
+            return x.mean(1) if whole is None else x.sum(1) / whole
         total = x.masked_fill(padding.unsqueeze(-1), 0).sum(1)
-        return total / (length if self.config.pooling == "mean-padded" else lengths.clamp(min=1)[:, None])
+        return total / (lengths.clamp(min=1)[:, None] if whole is None else whole)
 
     def encode_packed(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T] to [N, d] for the N sequences that lie one after another; what lies behind the last one is padding."""
