@@ -6,9 +6,12 @@ The trainings of a comparison share the machine, so their own step times say not
 from __future__ import annotations
 
 import gc
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -93,6 +96,52 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     subject = Subject(run, task, device)
     subject.warm_up()
     return subject.timed()
+
+
+def measure_in_turn(runs: Sequence[Run], task: Any, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Rows of results of each run, in their order. All warm up at once, each in a process of its own, since to compile
+    takes far longer than to time; then one after another is timed while the others wait. What fails beside the others,
+    for want of memory above all, is measured again when they are gone."""
+    context = get_context("spawn")
+    ends, processes = [], []
+    try:
+        for run in runs:
+            mine, its = context.Pipe()
+            processes.append(context.Process(target=_wait_for_turn, args=(its, run, task, device)))
+            processes[-1].start()
+            # With no other end open here, one that dies is noticed.
+            its.close()
+            ends.append(mine)
+        warm = [_received(end) is not None for end in ends]
+        for run, end, process, is_warm in zip(runs, ends, processes, warm, strict=True):
+            found = None
+            if is_warm:
+                end.send(True)
+                found = _received(end)
+            process.join()
+            yield measure(run, task, device) if found is None else found
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _received(end: Connection) -> Any:
+    """None from a process that has failed."""
+    try:
+        return end.recv()
+    except EOFError:
+        return None
+
+
+def _wait_for_turn(end: Connection, run: Run, task: Any, device: torch.device) -> None:
+    # An interrupt on the terminal reaches all; the process that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    subject = Subject(run, task, device)
+    subject.warm_up()
+    end.send(True)
+    end.recv()
+    end.send(subject.timed())
 
 
 def warm_up(work: Callable[[int], None], device: torch.device) -> None:

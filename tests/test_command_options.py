@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from mgk import commands, compare, tasks
+from mgk import commands, tasks
+from mgk.jobs import Queue
 from mgk.recipes import Row
 from mgk.tasks.vocabulary import ByteVocabulary
 
@@ -19,9 +20,9 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     seen = {"timed": []}
 
-    def run_jobs(jobs, command, at_once, minutes):
-        seen.update(jobs=jobs, command=command, at_once=at_once, minutes=minutes)
-        return compare.Queue([], command)
+    def run_jobs(jobs, at_once, minutes):
+        seen.update(jobs=jobs, command=jobs[0].command if jobs else [], at_once=at_once, minutes=minutes)
+        return Queue([])
 
     def measure(run, task, device):
         seen["timed"].append(str(run.row))
@@ -42,7 +43,7 @@ def asked(monkeypatch, tmp_path):
         seen.update(directory=directory, settings=settings, data=data_dir, split=split)
         return SimpleNamespace(splits={})
 
-    monkeypatch.setattr("mgk.compare.run_jobs", run_jobs)
+    monkeypatch.setattr("mgk.jobs.run_jobs", run_jobs)
     monkeypatch.setattr("mgk.cost.measure", measure)
     monkeypatch.setattr("mgk.commands.compare._show", show)
     monkeypatch.setattr("mgk.generation.generate", generate)
@@ -54,6 +55,10 @@ def asked(monkeypatch, tmp_path):
         Path(name, "best").mkdir(parents=True)
         Path(name, "run.json").write_text(json.dumps({"task": task, "training": {"stride": 4, "precision": "bf16"}}))
     return seen
+
+
+def after(command, option):
+    return command[command.index(option) + 1]
 
 
 def places(asked):
@@ -78,7 +83,8 @@ COMPARE = [
     ("minutes", ["--minutes", "2.5"], lambda a: a["minutes"], 2.5),
     ("minutes", [], lambda a: a["minutes"], None),
     ("redraw", ["--redraw"], lambda a: "jobs" in a, False),
-    ("out", ["--out", "here"], lambda a: (a["out"], a["command"][-1]), (Path("here"), "here/listops.csv")),
+    ("out", ["--out", "here"], lambda a: a["out"], Path("here")),
+    ("out", ["--out", "here"], lambda a: after(a["command"], "--results"), "here/listops.csv"),
     ("runs", ["--rows", "smgk:4", "--runs", "here"], places, [Path("here/listops/smgk-4-paper-s0")]),
 ]  # fmt: skip
 GENERATE = [

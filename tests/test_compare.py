@@ -1,10 +1,7 @@
 """Results and comparisons: what is measured is kept, found again, and told as it is."""
 
 import itertools
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,109 +89,6 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     assert (tmp_path / "listops.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no results"):
         side_by_side.report(recipes.load("listops"), [Row("mgk", 1)], "paper", [path], tmp_path)
-
-
-def test_a_crash_of_one_is_survived_and_said(tmp_path, capsys):
-    script = "import sys; sys.exit('--seed' in sys.argv and sys.argv[sys.argv.index('--seed') + 1] == '1')"
-    jobs = [compare.Job(Row("smgk", 4), seed, Path(tmp_path / str(seed))) for seed in range(3)]
-    queue = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2)
-    assert [job.seed for job in queue.failed] == [1]
-    assert not queue.waiting
-    assert not queue.running
-    assert all(job.process.returncode is not None for job in jobs)
-    said = capsys.readouterr().err
-    assert (said.count("done"), said.count("FAILED")) == (2, 1)
-
-
-# Out of memory the first time: seed 1 once, seed 3 always. Alone is who finds that all others have ended.
-OUT_OF_MEMORY = """
-import pathlib, sys, time
-out, seed = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--seed") + 1]
-if seed in "13":
-    if (out / "tried").exists() and seed == "1":
-        sys.exit(0 if all((out.parent / other / "ended").exists() for other in "02") else "not alone")
-    (out / "tried").touch()
-    print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB")
-    sys.exit("Exception raised")
-time.sleep(1)
-(out / "ended").touch()
-"""
-
-
-def test_what_fails_for_want_of_memory_beside_others_is_tried_again_alone(tmp_path, capsys):
-    jobs = [compare.Job(Row("smgk", 4), seed, tmp_path / str(seed)) for seed in range(4)]
-    queue = compare.run_jobs(jobs, [sys.executable, "-c", OUT_OF_MEMORY], at_once=4)
-    assert [job.seed for job in queue.failed] == [3]
-    assert not queue.left
-    said = capsys.readouterr().err
-    assert said.count("out of memory beside the others: it is tried again alone") == 2
-    assert "seed 3: FAILED: Exception raised" in said
-    assert said.count(": done") == 3
-    assert "[4/4]" in said.splitlines()[-1]
-    # By itself, there is nothing to wait for.
-    (tmp_path / "1" / "tried").unlink()
-    queue = compare.run_jobs(jobs[1:2], [sys.executable, "-c", OUT_OF_MEMORY], at_once=4)
-    assert [job.seed for job in queue.failed] == [1]
-
-
-def test_an_earlier_want_of_memory_is_not_this_one(tmp_path, capsys):
-    """The log of a run that is gone on with has both."""
-    (tmp_path / "log.txt").write_text("CUDA out of memory")
-    jobs = [compare.Job(Row("smgk", 4), 0, tmp_path), compare.Job(Row("smgk", 4), 1, tmp_path / "other")]
-    queue = compare.run_jobs(jobs, [sys.executable, "-c", "raise SystemExit(1)"], at_once=2)
-    assert len(queue.failed) == 2
-    assert "tried again" not in capsys.readouterr().err
-
-
-def test_a_signal_to_the_terminal_s_processes_does_not_reach_the_trainings(tmp_path):
-    """They are asked to leave by `compare` itself: a second signal would end them before they have saved."""
-    script = "import os, sys; sys.exit(os.getsid(0) != os.getpid())"
-    jobs = [compare.Job(Row("smgk", 4), 0, tmp_path)]
-    assert not compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=1).failed
-
-
-def test_when_the_time_is_up_what_runs_is_asked_to_leave_and_the_rest_waits(tmp_path):
-    script = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(60)"
-    jobs = [compare.Job(Row("smgk", 4), seed, Path(tmp_path / str(seed))) for seed in range(3)]
-    queue = compare.run_jobs(jobs, [sys.executable, "-c", script], at_once=2, minutes=2 / 60)
-    assert [job.seed for job in queue.running] == [0, 1]
-    assert [job.seed for job in queue.waiting] == [2]
-    assert [job.process.returncode for job in queue.running] == [143, 143]
-    assert not queue.failed
-
-
-class Stubborn:
-    """A process that waits on: an interrupt comes while it is waited for, and it leaves after so many signals."""
-
-    def __init__(self, signals):
-        self.left, self.killed, self.interrupted = signals, False, False
-
-    def terminate(self):
-        self.left -= 1
-
-    def kill(self):
-        self.left, self.killed = 0, True
-
-    def wait(self, timeout=None):
-        if self.left > 0 and timeout is not None:
-            raise subprocess.TimeoutExpired("train", timeout)
-        if self.left > 0 and not self.interrupted:
-            self.interrupted = True
-            raise KeyboardInterrupt
-        assert self.left <= 0, "waited for ever"
-
-
-@pytest.mark.parametrize(("signals", "killed"), [(1, False), (2, False), (3, True)])
-def test_a_second_interrupt_is_passed_on_and_nothing_is_waited_for_for_ever(tmp_path, signals, killed):
-    jobs = [compare.Job(Row("smgk", 4), seed, tmp_path, Stubborn(signals)) for seed in (0, 1)]
-    queue = compare.Queue([], [], running=jobs)
-    if signals == 1:
-        queue.stop()
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            queue.stop()
-    assert [job.process.left for job in jobs] == [0, 0]
-    assert [job.process.killed for job in jobs] == [killed, killed]
 
 
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):

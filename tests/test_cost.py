@@ -27,3 +27,26 @@ def test_a_step_a_forward_and_the_memory_are_measured(tmp_path, monkeypatch, acc
     # Every step sees other examples than the one before.
     assert [start for start, _ in seen[: 3 * accumulate]] == [size * n for n in range(3 * accumulate)]
     assert not Path(tmp_path / "run.json").exists()
+
+
+@pytest.mark.slow
+def test_several_warm_up_beside_one_another_and_are_timed_in_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "measure", lambda *_: pytest.fail("a process of its own has not done it"))
+    runs = [tiny_training.run(str(tmp_path), lr=lr) for lr in (1e-3, 2e-3)]
+    found = list(cost.measure_in_turn(runs, tiny_training.TinyTask(), torch.device("cpu")))
+    assert [[row["metric"] for row in rows] for rows in found] == [list(COSTS)] * 2
+    assert [rows[0]["lr"] for rows in found] == [1e-3, 2e-3]
+    assert all(float(row["value"]) > 0 for rows in found for row in rows)
+
+
+@pytest.mark.slow
+def test_what_fails_beside_the_others_is_measured_again_by_itself(tmp_path, monkeypatch, capfd):
+    """The second asks for a dropout that there is none of; the first is timed all the same."""
+    again = []
+    monkeypatch.setattr(cost, "measure", lambda run, *_: again.append(run) or [])
+    runs = [tiny_training.run(str(tmp_path), dropout=dropout) for dropout in (0.1, 7.0)]
+    first, second = cost.measure_in_turn(runs, tiny_training.TinyTask(), torch.device("cpu"))
+    assert first
+    assert second == []
+    assert again == runs[1:]
+    assert "dropout" in capfd.readouterr().err

@@ -83,10 +83,6 @@ def check_file(option: str, path: Path) -> None:
         fail(option, f"{path} is a folder, not a file")
 
 
-def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
-    return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
-
-
 def with_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:
     """The settings given, and --steps as one of them; the warm-up keeps its share of the steps unless it is set too."""
     given = list(settings or [])

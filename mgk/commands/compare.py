@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,11 +22,15 @@ from mgk.commands.common import (
     chosen_rows,
     data_directory,
     progress,
-    run_directory,
     tell_if_for_a_gpu,
     with_steps,
 )
+from mgk.recipes import run_directory
 from mgk.variants import PRESETS
+
+if TYPE_CHECKING:
+    from mgk.tasks import Task
+    from mgk.training import Run
 
 
 @app.command()
@@ -57,8 +64,9 @@ def compare(
     import torch
 
     from mgk import compare as comparison
-    from mgk import cost, tasks
+    from mgk import tasks
     from mgk.evaluation import parameters
+    from mgk.jobs import run_jobs
     from mgk.training import Run
 
     overrides = with_steps(recipe, settings, steps)
@@ -84,7 +92,9 @@ def compare(
     own = out / f"{chosen.name}.csv"
     known = results.read(sorted(out.glob("*.csv")))
     wanted = [
-        comparison.Job(row, seed, run_directory(runs, chosen.name, row, preset, seed))
+        comparison.training(
+            chosen, row, seed, preset=preset, data_dir=where, out=out, runs=runs, given=recipe, overrides=overrides
+        )
         for seed in range(seeds)
         for row in models
         if not comparison.finished(known, chosen, row, preset, seed, setups[row])
@@ -92,16 +102,11 @@ def compare(
     total = len(models) * seeds
     if len(wanted) < total:
         print(f"{total - len(wanted)} of {total} trainings are already in {out} and not run again", file=sys.stderr)
-    command = [sys.executable, "-m", "mgk", "train", recipe, "--preset", preset, "--data-dir", str(where)]
-    command += [part for override in overrides for part in ("--set", override)] + ["--results", str(own)]
     if wanted and not torch.cuda.is_available():
         tell_if_for_a_gpu(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
     at_once = jobs or (4 if torch.cuda.is_available() else 1)
-    try:
-        queue = comparison.run_jobs(wanted, command, at_once, minutes)
-    except (KeyboardInterrupt, SystemExit):
-        print("stopped; the same command goes on from what was saved", file=sys.stderr)
-        raise
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    queue = run_jobs(wanted, at_once, minutes)
     failed, left = queue.failed, queue.left
     if failed and not results.read([own]):
         raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
@@ -118,17 +123,36 @@ def compare(
     # A training by itself has timed its model, unless it was too short.
     untimed = models if alone or at_once > 1 else dict.fromkeys(job.row for job in done)
     if not left and alone is not False:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         known = results.read(sorted(out.glob("*.csv")))
         # A training by itself has not timed inference; who asks for times wants that too.
         metrics = comparison.COSTS if alone else comparison.ALONE
-        for row in untimed:
-            if not comparison.timed(known, chosen, row, preset, setups[row], metrics):
-                print(f"timing {row} alone, {cost.COUNT} steps (--no-alone leaves this out)", file=sys.stderr)
-                results.append(own, cost.measure(first[row], task, device))
+        asked = [
+            first[row] for row in untimed if not comparison.timed(known, chosen, row, preset, setups[row], metrics)
+        ]
+        for found in _timed_alone(asked, task, at_once, end):
+            results.append(own, found)
     _show(chosen, models, preset, out, setups)
     if failed:
         raise ValueError(f"{len(failed)} of {len(wanted)} trainings failed; their logs are in their directories")
+
+
+def _timed_alone(asked: list[Run], task: Task, at_once: int, end: float) -> Iterator[list[dict[str, Any]]]:
+    """Rows of results of each; on a GPU several warm up at once. None is begun after `end`."""
+    import torch
+
+    from mgk import cost
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = at_once if device.type == "cuda" else 1
+    for first in range(0, len(asked), size):
+        if time.monotonic() >= end:
+            left = ", ".join(str(run.row) for run in asked[first:])
+            print(f"the time is over: {left} not timed alone; the same command goes on with that", file=sys.stderr)
+            return
+        group = asked[first : first + size]
+        names = ", ".join(str(run.row) for run in group)
+        print(f"timing {names} alone, {cost.COUNT} steps (--no-alone leaves this out)", file=sys.stderr)
+        yield from cost.measure_in_turn(group, task, device) if size > 1 else [cost.measure(group[0], task, device)]
 
 
 def _show(

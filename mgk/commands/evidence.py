@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mgk.checks import number
-from mgk.commands.common import DataDir, app, check_folder
+from mgk.commands.common import DataDir, app, check_folder, data_directory, progress
 
 
 @app.command()
@@ -22,7 +22,9 @@ def evidence(
     run: Annotated[
         bool, typer.Option("--run", help="First train, time and analyse what results/ lacks; for a GPU, hours.")
     ] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="With --run: trainings at once.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="With --run: trainings at once; default 1, or 4 on a GPU.")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="With --run: stop after so long; the same command goes on.")
     ] = None,
@@ -40,7 +42,7 @@ def evidence(
     if run:
         check_folder("--results", results)
         check_folder("--runs", runs)
-        failed = rest.run(results, runs, data_dir, jobs, minutes)
+        failed = rest.run(results, runs, data_directory(data_dir), jobs, minutes, progress)
     if not any(results.glob("*.csv")):
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
     folder = figures or page.parent / "figures"
@@ -55,4 +57,4 @@ def evidence(
         print(picture.write(folder))
     print(page)
     if failed:
-        raise ValueError(f"{len(failed)} commands failed: {'; '.join(failed)}")
+        raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")

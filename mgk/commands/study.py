@@ -9,8 +9,9 @@ import typer
 
 from mgk import recipes
 from mgk.commands.analyze import analyze
-from mgk.commands.common import DataDir, Settings, app, chosen_rows, run_directory, with_steps
+from mgk.commands.common import DataDir, Settings, app, chosen_rows, with_steps
 from mgk.commands.compare import compare
+from mgk.recipes import run_directory
 
 
 @app.command()

@@ -21,11 +21,10 @@ from mgk.commands.common import (
     check_folder,
     data_directory,
     progress,
-    run_directory,
     tell_if_for_a_gpu,
     with_steps,
 )
-from mgk.recipes import Row
+from mgk.recipes import Row, run_directory
 from mgk.variants import PRESETS, VARIANTS
 
 

@@ -137,17 +137,20 @@ def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[Row]:
     return [row for row in experiment.seeds if experiment.timed and not timed(rows, recipe, row, PRESET, metrics=COSTS)]
 
 
-def commands(rows: list[dict[str, str]], experiment: Experiment) -> list[list[str]]:
-    """What runs the rest, as arguments of `mgk`: a command for each number of seeds, and one that times what has been
-    trained. They skip what is there."""
+def trained(rows: list[dict[str, str]], experiment: Experiment) -> list[Row]:
+    """The rows that have results."""
+    recipe = recipes.load(experiment.recipe)
+    return [row for row in experiment.seeds if finished(rows, recipe, row, PRESET, 0)]
+
+
+def _rest(rows: list[dict[str, str]], experiment: Experiment) -> str:
+    """What is left, in words."""
     missing = left(rows, experiment)
-    asked = []
-    for seeds in sorted({experiment.seeds[row] for row in missing}):
-        names = [row for row in missing if experiment.seeds[row] == seeds]
-        asked.append((names, ["--seeds", str(seeds), "--no-alone"]))
-    trained = [row for row in untimed(rows, experiment) if row not in missing]
-    asked += [(trained, ["--alone"])] if trained else []
-    return [["compare", experiment.recipe, "--rows", ",".join(map(str, names)), *how] for names, how in asked]
+    said = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
+    untimed_rows = [str(row) for row in untimed(rows, experiment)]
+    parts = [f"train {', '.join(said)}"] if said else []
+    parts += [f"time {', '.join(untimed_rows)}"] if untimed_rows else []
+    return "; ".join(parts) or "nothing"
 
 
 def table(rows: list[dict[str, str]], results: Path) -> str:
@@ -163,10 +166,10 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
                 f"{wanted - rest} of {wanted}",
                 f"{models - len(missing)} of {models}",
                 f"{models - len(without_times)} of {models}" if experiment.timed else "–",
-                "; ".join(f"`mgk {' '.join(each)}`" for each in commands(rows, experiment)) or "nothing",
+                _rest(rows, experiment),
             ]
         )
     figures = [["figure (item 5)", "what", "from models of the size above"]]
     for number, what, needs in FIGURES:
         figures.append([number, what, "yes" if all((results / each).exists() for each in needs) else "no"])
-    return markdown(lines) + "\n\n" + markdown(figures)
+    return f"{markdown(lines)}\n\n`mgk evidence --run` trains, times and draws what is left.\n\n{markdown(figures)}"
