@@ -92,13 +92,7 @@ class MixtureCall(_Inputs):
         if self.count is None:
             return self
         there = (torch.arange(self.keys.shape[-2], device=self.query.device) < self.count)[None, None, None]
-        if self.attn_mask is None:
-            mask = there
-        elif self.attn_mask.dtype == torch.bool:
-            mask = self.attn_mask & there
-        else:
-            mask = self.attn_mask.masked_fill(~there, -math.inf)
-        return replace(self, attn_mask=mask, count=None)
+        return replace(self, attn_mask=only(there, self.attn_mask), count=None)
 
     @property
     def equal_scale(self) -> bool:
@@ -117,6 +111,13 @@ class LinearCall(_Inputs):
     initial_state: tuple[Tensor, ...] | None
     return_state: bool
     normalise: bool = True  # False leaves out Eq. 14's denominator, as the authors' LRA code does
+
+
+def only(attend: Tensor, mask: Tensor | None) -> Tensor:
+    """A mask in SDPA's sense, bool or added, with nothing left of it but what `attend`, bool, leaves."""
+    if mask is None:
+        return attend
+    return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
 
 
 def _shape(tensor: Tensor) -> list[int]:

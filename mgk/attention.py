@@ -421,6 +421,7 @@ class Attention(nn.Module):
         The similarity becomes "between", with τ = 0 at the start: shifts and a shared prior then cancel, and τ has a
         gradient. Independent keys start as copies that differ by `noise` times the spread of the weights: exact up to
         the square of the noise (hard: up to the noise). Inputs are [B, L, embed_dim] whatever the source's batch_first.
+        Copies of frozen weights are frozen; shifts, prior and τ learn.
         """
         layer: Attention = from_softmax(cls, source, variant, num_components, is_causal, noise, backend)
         return layer

@@ -67,4 +67,17 @@ def from_softmax(
         layer.keys.load_softmax_keys(key, biases[1], noise)
         if layer.tau is not None:
             layer.tau.zero_()
+    _freeze_like(source, layer)
     return layer.train(source.training)
+
+
+def _freeze_like(source: nn.MultiheadAttention, layer: Any) -> None:
+    """A copy of what was frozen is frozen. What softmax attention does not have learns."""
+    shared = source.in_proj_weight
+    weights = (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight) if shared is None else (shared,) * 3
+    pairs = list(zip((layer.query, layer.keys.projection, layer.value), weights, strict=True))
+    for projection, weight in [*pairs, (layer.out, source.out_proj.weight)]:
+        projection.weight.requires_grad_(weight.requires_grad)
+    for projection, bias in [*((each, source.in_proj_bias) for each, _ in pairs), (layer.out, source.out_proj.bias)]:
+        if bias is not None:
+            projection.bias.requires_grad_(bias.requires_grad)

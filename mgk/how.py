@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mgk.arguments import check_cu_seqlens, check_longest
+from mgk.arguments import check_cu_seqlens, check_longest, only
 from mgk.cache import Cache
 from mgk.checks import check_padding, fail
 from mgk.kernels.masks import HIDDEN
@@ -51,11 +51,9 @@ class How:
         if self.key_padding_mask is None:
             return mask
         attend = ~check_padding(self.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
-        if mask is None:
-            return attend
-        if not isinstance(mask, Tensor):
+        if mask is not None and not isinstance(mask, Tensor):
             fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
-        return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
+        return only(attend, mask)
 
     def counted(self) -> Tensor | None:
         """Of self-attention, whose queries are its keys: those that are no padding, bool [B, L]; None: all of them."""

@@ -57,7 +57,7 @@ class Record(pl.Callback):
             kept = [rows[0], *(row for row in rows[1:] if int(row[0]) <= done)]
             write_atomically(path, "".join(",".join(row) + "\n" for row in kept))
         if trainer.is_global_zero and not path.exists():
-            write_atomically(path, f"step,split,loss,{cast(Fit, module).objective.metric},lr,seconds\n")
+            write_atomically(path, f"step,split,loss,{cast(Fit, module).objective.metric},lr,unix_time\n")
         # SIGHUP is what a terminal sends when it is closed. Windows has none, and under nohup it stays ignored.
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             number = getattr(signal, name, None)

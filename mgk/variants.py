@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgk.checks import fail, flag, number, one_of, positive_integer
@@ -118,3 +119,15 @@ PRESETS = {
         linear=LinearForm(l1_features=True, width_scaled=True),
     ),
 }
+
+
+def layers_of(variant: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """The variant of each layer of a model, from that of all or the list of them."""
+    return (variant,) * num_layers if isinstance(variant, str) else tuple(variant)
+
+
+def check_layers(layers: tuple[str, ...], num_layers: int) -> None:
+    for name in layers:
+        one_of("variant", name, VARIANTS)
+    if len(layers) != num_layers:
+        fail("variant", f"names {len(layers)} layers of {num_layers}")

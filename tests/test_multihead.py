@@ -353,6 +353,22 @@ def test_from_softmax_is_where_the_source_is(variant):
     assert {x.device.type for x in (*layer.parameters(), *layer.buffers())} == {"meta"}
 
 
+@pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
+def test_what_from_softmax_copies_of_frozen_weights_is_frozen(options):
+    source = nn.MultiheadAttention(EMBED, H, batch_first=True, **options)
+    assert all(each.requires_grad for each in Attention.from_softmax(source).parameters())
+    source.requires_grad_(False)
+    learning = {name for name, each in Attention.from_softmax(source).named_parameters() if each.requires_grad}
+    assert learning == {"tau", "keys.shifts", "prior.weights"}
+    source.out_proj.requires_grad_(True)
+    with torch.no_grad():
+        layer = Attention.from_softmax(source)
+    assert {name for name, each in layer.out.named_parameters() if each.requires_grad} == dict(
+        source.out_proj.named_parameters()
+    ).keys()
+    assert not layer.query.weight.requires_grad
+
+
 def test_from_softmax_is_causal_when_asked():
     source, x = trained_softmax(), randn(B, L, EMBED)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)

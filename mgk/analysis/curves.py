@@ -10,8 +10,8 @@ from pathlib import Path
 from mgk.checks import fail
 from mgk.recipes import Row
 
-# Columns of metrics.csv that are no metric.
-OTHERS = ("step", "split", "lr", "seconds")
+# Columns of metrics.csv that are no metric; `seconds` is what unix_time was called at first.
+OTHERS = ("step", "split", "lr", "unix_time", "seconds")
 
 
 @dataclass(frozen=True)

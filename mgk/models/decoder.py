@@ -21,7 +21,7 @@ from mgk.checks import fail, number, one_of, positive_integer
 from mgk.features import NAMED
 from mgk.how import How
 from mgk.models.adaptive import TokenTable, check_cutoffs
-from mgk.variants import PRESETS, VARIANTS
+from mgk.variants import PRESETS, check_layers, layers_of
 
 # Layers that are compiled as one. Calling what is compiled costs the host time: for 16 layers forward and backward
 # 13 ms one by one, 4.5 ms in fours, 4.9 ms as one (measured on a CPU, with nothing to compute).
@@ -128,10 +128,7 @@ class DecoderConfig:
         for name in ("variant", "cutoffs"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        for variant in self.layer_variants:
-            one_of("variant", variant, VARIANTS)
-        if len(self.layer_variants) != self.num_layers:
-            fail("variant", f"names {len(self.layer_variants)} layers of {self.num_layers}")
+        check_layers(self.layer_variants, self.num_layers)
         for name, table in TABLES.items():
             one_of(name, getattr(self, name), table)
         check_cutoffs(self.cutoffs, self.vocab_size)
@@ -140,7 +137,7 @@ class DecoderConfig:
     @property
     def layer_variants(self) -> tuple[str, ...]:
         """The variant of each layer."""
-        return (self.variant,) * self.num_layers if isinstance(self.variant, str) else tuple(self.variant)
+        return layers_of(self.variant, self.num_layers)
 
 
 TABLES: dict[str, dict[str, Any]] = {

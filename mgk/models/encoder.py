@@ -16,7 +16,7 @@ from mgk.checks import fail, number, one_of, positive_integer
 from mgk.features import NAMED
 from mgk.kernels.masks import segments
 from mgk.models.embedding import lookup
-from mgk.variants import PRESETS, VARIANTS
+from mgk.variants import PRESETS, VARIANTS, check_layers, layers_of
 
 POOLINGS = ("mean", "mean-padded")
 
@@ -61,10 +61,7 @@ class EncoderConfig:
             fail("documents", f"must be 1 or 2, got {self.documents!r}")
         if isinstance(self.variant, list):
             object.__setattr__(self, "variant", tuple(self.variant))
-        for variant in self.layer_variants:
-            one_of("variant", variant, VARIANTS)
-        if len(self.layer_variants) != self.num_layers:
-            fail("variant", f"names {len(self.layer_variants)} layers of {self.num_layers}")
+        check_layers(self.layer_variants, self.num_layers)
         one_of("preset", self.preset, PRESETS)
         one_of("feature_map", self.feature_map, NAMED)
         one_of("pooling", self.pooling, POOLINGS)
@@ -81,7 +78,7 @@ class EncoderConfig:
     @property
     def layer_variants(self) -> tuple[str, ...]:
         """The variant of each layer."""
-        return (self.variant,) * self.num_layers if isinstance(self.variant, str) else tuple(self.variant)
+        return layers_of(self.variant, self.num_layers)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
