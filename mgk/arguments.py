@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mgk.checks import fail, flag, nearest, number, one_of, positive_integer
+from mgk.checks import NESTED, fail, flag, kind_of, nearest, number, one_of, positive_integer
 from mgk.features import FEATURE_MAPS
 
 SIMILARITIES = {"gaussian": 1.0, "dot": 0.0}
@@ -128,6 +128,8 @@ def check_tensor(name: str, value: Any, dims: str | None = None, *, like: Tensor
     """A floating-point tensor of as many dimensions as `dims` names ('B H L D'), on the device of `like`."""
     if not isinstance(value, Tensor):
         fail(name, f"must be a tensor, got {type(value).__name__}")
+    if value.is_nested:
+        fail(name, NESTED)
     if not value.is_floating_point():
         fail(name, f"must be a floating-point tensor, got {value.dtype}")
     if dims is not None and value.dim() != dims.count(" ") + 1:
@@ -257,7 +259,7 @@ def _readable(offsets: Tensor) -> bool:
 
 def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> Tensor:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        fail(name, "must be an int32 tensor [N + 1] of offsets")
+        fail(name, f"must be an int32 tensor [N + 1] of offsets, got {kind_of(cu_seqlens)}")
     if cu_seqlens.device != query.device:
         fail(name, f"is on {cu_seqlens.device} but query is on {query.device}: move it there")
     if cu_seqlens.numel() < 2:

@@ -6,6 +6,7 @@ B batch, H query heads, Hk key heads, M components, L queries, S keys, D head wi
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -420,10 +421,13 @@ class Attention(nn.Module):
 
         The similarity becomes "between", with τ = 0 at the start: shifts and a shared prior then cancel, and τ has a
         gradient. Independent keys start as copies that differ by `noise` times the spread of the weights: exact up to
-        the square of the noise (hard: up to the noise). Inputs are [B, L, embed_dim] whatever the source's batch_first.
+        the square of the noise (hard: up to the noise). Inputs are [B, L, embed_dim], also where the source's are not.
         Copies of frozen weights are frozen; shifts, prior and τ learn.
         """
         layer: Attention = from_softmax(cls, source, variant, num_components, is_causal, noise, backend)
+        if not source.batch_first:
+            words = "source takes [L, B, E] (batch_first=False) and this layer [B, L, E]: in the source's place use "
+            warnings.warn(f"{words}mgk.MultiheadAttention.from_softmax", stacklevel=2)
         return layer
 
 

@@ -16,9 +16,12 @@ def fail(name: str, message: str) -> NoReturn:
     raise ValueError(f"{name} {message}")
 
 
-def nearest(value: Any, known: Iterable[str]) -> str:
+NESTED = "is a nested tensor: lay its sequences one after another, [1, T, ...], and pass cu_seqlens"
+
+
+def nearest(value: Any, known: Iterable[str], cutoff: float = 0.7) -> str:
     """Which of the known names was probably meant, as the end of a message; "" if none is near."""
-    alike = difflib.get_close_matches(value, list(known), cutoff=0.7) if isinstance(value, str) else []
+    alike = difflib.get_close_matches(value, list(known), cutoff=cutoff) if isinstance(value, str) else []
     # Letters in another order come first.
     alike.sort(key=lambda other: sorted(other) != sorted(value))
     return f"; did you mean {alike[0]!r}?" if alike else ""
@@ -58,7 +61,9 @@ def positive_integer(name: str, value: Any) -> int:
 
 def check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        fail(name, f"must be a floating-point tensor [B, L, {width}]")
+        fail(name, f"must be a floating-point tensor [B, L, {width}], got {kind_of(x)}")
+    if x.is_nested:
+        fail(name, NESTED)
     if x.dim() != 3 or x.shape[-1] != width:
         fail(name, f"must have shape [B, L, {width}], got {list(x.shape)}")
     if like is not None and x.shape[0] != like.shape[0]:
@@ -81,9 +86,21 @@ def check_dtype(name: str, x: Tensor, projection: torch.nn.Module) -> None:
         )
 
 
+def kind_of(value: Any) -> str:
+    """What it is, for a message: the type, of a tensor its dtype and shape."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_tokens(tokens: Any, dims: str) -> None:
+    """Token ids, as many dimensions as `dims` names ('B L')."""
+    whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
+    if not whole or tokens.dim() != len(dims.split()):
+        fail("tokens", f"must be an integer tensor [{dims.replace(' ', ', ')}], got {kind_of(tokens)}")
+
+
 def check_padding(mask: Any, batch: int, length: int, like: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail("key_padding_mask", "must be a bool tensor [B, S], True = padding")
+        fail("key_padding_mask", f"must be a bool tensor [B, S], True = padding, got {kind_of(mask)}")
     if mask.shape != (batch, length):
         fail("key_padding_mask", f"must have shape [B, S] = [{batch}, {length}], got {list(mask.shape)}")
     if mask.device != like.device:

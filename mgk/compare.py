@@ -26,6 +26,7 @@ class Shown:
     title: str
     factor: float
     paired: str  # what a difference on the same examples is in
+    unit: str  # of it, where that is not the metric's
     decimals: int  # of such a difference
     note: str  # on the metric
     flops: str  # what they are counted of
@@ -37,6 +38,7 @@ SHOWN = {
         "accuracy, %",
         100.0,
         "points on the same examples",
+        "",
         2,
         "",
         "GFLOPs are one example's forward",
@@ -46,6 +48,7 @@ SHOWN = {
         "perplexity",
         1.0,
         "nats a token on the same text",
+        ", nats a token",
         4,
         "Perplexity of the sliding window.",
         "GFLOPs are one segment's forward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ def from_softmax(
 ) -> Any:
     """See `Attention.from_softmax`."""
     if not isinstance(source, nn.MultiheadAttention):
-        fail("source", f"must be a torch.nn.MultiheadAttention, got {type(source).__module__}.{type(source).__name__}")
+        parts = [name for name, each in _modules(source) if isinstance(each, nn.MultiheadAttention)]
+        instead = f": convert its parts, of which the first is {parts[0]!r}" if parts else ""
+        kind = f"{type(source).__module__}.{type(source).__name__}"
+        fail("source", f"must be a torch.nn.MultiheadAttention, got {kind}{instead}")
     if source.bias_k is not None or source.add_zero_attn:
         fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not have")
     number("noise", noise, 0)
@@ -69,6 +72,10 @@ def from_softmax(
             layer.tau.zero_()
     _freeze_like(source, layer)
     return layer.train(source.training)
+
+
+def _modules(source: Any) -> Iterable[tuple[str, nn.Module]]:
+    return source.named_modules() if isinstance(source, nn.Module) else ()
 
 
 def _freeze_like(source: nn.MultiheadAttention, layer: Any) -> None:

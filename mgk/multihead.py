@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mgk.attention import Attention
 from mgk.checks import fail, flag
+from mgk.conversion import from_softmax
 from mgk.how import How
 from mgk.variants import Variant
 
@@ -90,6 +91,12 @@ class MultiheadAttention(nn.Module):
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, self.attention.head_dim
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        if f"{prefix}in_proj_weight" in state_dict or f"{prefix}q_proj_weight" in state_dict:
+            whose = "these are weights of torch.nn.MultiheadAttention: load them into one, and convert it"
+            raise ValueError(f"{prefix.rstrip('.') or 'state_dict'}: {whose} with MultiheadAttention.from_softmax")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     @classmethod
     def from_softmax(
         cls,
@@ -101,7 +108,7 @@ class MultiheadAttention(nn.Module):
         backend: str = "auto",
     ) -> MultiheadAttention:
         """As `Attention.from_softmax`, in the place of the source: with its batch_first and its masks."""
-        attention = Attention.from_softmax(source, variant, num_components=num_components, noise=noise, backend=backend)
+        attention = from_softmax(Attention, source, variant, num_components, False, noise, backend)
         layer = cls(source.embed_dim, source.num_heads, batch_first=source.batch_first, device="meta")
         layer.attention = attention
         return layer.train(source.training)

@@ -104,6 +104,8 @@ class Record(pl.Callback):
             self.stopped_by = self._agreed()
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
+            # Lightning would evaluate on leaving early, which nobody waits for: the run that goes on has not done so.
+            trainer.limit_val_batches = 0
             self._left = True
             self._save(trainer)
 
@@ -113,7 +115,6 @@ class Record(pl.Callback):
             self.step_ms.append(1000 * (now - self._mark[1]) / (trainer.global_step - self._mark[0]))
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        # Lightning validates once more on leaving early: the run that goes on will not have done so.
         if not self._left:
             dev = {name.removeprefix("dev_"): float(value) for name, value in trainer.callback_metrics.items()}
             self._record(trainer, cast(Fit, module), dev)

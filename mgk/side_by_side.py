@@ -22,7 +22,7 @@ def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list
     """Header and rows, as text."""
     splits, how = all_splits(summaries), shown(recipe)
     header = ["model", *(f"{split} {how.title}" for split in splits), "each seed"]
-    header += [f"minus {summaries[0].row}, {paired_on}"] if paired_on else []
+    header += [f"minus {summaries[0].row}, {paired_on}{how.unit}"] if paired_on else []
     header += [] if recipe.plateau is None else ["left the plateau at step"]
     header += ["paper"] if recipe.paper else []
     lines = [[*header, "parameters", "GFLOPs", "step, ms", "memory, MB"]]

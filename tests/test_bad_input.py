@@ -304,3 +304,10 @@ def test_explain_backend_checks_too(backend):
         mgk.explain_backend(mgk.mgk_attention, QUERY, KEYS[:, :, 0], VALUE, backend=backend)
     with pytest.raises(ValueError, match=r"\bop\b"):
         mgk.explain_backend(torch.softmax, QUERY, KEYS, VALUE)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_told_of_packing():
+    nested = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"query is a nested tensor: .* pass cu_seqlens"):
+        mgk.Attention(64, 2)(nested)

@@ -241,6 +241,18 @@ def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
     assert "minus softmax:8, test" in lines[0]
 
 
+def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
+    recipe, path = recipes.load("bytes"), tmp_path / "bytes.csv"
+    settings = recipe.training
+    for row in ("softmax:2", "smgk:2"):
+        found = measured(row, 0, 100.0, "test", compare.shown(recipe).metric)
+        found |= {"recipe": "bytes", "steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size}
+        results.append(path, [found])
+        answers.keep(tmp_path, answers.Place("bytes", Row.parse(row), "paper", 0, "test"), np.full(2000, 4.6))
+    lines = side_by_side.report(recipe, [Row("softmax", 2), Row("smgk", 2)], "paper", [path], tmp_path)
+    assert "minus softmax:2, test, nats a token" in lines[0]
+
+
 def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
     right = np.random.default_rng(1).random(1003) < 0.5
     place = answers.Place("a", Row("softmax", 8, 4), "paper", 2, "fresh")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgk import tasks
+from mgk import recipes, tasks
 from mgk.batches import Segments
 from mgk.tasks.corpus import OWN_WORDS, Bytes, TokenStream
 from mgk.tasks.store import DataError
@@ -149,3 +149,17 @@ def test_a_known_corpus_that_is_cut_short_is_noticed(own_words):
 
 def test_the_stand_in_is_named_as_one():
     assert "stand-in" in tasks.task("enwiki-lm").dataset
+
+
+def test_words_on_where_to_get_a_corpus_make_no_other_data(own_words):
+    task = tasks.task("words")
+    task.prepare(own_words)
+    dataclasses.replace(task, source="get it elsewhere").prepare(own_words)
+    assert len([*(own_words / ".mgk" / "words").glob("[0-9a-f]*")]) == 1
+
+
+def test_a_recipe_for_an_own_corpus_takes_two_lines(tmp_path):
+    path = tmp_path / "words.yaml"
+    path.write_text("extends: wikitext-2\ntask: words\n")
+    assert recipes.load(str(path)).task == "words"
+    assert recipes.load(str(path)).training == recipes.load("wikitext-2").training

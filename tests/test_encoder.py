@@ -107,3 +107,18 @@ def test_what_the_padding_would_enter_is_not_packed():
     """EM counts every key it sees, and linear attention pads anyway."""
     packs = {name: classifier(name).config.packs for name in VARIANTS}
     assert packs == {name: name not in ("linear", "mlk", "smlk", "mgk-em", "smgk-em") for name in VARIANTS}
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "message"),
+    [
+        (1, torch.zeros(2, 0).long(), r"at least one token, got \[2, 0\]"),
+        (1, torch.zeros(2, 4), r"an integer tensor \[B, L\], got torch.float32 \[2, 4\]"),
+        (1, torch.zeros(4).long(), r"an integer tensor \[B, L\], got torch.int64 \[4\]"),
+        (2, torch.zeros(2, 4).long(), r"an integer tensor \[B, 2, L\]"),
+        (1, [[1, 2]], "got list"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(documents, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        classifier("smgk", documents=documents)(tokens)

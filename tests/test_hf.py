@@ -378,6 +378,8 @@ def test_a_run_becomes_a_folder_and_comes_back(task, tmp_path, prompts):
 
 
 WRONG = {
+    "nope is no run": lambda: MGKForCausalLM.from_run("nope"),
+    "folder nope is neither a folder nor": lambda: mgk.hf.load_converted("nope"),
     "hidden_size": lambda: MGKConfig(vocab_size=30, embed_dim=16),
     "vocab_size": lambda: MGKConfig(hidden_size=16),
     "kind must": lambda: MGKConfig(kind="encoder", vocab_size=30),
@@ -391,6 +393,13 @@ WRONG = {
     "attention_mask must have input": lambda: classifier()(torch.ones(1, 2).long(), attention_mask=torch.ones(1, 3)),
     "cache is for inference": lambda: lm().train()(torch.ones(1, 2).long(), use_cache=True),
 }
+
+
+def test_a_setting_that_is_nearly_ours_is_asked_about():
+    with pytest.warns(UserWarning, match="num_atention_heads is no setting of MGKConfig; did you mean 'num_attention"):
+        MGKConfig(vocab_size=30, num_atention_heads=4)
+    # Transformers' own, and anybody's.
+    MGKConfig(vocab_size=30, num_labels=3, id2label={0: "a"}, output_hidden_states=True, my_own_setting=1)
 
 
 @pytest.mark.parametrize("message", WRONG)

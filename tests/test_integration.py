@@ -292,3 +292,13 @@ def test_weights_of_hard_assignment_are_made_in_blocks():
         _, weights = mgk.smgk_attention(query, key, value, shift, assignment="hard", return_weights=True)
     assert weights.shape == (1, 1, 4096, 4096)
     assert largest.elements <= max(eager.BLOCK_ELEMENTS, weights.numel())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk"])
+def test_a_traced_layer_does_the_same_at_other_lengths(variant):
+    layer = mgk.Attention(16, 2, variant=variant, is_causal=True).eval()
+    traced = torch.jit.trace(layer, torch.randn(2, 7, 16))
+    x = torch.randn(3, 11, 16)
+    torch.testing.assert_close(traced(x), layer(x))

@@ -1,5 +1,7 @@
 """Trainings side by side: what fails, what wants memory, what is interrupted, what must wait."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -116,3 +118,25 @@ def test_a_second_interrupt_is_passed_on_and_nothing_is_waited_for_for_ever(tmp_
             queue.stop()
     assert [each.process.left for each in jobs] == [0, 0]
     assert [each.process.killed for each in jobs] == [killed, killed]
+
+
+@pytest.mark.parametrize(
+    ("given", "at_once", "wanted"),
+    [
+        ({}, 1, ["1000", None, None]),
+        ({}, 2, ["1000", None, str(max(1, os.cpu_count() // 2))]),
+        ({}, 1000, ["1000", None, "1"]),
+        ({"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "7"}, 2, [None, "ACTIVE", "7"]),
+        ({"GOMP_SPINCOUNT": "5"}, 1, ["5", None, None]),
+    ],
+)
+def test_threads_are_shared_out_and_wait_asleep_unless_told_otherwise(tmp_path, monkeypatch, given, at_once, wanted):
+    names = ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    script = f"import json, os; print(json.dumps([os.environ.get(name) for name in {names}]))"
+    asked = job(tmp_path, 0, script)
+    run_jobs([asked], at_once)
+    assert json.loads(asked.log.read_text()) == wanted

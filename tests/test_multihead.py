@@ -349,8 +349,25 @@ def test_from_softmax_with_independent_keys_is_exact_up_to_the_noise_squared(var
 @pytest.mark.parametrize("variant", ["mgk", "smgk"])
 def test_from_softmax_is_where_the_source_is(variant):
     """The meta device stands for any other than the CPU."""
-    layer = Attention.from_softmax(nn.MultiheadAttention(EMBED, H, device="meta"), variant)
+    layer = Attention.from_softmax(nn.MultiheadAttention(EMBED, H, batch_first=True, device="meta"), variant)
     assert {x.device.type for x in (*layer.parameters(), *layer.buffers())} == {"meta"}
+
+
+def test_attention_in_the_place_of_a_layer_that_is_not_batch_first_is_warned_of():
+    source = nn.MultiheadAttention(EMBED, H)
+    with pytest.warns(UserWarning, match=r"source takes \[L, B, E\].* use mgk.MultiheadAttention.from_softmax"):
+        Attention.from_softmax(source)
+    # Which keeps it, and says nothing.
+    assert not MultiheadAttention.from_softmax(source).batch_first
+
+
+@pytest.mark.parametrize("name", ["", "self_attn."])
+def test_weights_of_torchs_layer_are_not_taken_for_ours(name):
+    theirs = {f"{name}{key}": value for key, value in nn.MultiheadAttention(EMBED, H).state_dict().items()}
+    ours = MultiheadAttention(EMBED, H)
+    model = nn.ModuleDict({"self_attn": ours}) if name else ours
+    with pytest.raises(ValueError, match=r"weights of torch.nn.MultiheadAttention.*from_softmax"):
+        model.load_state_dict(theirs)
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
@@ -408,6 +425,10 @@ def test_from_softmax_can_learn(variant):
 
 REFUSED = [
     (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be a torch.nn.MultiheadAttention, got torch.nn"),
+    (
+        lambda: Attention.from_softmax(nn.TransformerEncoderLayer(EMBED, H)),
+        r"got .*TransformerEncoderLayer: convert its parts, of which the first is 'self_attn'",
+    ),
     (lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_bias_kv=True)), "source has add_bias_kv"),
     (
         lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_zero_attn=True)),

@@ -38,7 +38,7 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "mgk", None) is not None:
-            fail("it", "has the mixture keys of mgk.hf.convert, which are not looked into")
+            fail("--hf", f"{name} has the mixture keys of mgk.hf.convert: only unconverted models are looked into")
         model = (class_of(config) or transformers.AutoModel).from_pretrained(
             name, dtype=torch.float32, use_safetensors=True
         )

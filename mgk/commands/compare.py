@@ -101,7 +101,8 @@ def compare(
     ]
     total = len(models) * seeds
     if len(wanted) < total:
-        print(f"{total - len(wanted)} of {total} trainings are already in {out} and not run again", file=sys.stderr)
+        told = f"{total - len(wanted)} of {total} trainings are already in {out} and not run again"
+        print(f"{told} (another --out has its own)", file=sys.stderr)
     if wanted and not torch.cuda.is_available():
         tell_if_for_a_gpu(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
     at_once = jobs or (4 if torch.cuda.is_available() else 1)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from mgk import recipes
 from mgk.commands.common import app
 
 
 @app.command("recipes")
-def list_recipes() -> None:
-    """List the recipes that come with the package."""
+def list_recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one: a start for a YAML file of your own.")] = None,
+) -> None:
+    """List the recipes that come with the package, or print one."""
+    if name is not None:
+        print(recipes.text(name), end="")
+        return
     names = recipes.names()
     width = max(map(len, names))
-    for name in names:
-        print(f"{name:{width}s}  {recipes.load(name).title}")
+    for each in names:
+        print(f"{each:{width}s}  {recipes.load(each).title}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from mgk.checks import fail, one_of
+from mgk.checks import fail, nearest, one_of
 from mgk.models import DecoderConfig, EncoderConfig
 from mgk.models.storage import KINDS
 
@@ -45,6 +46,11 @@ class MGKConfig(PreTrainedConfig):
                 if name not in given and field.default is dataclasses.MISSING:
                     fail(name, f"is needed for a {self.kind}")
                 setattr(self, name, given.pop(name, field.default))
+        for name in given:
+            # Transformers takes any setting. One that is nearly ours is a slip.
+            instead = nearest(name, self.__dict__, cutoff=0.85)
+            if instead and not hasattr(type(self), name):
+                warnings.warn(f"{name} is no setting of MGKConfig{instead}", stacklevel=2)
         super().__post_init__(**given)
         self.settings()
 

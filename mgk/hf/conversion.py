@@ -114,6 +114,8 @@ def load_converted(
     model_class is by default the class that was saved; dtype, device_map and attn_implementation ("sdpa" or "eager")
     are those of `from_pretrained`, which alone would leave the mixture keys out.
     """
+    if not Path(folder).is_dir() and str(folder).count("/") != 1:
+        fail("folder", f"{folder} is neither a folder nor the name of a hub's model, owner/name")
     config = AutoConfig.from_pretrained(folder)
     saved = getattr(config, NAME, None)
     if saved is None:

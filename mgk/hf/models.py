@@ -26,6 +26,7 @@ from mgk.models.adaptive import TokenTable
 from mgk.models.decoder import DecoderLayer
 from mgk.models.encoder import EncoderLayer
 from mgk.models.storage import KINDS
+from mgk.runs import best_of, read_run
 
 IGNORED = -100  # the label of positions that are not to be learned
 
@@ -74,7 +75,8 @@ class MGKPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_run(cls: type[Shell], directory: str | Path) -> Shell:
         """The best model of a run of `mgk train`. Back: `mgk.models.save_model(shell.model, directory)`."""
-        model: Any = load_model(Path(directory) / "best")
+        read_run(Path(directory))
+        model: Any = load_model(best_of(Path(directory)))
         return cls.of(model)
 
     @torch.no_grad()

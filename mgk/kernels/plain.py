@@ -70,6 +70,7 @@ def run(call: MixtureCall) -> tuple[Tensor, None, None]:
         dropout_p=call.dropout_p,
         is_causal=call.causal == "top-left" or (call.causal == "bottom-right" and queries == length),
         scale=call.scale,
-        enable_gqa=call.group > 1,
+        # While torch.jit.trace looks on, numbers of heads are tensors.
+        enable_gqa=bool(call.group > 1),
     )
     return output if empty is None else output.masked_fill(empty, 0), None, None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mgk.attention import Attention
 from mgk.cache import Cache
-from mgk.checks import fail, number, one_of, positive_integer
+from mgk.checks import check_tokens, fail, number, one_of, positive_integer
 from mgk.features import NAMED
 from mgk.how import How
 from mgk.models.adaptive import TokenTable, check_cutoffs
@@ -333,8 +333,7 @@ class LanguageModel(nn.Module):
         return list(self.layers)
 
     def _check_tokens(self, tokens: Tensor) -> None:
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
-            fail("tokens", "must be an integer tensor [B, L]")
+        check_tokens(tokens, "B L")
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

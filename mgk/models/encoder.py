@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk.attention import Attention
-from mgk.checks import fail, number, one_of, positive_integer
+from mgk.checks import check_tokens, fail, number, one_of, positive_integer
 from mgk.features import NAMED
 from mgk.kernels.masks import segments
 from mgk.models.embedding import lookup
@@ -179,6 +179,9 @@ class Classifier(nn.Module):
         """Padded: tokens [B, L] or [B, 2, L], and lengths [B] or [B, 2], the number of real tokens at the start of
         each row; None takes all as real. Packed: tokens [T] and cu_seqlens, int32 [N + 1], the offsets of N sequences
         that lie one after another, of two documents each after its mate."""
+        check_tokens(tokens, "T" if cu_seqlens is not None else "B L" if self.config.documents == 1 else "B 2 L")
+        if tokens.shape[-1] == 0:
+            fail("tokens", f"must hold at least one token, got {list(tokens.shape)}")
         if cu_seqlens is not None:
             both = self.encode_packed(tokens, cu_seqlens)
         elif self.config.documents == 1:

@@ -177,23 +177,26 @@ KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-def _fields(name: str) -> dict[str, Any]:
-    """What stands in a recipe's file, each field of the right kind."""
-    import yaml
-
+def text(name: str) -> str:
+    """A recipe as it is written, by its name or from a YAML file."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             fail("recipe", f"file {name} does not exist")
         try:
-            text = path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             fail("recipe", f"{name} is no UTF-8 text")
-    else:
-        one_of("recipe", name, names())
-        text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
+    one_of("recipe", name, names())
+    return (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """What stands in a recipe's file, each field of the right kind."""
+    import yaml
+
     try:
-        fields = yaml.safe_load(text)
+        fields = yaml.safe_load(text(name))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}: {getattr(error, 'problem', '')}"

@@ -182,7 +182,7 @@ class Bytes(Corpus):
 
 def wikitext(name: str, dataset: str, tokens: tuple[int, int, int]) -> Words:
     files = [f"{name}/wiki.{split}.tokens" for split in ("train", "valid", "test")]
-    source = f"get {name}-v1.zip (the word-level one) from a mirror of the WikiText corpora and unpack it there"
+    source = f"get https://wikitext.smerity.com/{name}-v1.zip, the word-level one, and unpack it there"
     return Words(name, dataset, tuple(map(Part, ("train", "dev", "test"), files, tokens)), source)
 
 

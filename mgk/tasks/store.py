@@ -149,12 +149,13 @@ class Task(ABC):
         self, data_dir: Path, workers: int | None = None, progress: Progress = silent, verify: bool = False
     ) -> Path:
         assert is_dataclass(self)
-        settings = asdict(self)
+        # Words on where to get the data make no other data.
+        settings = {name: value for name, value in asdict(self).items() if name != "source"}
         try:
             files = self.files(data_dir)
         except DataError as error:
             if not data_dir.is_dir():
-                raise DataError(f"the folder {data_dir} does not exist: {error}") from None
+                raise DataError(f"{error} (the folder {data_dir} does not exist)") from None
             prepared = without_source(data_dir, self.name, settings, verify)
             if prepared is None:
                 raise
