@@ -1,5 +1,6 @@
 """The cost of a row by itself: measured on the task's own batches, at the settings of the run."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,12 @@ def test_what_fails_beside_the_others_is_measured_again_by_itself(tmp_path, monk
     assert second == []
     assert again == runs[1:]
     assert "dropout" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "runs"), [("__main__", 1), ("__mp_main__", 0)])
+def test_processes_of_the_command_are_not_the_command_again(monkeypatch, name, runs):
+    """Python imports what it was started with into each process that is to time a model."""
+    calls = []
+    monkeypatch.setattr("mgk.cli.main", lambda: calls.append(name))
+    runpy.run_module("mgk.__main__", run_name=name)
+    assert len(calls) == runs
