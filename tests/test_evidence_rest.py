@@ -90,6 +90,19 @@ def test_a_new_seed_of_what_is_timed_already_gets_a_new_table(asked, monkeypatch
     assert table[:5] == ["compare", "listops", "--rows", "softmax:8,smgk:4", "--redraw"]
 
 
+def test_models_that_are_to_be_looked_at_and_are_elsewhere_are_trained_with_a_further_seed(asked):
+    for seed in (0, 1, 2):
+        record(asked.results, "listops", "softmax:8", seed, 0.36, left=500)
+    record(asked.results, "listops", "smgk:4", 0, 0.36, left=500)
+    (asked.runs / "listops" / "smgk-4-paper-s0" / "best").mkdir(parents=True)
+    ran(asked)
+    assert asked.trained == [("softmax:8", 3)]
+    assert [Path(each).name for each in asked.commands[-1][1:3]] == ["softmax-8-paper-s3", "smgk-4-paper-s0"]
+    asked.trained.clear()
+    ran(asked)
+    assert asked.trained == []
+
+
 def test_what_fails_is_tried_once_and_told_when_the_page_is_made(asked, monkeypatch):
     asked.broken.add("smgk:4")
     made = SimpleNamespace(parts={"rules": "made"}, pictures=[], left_out=[])

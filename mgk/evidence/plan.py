@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgk import recipes
-from mgk.compare import COSTS, finished, timed
+from mgk.compare import COSTS, finished, matching, timed
 from mgk.evidence.runs import PRESET
 from mgk.markdown import markdown
 from mgk.recipes import Row
@@ -103,13 +103,20 @@ class Looked:
     def folder(self) -> str:
         return f"{self.recipe}-{self.kind}analysis"
 
+    def done(self, results: Path) -> bool:
+        return (results / self.folder / "ranks.csv").exists()
+
+    def models(self, runs: Path) -> dict[Row, list[Path]]:
+        """The runs of each row that are still there, of all seeds."""
+        found = {row: sorted((runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/best")) for row in self.rows}
+        return {row: [best.parent for best in each] for row, each in found.items()}
+
     def command(self, results: Path, runs: Path) -> list[str] | None:
-        """As arguments of `mgk`: of the models that are still there, all seeds that each of them has. None where one
-        has none."""
-        found = [sorted((runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/best")) for row in self.rows]
-        if not all(found):
+        """As arguments of `mgk`. None where a row has no model."""
+        models = self.models(runs).values()
+        if not all(models):
             return None
-        directories = [str(best.parent) for each in found for best in each]
+        directories = [str(each) for of_row in models for each in of_row]
         return ["analyze", *directories, "--split", self.split, "--out", str(results / self.folder)]
 
 
@@ -119,6 +126,13 @@ ANALYSES = (
     Looked("retrieval-peerread-random", "linear-", _models("linear:4 mlk:2"), "test"),
     Looked("enwiki-lm-2", "", _models("softmax:8 mgk:8 mgk:4"), "dev"),
 )
+
+
+def next_seed(rows: list[dict[str, str]], recipe: str, row: Row) -> int:
+    """One that results have no training of, nor the plan."""
+    planned = max((each.seeds[row] for each in EXPERIMENTS if each.recipe == recipe and row in each.seeds), default=0)
+    own = matching(rows, recipes.load(recipe), row, PRESET, None)
+    return max([planned, *(int(each["seed"]) + 1 for each in own)])
 
 
 def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[int]]:

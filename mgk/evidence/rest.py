@@ -17,6 +17,7 @@ from mgk.compare import training
 from mgk.evidence import plan
 from mgk.evidence.runs import PRESET
 from mgk.jobs import Job, run_jobs
+from mgk.recipes import Row
 
 Progress = Callable[[str, int, int], None]
 
@@ -27,24 +28,35 @@ def known(found: Path) -> list[dict[str, str]]:
 
 def trainings(found: Path, runs: Path, data: Path, progress: Progress) -> tuple[list[Job], list[str]]:
     """What is still to be trained, and the reasons why some of it cannot be: data that is not there."""
-    rows = known(found)
     jobs: list[Job] = []
     reasons = []
-    for experiment in plan.EXPERIMENTS:
-        missing = plan.left(rows, experiment)
-        recipe = recipes.load(experiment.recipe)
+    for name, wanted in seeds_to_train(known(found), found, runs).items():
+        recipe = recipes.load(name)
         try:
-            if missing:
-                tasks.task(recipe.task).prepare(data, os.cpu_count() or 1, progress)
+            tasks.task(recipe.task).prepare(data, os.cpu_count() or 1, progress)
         except ValueError as error:
-            reasons.append(f"{recipe.name}: {error}")
+            reasons.append(f"{name}: {error}")
             continue
         jobs += [
-            training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs)
-            for row, seeds in missing.items()
-            for seed in seeds
+            training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs) for row, seed in wanted
         ]
     return jobs, reasons
+
+
+def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[str, list[tuple[Row, int]]]:
+    """Rows and seeds by recipe: what the experiments lack, and a further seed of each row that is to be analysed and
+    whose trained models are not here: results are kept, weights are not."""
+    wanted: dict[str, list[tuple[Row, int]]] = {}
+    for experiment in plan.EXPERIMENTS:
+        for row, seeds in plan.left(rows, experiment).items():
+            wanted.setdefault(experiment.recipe, []).extend((row, seed) for seed in seeds)
+    for analysis in plan.ANALYSES:
+        if not analysis.done(found):
+            own = wanted.setdefault(analysis.recipe, [])
+            gone = [row for row, models in analysis.models(runs).items() if not models]
+            trained = {row for row, _ in own}
+            own += [(row, plan.next_seed(rows, analysis.recipe, row)) for row in gone if row not in trained]
+    return {recipe: each for recipe, each in wanted.items() if each}
 
 
 def commands(found: Path, runs: Path, new: set[str]) -> Iterator[list[str]]:
@@ -58,7 +70,7 @@ def commands(found: Path, runs: Path, new: set[str]) -> Iterator[list[str]]:
             asked = ["compare", experiment.recipe, "--rows", ",".join(map(str, models))]
             yield [*asked, "--alone" if untimed else "--redraw", "--out", str(found), "--runs", str(runs)]
     for analysis in plan.ANALYSES:
-        if (found / analysis.folder / "ranks.csv").exists():
+        if analysis.done(found):
             continue
         looking = analysis.command(found, runs)
         if looking is not None:
