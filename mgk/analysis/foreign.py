@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from mgk.analysis.samples import NO_FILE
 from mgk.analysis.watching import Watcher, attention_layers
 from mgk.analysis.watching import watching as watching_ours
 from mgk.arguments import mixture_call
@@ -37,16 +38,21 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     transformers.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(name)
-        if getattr(config, "mgk", None) is not None:
-            fail("--hf", f"{name} has the mixture keys of mgk.hf.convert: only unconverted models are looked into")
-        model = (class_of(config) or transformers.AutoModel).from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True
-        )
+        # What mgk.hf.convert has added is not in the class that the configuration names: it could not be loaded.
+        converted = getattr(config, "mgk", None) is not None
+        model = None if converted else _load(config, name)
     # Whatever a broken file or a missing one makes it raise: the first line says it.
     except Exception as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"--hf {name} cannot be loaded: {said}") from error
+    if model is None:
+        fail("--hf", f"{name} has the mixture keys of mgk.hf.convert: only unconverted models are looked into")
     return model.to(device).eval()
+
+
+def _load(config: Any, name: str) -> Any:
+    chosen = class_of(config) or transformers.AutoModel
+    return chosen.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
 
 
 def class_of(config: Any) -> Any:
@@ -123,7 +129,7 @@ def from_text(
     for text in texts:
         ids = tokeniser(text, truncation=length is not None, max_length=length)["input_ids"]
         if len(ids) < least:
-            fail("--text", f"is {len(ids)} tokens long, and at least {least} are needed")
+            fail("--text", f"is {len(ids)} tokens long, and at least {least} are needed; {NO_FILE}")
         samples.append({"input_ids": torch.tensor([ids])})
         tokens.append([str(token) for token in tokeniser.convert_ids_to_tokens(ids)])
     return samples, tokens[0]

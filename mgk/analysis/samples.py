@@ -20,6 +20,8 @@ from mgk.tasks.store import byte_tokens
 
 # Shorter samples say nothing about attention.
 LEAST = 8
+# What a text that is too short may have been.
+NO_FILE = "a path that does not exist is read as text"
 BYTES = 512  # the vocabulary of the tasks that read bytes
 
 
@@ -141,7 +143,7 @@ def read_text(model: nn.Module, texts: list[str], length: int | None, reader: Re
     rows = [reader.encode(text)[: length or config.max_length] for text in texts]
     shortest, least = min(len(row) for row in rows), max(length or 0, LEAST)
     if shortest < least:
-        fail("--text", f"is {shortest} tokens long, and at least {least} are needed")
+        fail("--text", f"is {shortest} tokens long, and at least {least} are needed; {NO_FILE}")
     return rows
 
 

@@ -134,10 +134,8 @@ def _read(text: str) -> str:
         return text
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: {text} is no UTF-8 text") from error
-    if not any(character.isspace() for character in text):
-        if Path(text).suffix:
-            raise ValueError(f"--text: there is no file {text}")
-        print(f"--text: there is no file {text}; it is taken as the text", file=sys.stderr)
+    if Path(text).suffix and not any(character.isspace() for character in text):
+        raise ValueError(f"--text: there is no file {text}")
     return text
 
 
