@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,9 +101,13 @@ class Cache(ABC):
         return rows
 
     def _check_length(self, length: int) -> int:
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self.length:
+        try:
+            number = -1 if isinstance(length, bool) else operator.index(length)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= self.length:
             fail("length", f"must be a whole number between 0 and the {self.length} tokens held, got {length!r}")
-        return length
+        return number
 
 
 class KeyValueCache(Cache):

@@ -95,7 +95,7 @@ def check_tokens(tokens: Any, dims: str) -> None:
     """Token ids, as many dimensions as `dims` names ('B L')."""
     whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
     if not whole or tokens.dim() != len(dims.split()):
-        fail("tokens", f"must be an integer tensor [{dims.replace(' ', ', ')}], got {kind_of(tokens)}")
+        fail("tokens", f"must be an int32 or int64 tensor [{dims.replace(' ', ', ')}], got {kind_of(tokens)}")
 
 
 def check_padding(mask: Any, batch: int, length: int, like: Tensor) -> Tensor:

@@ -99,38 +99,51 @@ def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 def measure_in_turn(runs: Sequence[Run], task: Any, device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """Rows of results of each run, in their order. All warm up at once, each in a process of its own, since to compile
-    takes far longer than to time; then one after another is timed while the others wait. What fails beside the others,
-    for want of memory above all, is measured again when they are gone."""
+    """Rows of results of each run. All warm up at once, each in a process of its own, since to compile takes far longer
+    than to time; then one after another is timed while the others wait. What fails beside the others, for want of
+    memory above all, is measured again when they are gone."""
     context = get_context("spawn")
-    ends, processes = [], []
+    ends, processes, failed = [], [], []
     try:
         for run in runs:
             mine, its = context.Pipe()
-            processes.append(context.Process(target=_wait_for_turn, args=(its, run, task, device)))
-            processes[-1].start()
+            process = context.Process(target=_wait_for_turn, args=(its, run, task, device))
+            process.start()
+            processes.append(process)
             # With no other end open here, one that dies is noticed.
             its.close()
             ends.append(mine)
         warm = [_received(end) is not None for end in ends]
         for run, end, process, is_warm in zip(runs, ends, processes, warm, strict=True):
-            found = None
-            if is_warm:
-                end.send(True)
-                found = _received(end)
+            found = _asked(end) if is_warm else None
             process.join()
-            yield measure(run, task, device) if found is None else found
+            if found is None:
+                failed.append(run)
+            else:
+                yield found
     finally:
         for process in processes:
             process.terminate()
+        for process in processes:
             process.join()
+    for run in failed:
+        yield measure(run, task, device)
+
+
+def _asked(end: Connection) -> Any:
+    """The times of a process whose turn it is; None of one that has failed."""
+    try:
+        end.send(True)
+    except OSError:
+        return None
+    return _received(end)
 
 
 def _received(end: Connection) -> Any:
     """None from a process that has failed."""
     try:
         return end.recv()
-    except EOFError:
+    except (EOFError, OSError):
         return None
 
 

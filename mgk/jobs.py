@@ -107,9 +107,9 @@ class Queue:
         """What still trains is asked to save and leave, and is not left behind. An interrupt meanwhile ends it at
         once."""
         running = [job.process for job in self.running if job.process is not None]
-        for process in running:
-            process.terminate()
         try:
+            for process in running:
+                process.terminate()
             for process in running:
                 process.wait()
         except (KeyboardInterrupt, SystemExit):
@@ -175,9 +175,11 @@ def run_jobs(jobs: list[Job], at_once: int, minutes: float | None = None) -> Que
 
 
 def _stop(queue: Queue, console: Console) -> None:
-    if queue.running:
-        console.print("stopping: each training ends its step and saves; an interrupt now ends them at once")
-    queue.stop()
+    try:
+        if queue.running:
+            console.print("stopping: each training ends its step and saves; an interrupt now ends them at once")
+    finally:
+        queue.stop()
 
 
 def _outcome(job: Job) -> str:

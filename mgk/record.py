@@ -104,10 +104,16 @@ class Record(pl.Callback):
             self.stopped_by = self._agreed()
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
-            # Lightning would evaluate on leaving early, which nobody waits for: the run that goes on has not done so.
-            trainer.limit_val_batches = 0
-            self._left = True
-            self._save(trainer)
+            if not self._due(trainer.global_step):
+                # Lightning would evaluate on leaving, which nobody waits for.
+                trainer.limit_val_batches = 0
+                self._left = True
+                self._save(trainer)
+
+    def _due(self, step: int) -> bool:
+        """Whether it is to be evaluated, and has not been: the run that goes on begins behind it."""
+        evaluated = self._mark is not None and self._mark[0] == step
+        return step > 0 and not evaluated and (step % self.settings.eval_every == 0 or step == self.settings.steps)
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         now = self._clock(module)

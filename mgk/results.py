@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -92,3 +93,14 @@ def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) ->
             writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+
+
+def latest(rows: list[dict[str, str]], metric: str) -> float | None:
+    """What was measured last: on the last day, by the commit that comes last of it; of several seeds the median."""
+    own = [row for row in rows if row["metric"] == metric]
+    if not own:
+        return None
+    last_day = max(row["date"] for row in own)
+    commit = [row["commit"] for row in own if row["date"] == last_day][-1]
+    last = {row["seed"]: float(row["value"]) for row in own if (row["date"], row["commit"]) == (last_day, commit)}
+    return statistics.median(last.values())

@@ -12,6 +12,7 @@ import numpy as np
 from mgk import answers
 from mgk.compare import Shown, matching, shown
 from mgk.recipes import Recipe, Row
+from mgk.results import latest
 
 
 @dataclass
@@ -71,10 +72,6 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
         if not found:
             continue
 
-        def latest(metric: str, measured: list[dict[str, str]] = measured) -> float | None:
-            values = [float(each["value"]) for each in measured if each["metric"] == metric]
-            return values[-1] if values else None
-
         summary = Summary(row, params=int(found[0]["params"]), flops=int(found[0]["flops"]))
         for each in found:
             summary.values.setdefault(each["split"], {})[int(each["seed"])] = how.factor * float(each["value"])
@@ -82,8 +79,8 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], pre
         summary.left_plateau = {
             int(each["seed"]): int(each["value"]) for each in measured if each["metric"] == "plateau_left_at_step"
         }
-        summary.step_ms = latest("step_ms_alone")
-        alone = latest("peak_mem_mb_alone")
+        summary.step_ms = latest(measured, "step_ms_alone")
+        alone = latest(measured, "peak_mem_mb_alone")
         together = statistics.median(float(each["peak_mem_mb"]) for each in found)
         summary.memory_mb = together if alone is None else alone
         summaries.append(summary)

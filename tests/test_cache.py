@@ -1,5 +1,6 @@
 """Decoding: a cache gives what the full forward gives, in the memory that it promises."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,7 +204,7 @@ def test_crop_takes_back_tokens(variant):
     cache = layer.make_cache(2, L)
     layer(x[:, :5], cache=cache)
     layer(randn(2, 6, EMBED), cache=cache)
-    cache.crop(5)
+    cache.crop(np.int64(5))
     close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
     for length in (-1, L + 1, 2.0, "0", True):
         with pytest.raises(ValueError, match=f"length must be a whole .* 0 and the {L} tokens held, got {length!r}"):

@@ -241,6 +241,19 @@ def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
     assert "minus softmax:8, test" in lines[0]
 
 
+def test_what_was_timed_last_counts_wherever_it_lies(tmp_path):
+    """By its day, and of several seeds the median: each training by itself has timed its model."""
+
+    def timed(value, date, commit, seed=0):
+        return measured("smgk:4", seed, value, "train", "step_ms_alone") | {"date": date, "commit": commit}
+
+    results.append(tmp_path / "a.csv", [timed(seed + 5, "2026-11-16", "new", seed) for seed in range(3)])
+    results.append(tmp_path / "b.csv", [timed(99, "2026-01-01", "old")])
+    rows = results.read(sorted(tmp_path.glob("*.csv")))
+    assert results.latest(rows, "step_ms_alone") == 6
+    assert results.latest(rows, "peak_mem_mb_alone") is None
+
+
 def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
     recipe, path = recipes.load("bytes"), tmp_path / "bytes.csv"
     settings = recipe.training

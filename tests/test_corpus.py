@@ -1,6 +1,7 @@
 """Corpora and vocabularies: what a text becomes, and what is said where it is missing or damaged."""
 
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -163,3 +164,16 @@ def test_a_recipe_for_an_own_corpus_takes_two_lines(tmp_path):
     path.write_text("extends: wikitext-2\ntask: words\n")
     assert recipes.load(str(path)).task == "words"
     assert recipes.load(str(path)).training == recipes.load("wikitext-2").training
+
+
+def test_data_that_was_prepared_with_other_words_on_its_source_is_found_without_it(own_words):
+    """As on a machine that only .mgk was copied to; earlier versions wrote those words down."""
+    task = tasks.task("words")
+    task.prepare(own_words)
+    [manifest] = (own_words / ".mgk" / "words").glob("*/cache.json")
+    described = json.loads(manifest.read_text())
+    described["settings"]["source"] = "get it there"
+    manifest.write_text(json.dumps(described))
+    for path in own_words.glob("*.tokens"):
+        path.unlink()
+    assert len(task.split(own_words, "train").tokens) > 0

@@ -1,5 +1,6 @@
 """The cost of a row by itself: measured on the task's own batches, at the settings of the run."""
 
+import multiprocessing
 import runpy
 from pathlib import Path
 
@@ -42,15 +43,29 @@ def test_several_warm_up_beside_one_another_and_are_timed_in_turn(tmp_path, monk
 
 @pytest.mark.slow
 def test_what_fails_beside_the_others_is_measured_again_by_itself(tmp_path, monkeypatch, capfd):
-    """The second asks for a dropout that there is none of; the first is timed all the same."""
+    """The first asks for a dropout that there is none of; the second is timed all the same, and gone by then."""
+    again = []
+    monkeypatch.setattr(cost, "measure", lambda run, *_: again.append((run, multiprocessing.active_children())) or [])
+    runs = [tiny_training.run(str(tmp_path), dropout=dropout) for dropout in (7.0, 0.1)]
+    second, first = cost.measure_in_turn(runs, tiny_training.TinyTask(), torch.device("cpu"))
+    assert len(second) == len(COSTS)
+    assert first == []
+    assert again == [(runs[0], [])]
+    assert "dropout" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_who_is_killed_while_it_waits_is_measured_again(tmp_path, monkeypatch):
     again = []
     monkeypatch.setattr(cost, "measure", lambda run, *_: again.append(run) or [])
-    runs = [tiny_training.run(str(tmp_path), dropout=dropout) for dropout in (0.1, 7.0)]
-    first, second = cost.measure_in_turn(runs, tiny_training.TinyTask(), torch.device("cpu"))
-    assert first
-    assert second == []
+    runs = [tiny_training.run(str(tmp_path), lr=lr) for lr in (1e-3, 2e-3)]
+    found = cost.measure_in_turn(runs, tiny_training.TinyTask(), torch.device("cpu"))
+    assert next(found)[0]["lr"] == 1e-3
+    for waiting in multiprocessing.active_children():
+        waiting.kill()
+        waiting.join()
+    assert list(found) == [[]]
     assert again == runs[1:]
-    assert "dropout" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "runs"), [("__main__", 1), ("__mp_main__", 0)])

@@ -113,9 +113,9 @@ def test_what_the_padding_would_enter_is_not_packed():
     ("documents", "tokens", "message"),
     [
         (1, torch.zeros(2, 0).long(), r"at least one token, got \[2, 0\]"),
-        (1, torch.zeros(2, 4), r"an integer tensor \[B, L\], got torch.float32 \[2, 4\]"),
-        (1, torch.zeros(4).long(), r"an integer tensor \[B, L\], got torch.int64 \[4\]"),
-        (2, torch.zeros(2, 4).long(), r"an integer tensor \[B, 2, L\]"),
+        (1, torch.zeros(2, 4), r"an int32 or int64 tensor \[B, L\], got torch.float32 \[2, 4\]"),
+        (1, torch.zeros(4).long(), r"an int32 or int64 tensor \[B, L\], got torch.int64 \[4\]"),
+        (2, torch.zeros(2, 4).long(), r"an int32 or int64 tensor \[B, 2, L\]"),
         (1, [[1, 2]], "got list"),
     ],
 )

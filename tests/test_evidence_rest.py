@@ -1,5 +1,7 @@
 """What the evidence lacks is run: trainings, then times, then analyses, each once, and nothing that is there."""
 
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,11 @@ from mgk.jobs import Queue
 from mgk.recipes import Row
 
 BASELINE, MIXTURE = Row("softmax", 8), Row("smgk", 4)
+
+
+def finish(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "result.json").touch()
 
 
 @pytest.fixture
@@ -37,10 +44,10 @@ def asked(tmp_path, monkeypatch):
                 queue.failed.append(job)
                 continue
             record(seen.results, "listops", str(job.row), job.seed, 0.36, left=500)
-            (job.directory / "best").mkdir(parents=True)
+            finish(job.directory)
         return queue
 
-    def run(arguments):
+    def status(arguments):
         given = arguments[3:]
         seen.commands.append(given)
         if "--alone" in given:
@@ -51,10 +58,11 @@ def asked(tmp_path, monkeypatch):
         elif given[0] == "analyze":
             (seen.results / "listops-analysis").mkdir()
             (seen.results / "listops-analysis" / "ranks.csv").touch()
-        return SimpleNamespace(returncode=0)
+        return 0
 
     monkeypatch.setattr(rest, "run_jobs", run_jobs)
-    monkeypatch.setattr(rest.subprocess, "run", run)
+    monkeypatch.setattr(rest, "_status", status)
+    monkeypatch.setattr(rest.Run, "setup", lambda run, task: "made-up")
     return seen
 
 
@@ -94,7 +102,9 @@ def test_models_that_are_to_be_looked_at_and_are_elsewhere_are_trained_with_a_fu
     for seed in (0, 1, 2):
         record(asked.results, "listops", "softmax:8", seed, 0.36, left=500)
     record(asked.results, "listops", "smgk:4", 0, 0.36, left=500)
-    (asked.runs / "listops" / "smgk-4-paper-s0" / "best").mkdir(parents=True)
+    finish(asked.runs / "listops" / "smgk-4-paper-s0")
+    # One that was interrupted has a best model and no end: it goes on.
+    (asked.runs / "listops" / "softmax-8-paper-s3" / "best").mkdir(parents=True)
     ran(asked)
     assert asked.trained == [("softmax:8", 3)]
     assert [Path(each).name for each in asked.commands[-1][1:3]] == ["softmax-8-paper-s3", "smgk-4-paper-s0"]
@@ -114,14 +124,45 @@ def test_what_fails_is_tried_once_and_told_when_the_page_is_made(asked, monkeypa
     assert "needs trained models of softmax:8, smgk:4" in result.stderr
 
 
-def test_data_that_is_not_there_does_not_keep_the_others(asked, monkeypatch):
+def test_data_that_is_not_there_is_told(asked, monkeypatch):
     def prepare(self, folder, *_):
         raise ValueError(f"{folder} has no ListOps")
 
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", prepare)
     record(asked.results, "listops", "softmax:8", 0, 0.36, left=500)
     assert ran(asked) == ["listops: data has no ListOps"]
-    assert [each[3] for each in asked.commands] == ["softmax:8"]
+    assert asked.commands == asked.trained == []
+
+
+def test_to_results_of_other_data_nothing_is_added(asked):
+    record(asked.results, "listops", "softmax:8", 0, 0.36, left=500, setup="of other data")
+    [reason] = ran(asked)
+    assert reason == "listops: results have softmax:8 of other data or settings than data and the recipe"
+    assert asked.commands == asked.trained == []
+
+
+def test_a_command_that_is_left_is_asked_to_leave_too(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    script = f"""
+import pathlib, signal, sys, time
+def leave(*_):
+    pathlib.Path({str(gone)!r}).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path({str(tmp_path / "there")!r}).touch()
+time.sleep(60)
+"""
+
+    def wait(process):
+        while not (tmp_path / "there").exists():
+            time.sleep(0.01)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rest.subprocess.Popen, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        rest._status([sys.executable, "-c", script])
+    assert gone.exists()
 
 
 def test_time_that_is_over_leaves_the_rest(asked, capsys):

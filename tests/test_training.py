@@ -63,8 +63,14 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kill_at", "signal_number"),
-    [("classes", 10, 9), ("classes", 12, 9), ("classes", 15, 15), ("text", 10, 9)],
-    ids=["middle", "boundary", "sigterm", "language-model"],
+    [
+        pytest.param("classes", 10, 9, id="middle"),
+        pytest.param("classes", 12, 9, id="boundary"),
+        pytest.param("classes", 15, 15, id="sigterm"),
+        pytest.param("classes", 11, 15, id="sigterm-heard-in-a-step-that-is-evaluated"),
+        pytest.param("classes", 23, 15, id="sigterm-heard-in-the-last-step"),
+        pytest.param("text", 10, 9, id="language-model"),
+    ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, task, kill_at, signal_number):
     uninterrupted = uninterrupted(task)

@@ -12,6 +12,7 @@ from mgk.evidence.claims import BASELINES, Part
 from mgk.evidence.runs import PRESET
 from mgk.markdown import markdown, number
 from mgk.recipes import Row
+from mgk.results import latest
 
 COUNTS = ("parameters", "FLOPs")
 UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
@@ -33,9 +34,9 @@ def of_part(part: Part, rows: list[dict[str, str]]) -> list[Cost]:
     for row in part.found.rows:
         run = part.found.of(row)[0]
         values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
-        for each in matching(rows, part.found.recipe, row, PRESET, None, run.setup):
-            if each["metric"] in MEASURED:
-                values[MEASURED[each["metric"]]] = float(each["value"])
+        own = matching(rows, part.found.recipe, row, PRESET, None, run.setup)
+        measured = {name: latest(own, metric) for metric, name in MEASURED.items()}
+        values |= {name: value for name, value in measured.items() if value is not None}
         found.append(Cost(row, values))
     return found
 

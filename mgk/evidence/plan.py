@@ -107,9 +107,9 @@ class Looked:
         return (results / self.folder / "ranks.csv").exists()
 
     def models(self, runs: Path) -> dict[Row, list[Path]]:
-        """The runs of each row that are still there, of all seeds."""
-        found = {row: sorted((runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/best")) for row in self.rows}
-        return {row: [best.parent for best in each] for row, each in found.items()}
+        """The runs of each row that are still there, of all seeds; those that have come to their end."""
+        ends = {row: (runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/result.json") for row in self.rows}
+        return {row: sorted(end.parent for end in each) for row, each in ends.items()}
 
     def command(self, results: Path, runs: Path) -> list[str] | None:
         """As arguments of `mgk`. None where a row has no model."""

@@ -13,13 +13,16 @@ from pathlib import Path
 import torch
 
 from mgk import recipes, results, tasks
-from mgk.compare import training
+from mgk.compare import matching, training
 from mgk.evidence import plan
 from mgk.evidence.runs import PRESET
 from mgk.jobs import Job, run_jobs
 from mgk.recipes import Row
+from mgk.training import Run
 
 Progress = Callable[[str, int, int], None]
+# Seconds under which nothing is begun.
+LEAST = 1.0
 
 
 def known(found: Path) -> list[dict[str, str]]:
@@ -28,19 +31,34 @@ def known(found: Path) -> list[dict[str, str]]:
 
 def trainings(found: Path, runs: Path, data: Path, progress: Progress) -> tuple[list[Job], list[str]]:
     """What is still to be trained, and the reasons why some of it cannot be: data that is not there."""
+    rows = known(found)
     jobs: list[Job] = []
     reasons = []
-    for name, wanted in seeds_to_train(known(found), found, runs).items():
-        recipe = recipes.load(name)
-        try:
-            tasks.task(recipe.task).prepare(data, os.cpu_count() or 1, progress)
-        except ValueError as error:
-            reasons.append(f"{name}: {error}")
-            continue
-        jobs += [
-            training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs) for row, seed in wanted
-        ]
+    for name, wanted in seeds_to_train(rows, found, runs).items():
+        reason = trouble(name, rows, data, progress)
+        if reason is None:
+            recipe = recipes.load(name)
+            jobs += [
+                training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs) for row, seed in wanted
+            ]
+        else:
+            reasons.append(reason)
     return jobs, reasons
+
+
+def trouble(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
+    """Why nothing can be added to the results of a recipe: there is no data, or other data than theirs."""
+    recipe = recipes.load(name)
+    task = tasks.task(recipe.task)
+    try:
+        task.prepare(data, os.cpu_count() or 1, progress)
+    except ValueError as error:
+        return f"{name}: {error}"
+    for row in dict.fromkeys(row for each in plan.EXPERIMENTS if each.recipe == name for row in each.seeds):
+        setups = {each["setup"] for each in matching(rows, recipe, row, PRESET, None) if each.get("setup")}
+        if setups - {Run(recipe, row, PRESET, 0, data, Path()).setup(task)}:
+            return f"{name}: results have {row} of other data or settings than {data} and the recipe"
+    return None
 
 
 def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[str, list[tuple[Row, int]]]:
@@ -59,14 +77,17 @@ def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[
     return {recipe: each for recipe, each in wanted.items() if each}
 
 
-def commands(found: Path, runs: Path, new: set[str]) -> Iterator[list[str]]:
+def commands(found: Path, runs: Path, data: Path, new: set[str], failed: list[str]) -> Iterator[list[str]]:
     """What follows the trainings, as arguments of `mgk`: times and tables of the recipes that lack times or are `new`,
-    and analyses of models that were trained here."""
+    and analyses of models that were trained here. What cannot be timed, and why, is added to `failed`."""
     for experiment in plan.EXPERIMENTS:
         rows = known(found)
         models = plan.trained(rows, experiment)
         untimed = any(row in models for row in plan.untimed(rows, experiment))
-        if models and (untimed or experiment.recipe in new):
+        reason = trouble(experiment.recipe, rows, data, lambda *_: None) if models and untimed else None
+        if reason is not None:
+            failed += [] if reason in failed else [reason]
+        elif models and (untimed or experiment.recipe in new):
             asked = ["compare", experiment.recipe, "--rows", ",".join(map(str, models))]
             yield [*asked, "--alone" if untimed else "--redraw", "--out", str(found), "--runs", str(runs)]
     for analysis in plan.ANALYSES:
@@ -89,16 +110,27 @@ def run(found: Path, runs: Path, data: Path, jobs: int | None, minutes: float | 
     queue = run_jobs(wanted, at_once, minutes)
     failed += [f"{job.name} (see {job.log})" for job in queue.failed]
     if not queue.left:
-        for asked in commands(found, runs, {job.recipe for job in wanted}):
-            if time.monotonic() >= end:
+        for asked in commands(found, runs, data, {job.recipe for job in wanted}, failed):
+            if time.monotonic() + LEAST >= end:
                 break
             command = [*asked, "--data-dir", str(data)]
             if asked[0] == "compare":
                 command += ["--jobs", str(at_once)]
                 command += [] if minutes is None else ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"]
             print(f"mgk {' '.join(command)}", file=sys.stderr, flush=True)
-            if subprocess.run([sys.executable, "-m", "mgk", *command]).returncode:
+            if _status([sys.executable, "-m", "mgk", *command]):
                 failed.append(f"mgk {' '.join(asked)}")
-    if time.monotonic() >= end:
+    if time.monotonic() + LEAST >= end:
         print(f"{minutes:g} minutes are over; the same command goes on with the rest", file=sys.stderr)
     return failed
+
+
+def _status(command: list[str]) -> int:
+    """What a command ends with. Who leaves before its end asks it to leave too, with what it has started."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise

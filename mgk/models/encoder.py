@@ -26,7 +26,7 @@ class EncoderConfig:
     """Everything that determines a Classifier's shape.
 
     variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where
-    fewer heads save. pooling: "mean" over the real tokens, or "mean-padded", which divides by the padded length.
+    fewer heads save. pooling: "mean" over the real tokens, or "mean-padded", their sum over max_length.
     feature_map: of linear variants, one of "elu", "relu", "favor" and "dpfp". attention_dropout None takes the
     preset's. documents 2 makes the matcher: one encoder for both, and a head on [x, y, x∘y, x−y]. token_std: of the
     token vectors at first; 0.02 is that of the paper's configuration.

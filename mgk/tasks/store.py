@@ -285,7 +285,9 @@ def without_source(data_dir: Path, name: str, settings: dict[str, Any], verify: 
     for folder in sorted((data_dir / ".mgk" / name).glob("[0-9a-f]*")):
         if intact(folder, verify):
             manifest = read_manifest(folder)
-            if manifest.get("format") == FORMAT and manifest.get("settings") == wanted:
+            # Earlier ones have the words on where to get the data among their settings.
+            made_with = {key: value for key, value in manifest.get("settings", {}).items() if key != "source"}
+            if manifest.get("format") == FORMAT and made_with == wanted:
                 found.append(folder)
     return found[0] if len(found) == 1 else None
 
