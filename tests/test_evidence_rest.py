@@ -1,4 +1,4 @@
-"""What the evidence lacks is run: trainings, then times, then analyses, each once, and nothing that is there."""
+"""What the evidence lacks is run: trainings, then analyses, then times, each once, and nothing that is there."""
 
 import sys
 import time
@@ -70,12 +70,12 @@ def ran(asked, jobs=None, minutes=None):
     return rest.run(asked.results, asked.runs, Path("data"), jobs, minutes, lambda *_: None)
 
 
-def test_trainings_come_first_then_times_then_analyses(asked):
+def test_trainings_come_first_then_analyses_then_times(asked):
     record(asked.results, "listops", "softmax:8", 0, 0.36, left=500)
     assert ran(asked, 3) == []
     assert asked.trained == [("softmax:8", 1), ("smgk:4", 0)]
     assert asked.at_once == 3
-    timing, looking = asked.commands
+    looking, timing = asked.commands
     assert timing[:5] == ["compare", "listops", "--rows", "softmax:8,smgk:4", "--alone"]
     assert timing[-4:] == ["--data-dir", "data", "--jobs", "3"]
     # Of softmax:8 the seed that was trained here: the other's model is elsewhere.
@@ -107,10 +107,22 @@ def test_models_that_are_to_be_looked_at_and_are_elsewhere_are_trained_with_a_fu
     (asked.runs / "listops" / "softmax-8-paper-s3" / "best").mkdir(parents=True)
     ran(asked)
     assert asked.trained == [("softmax:8", 3)]
-    assert [Path(each).name for each in asked.commands[-1][1:3]] == ["softmax-8-paper-s3", "smgk-4-paper-s0"]
+    assert [Path(each).name for each in asked.commands[0][1:3]] == ["softmax-8-paper-s3", "smgk-4-paper-s0"]
     asked.trained.clear()
     ran(asked)
     assert asked.trained == []
+
+
+def test_large_models_are_trained_first(asked, monkeypatch):
+    both = {BASELINE: 1, MIXTURE: 1}
+    plans = (plan.Experiment(1, "small", "listops", both), plan.Experiment(2, "large", "listops-4e-4", both))
+    monkeypatch.setattr(plan, "EXPERIMENTS", plans)
+    monkeypatch.setattr(rest.Run, "model_config", lambda run, task: run.recipe.name)
+    monkeypatch.setattr(rest, "parameters", {"listops": 5, "listops-4e-4": 9}.get)
+    jobs, _ = rest.trainings(asked.results, asked.runs, Path("data"), lambda *_: None)
+    assert [(job.recipe, str(job.row)) for job in jobs] == [
+        (recipe, row) for recipe in ("listops-4e-4", "listops") for row in ("softmax:8", "smgk:4")
+    ]
 
 
 def test_what_fails_is_tried_once_and_told_when_the_page_is_made(asked, monkeypatch):
@@ -170,4 +182,4 @@ def test_time_that_is_over_leaves_the_rest(asked, capsys):
     assert asked.commands == asked.trained == []
     assert "minutes are over" in capsys.readouterr().err
     ran(asked, minutes=5)
-    assert asked.commands[0][-2:] == ["--minutes", "5.00"]
+    assert asked.commands[-1][-2:] == ["--minutes", "5.00"]

@@ -1,4 +1,4 @@
-"""Runs what the evidence still lacks: trainings, then times, then analyses."""
+"""Runs what the evidence still lacks: trainings, then analyses, then times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from mgk import recipes, results, tasks
 from mgk.compare import matching, training
+from mgk.evaluation import parameters
 from mgk.evidence import plan
 from mgk.evidence.runs import PRESET
 from mgk.jobs import Job, run_jobs
@@ -30,20 +31,24 @@ def known(found: Path) -> list[dict[str, str]]:
 
 
 def trainings(found: Path, runs: Path, data: Path, progress: Progress) -> tuple[list[Job], list[str]]:
-    """What is still to be trained, and the reasons why some of it cannot be: data that is not there."""
+    """What is still to be trained, large models first, so that what begins last is soon done; and the reasons why some
+    of it cannot be."""
     rows = known(found)
     jobs: list[Job] = []
+    sizes: dict[str, int] = {}
     reasons = []
     for name, wanted in seeds_to_train(rows, found, runs).items():
         reason = trouble(name, rows, data, progress)
         if reason is None:
             recipe = recipes.load(name)
+            first = Run(recipe, wanted[0][0], PRESET, 0, data, Path())
+            sizes[name] = parameters(first.model_config(tasks.task(recipe.task)))
             jobs += [
                 training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs) for row, seed in wanted
             ]
         else:
             reasons.append(reason)
-    return jobs, reasons
+    return sorted(jobs, key=lambda job: -sizes[job.recipe]), reasons
 
 
 def trouble(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
@@ -78,8 +83,18 @@ def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[
 
 
 def commands(found: Path, runs: Path, data: Path, new: set[str], failed: list[str]) -> Iterator[list[str]]:
-    """What follows the trainings, as arguments of `mgk`: times and tables of the recipes that lack times or are `new`,
-    and analyses of models that were trained here. What cannot be timed, and why, is added to `failed`."""
+    """What follows the trainings, as arguments of `mgk`: analyses first, which need the weights of what was trained
+    here, then times and tables of the recipes that lack times or are `new`. What cannot be timed, and why, is added to
+    `failed`."""
+    for analysis in plan.ANALYSES:
+        if analysis.done(found):
+            continue
+        looking = analysis.command(found, runs)
+        if looking is not None:
+            yield looking
+        else:
+            names = ", ".join(map(str, analysis.rows))
+            print(f"{analysis.folder}: needs trained models of {names} in {runs / analysis.recipe}", file=sys.stderr)
     for experiment in plan.EXPERIMENTS:
         rows = known(found)
         models = plan.trained(rows, experiment)
@@ -90,15 +105,6 @@ def commands(found: Path, runs: Path, data: Path, new: set[str], failed: list[st
         elif models and (untimed or experiment.recipe in new):
             asked = ["compare", experiment.recipe, "--rows", ",".join(map(str, models))]
             yield [*asked, "--alone" if untimed else "--redraw", "--out", str(found), "--runs", str(runs)]
-    for analysis in plan.ANALYSES:
-        if analysis.done(found):
-            continue
-        looking = analysis.command(found, runs)
-        if looking is not None:
-            yield looking
-        else:
-            names = ", ".join(map(str, analysis.rows))
-            print(f"{analysis.folder}: needs trained models of {names} in {runs / analysis.recipe}", file=sys.stderr)
 
 
 def run(found: Path, runs: Path, data: Path, jobs: int | None, minutes: float | None, progress: Progress) -> list[str]:
