@@ -11,12 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+NESTED = "is a nested tensor: lay its sequences one after another, [1, T, ...], and pass cu_seqlens"
+
 
 def fail(name: str, message: str) -> NoReturn:
     raise ValueError(f"{name} {message}")
-
-
-NESTED = "is a nested tensor: lay its sequences one after another, [1, T, ...], and pass cu_seqlens"
 
 
 def nearest(value: Any, known: Iterable[str], cutoff: float = 0.7) -> str:

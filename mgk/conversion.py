@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ def from_softmax(
 ) -> Any:
     """See `Attention.from_softmax`."""
     if not isinstance(source, nn.MultiheadAttention):
-        parts = [name for name, each in _modules(source) if isinstance(each, nn.MultiheadAttention)]
+        inside = source.named_modules() if isinstance(source, nn.Module) else ()
+        parts = [name for name, each in inside if isinstance(each, nn.MultiheadAttention)]
         instead = f": convert its parts, of which the first is {parts[0]!r}" if parts else ""
         kind = f"{type(source).__module__}.{type(source).__name__}"
         fail("source", f"must be a torch.nn.MultiheadAttention, got {kind}{instead}")
@@ -72,10 +73,6 @@ def from_softmax(
             layer.tau.zero_()
     _freeze_like(source, layer)
     return layer.train(source.training)
-
-
-def _modules(source: Any) -> Iterable[tuple[str, nn.Module]]:
-    return source.named_modules() if isinstance(source, nn.Module) else ()
 
 
 def _freeze_like(source: nn.MultiheadAttention, layer: Any) -> None:

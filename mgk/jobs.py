@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -141,6 +142,11 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
             process.kill()
             process.wait()
+
+
+def chosen_at_once(given: int | None) -> int:
+    """--jobs, or its default."""
+    return given or (4 if torch.cuda.is_available() else 1)
 
 
 def run_jobs(jobs: list[Job], at_once: int, minutes: float | None = None) -> Queue:

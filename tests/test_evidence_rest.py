@@ -119,7 +119,8 @@ def test_large_models_are_trained_first(asked, monkeypatch):
     monkeypatch.setattr(plan, "EXPERIMENTS", plans)
     monkeypatch.setattr(rest.Run, "model_config", lambda run, task: run.recipe.name)
     monkeypatch.setattr(rest, "parameters", {"listops": 5, "listops-4e-4": 9}.get)
-    jobs, _ = rest.trainings(asked.results, asked.runs, Path("data"), lambda *_: None)
+    wanted = rest.seeds_to_train([], asked.results, asked.runs)
+    jobs = rest.trainings(wanted, asked.results, asked.runs, Path("data"))
     assert [(job.recipe, str(job.row)) for job in jobs] == [
         (recipe, row) for recipe in ("listops-4e-4", "listops") for row in ("softmax:8", "smgk:4")
     ]

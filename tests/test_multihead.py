@@ -1,4 +1,4 @@
-"""mgk.MultiheadAttention where nn.MultiheadAttention was: its calls, its places, and its weights to start from."""
+"""mgk.MultiheadAttention where nn.MultiheadAttention was: its calls and its places."""
 
 import inspect
 import itertools
@@ -9,8 +9,7 @@ from exact import F64, close, randn
 from torch import nn
 
 import mgk
-from mgk import Attention, MultiheadAttention, Variant
-from mgk.variants import VARIANTS
+from mgk import Attention, MultiheadAttention
 
 EMBED, H, L, S, B = 12, 4, 7, 9, 3
 
@@ -148,22 +147,6 @@ def test_the_attributes_of_torchs_module():
     theirs, ours = nn.MultiheadAttention(EMBED, H, **options), MultiheadAttention(EMBED, H, **options)
     names = "embed_dim kdim vdim num_heads dropout batch_first head_dim bias_k bias_v add_zero_attn".split()
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_from_softmax_takes_the_place_of_the_source(batch_first):
-    """In a whole encoder of torch's, layer by layer, with its masks."""
-    layer = nn.TransformerEncoderLayer(EMBED, H, 32, dropout=0.0, batch_first=batch_first)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x, padding = torch.randn(3, 7, EMBED), torch.arange(7) >= torch.tensor([[7], [5], [4]])
-    x = x if batch_first else x.transpose(0, 1)
-    causal = nn.Transformer.generate_square_subsequent_mask(7) < 0
-    wanted = encoder(x, causal, padding)
-    for each in encoder.layers:
-        each.self_attn = MultiheadAttention.from_softmax(each.self_attn)
-    close(encoder(x, causal, padding), wanted, 1e-5)
-    encoder(x).sum().backward()
-    assert all(each.self_attn.attention.tau.grad.abs().sum() > 0 for each in encoder.layers)
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
@@ -304,63 +287,6 @@ def test_in_a_decoder_layer():
         assert (layer(x, memory, **options) - before).abs().max() > 1e-4
 
 
-@torch.no_grad()
-def trained_softmax(**options):
-    source = nn.MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, **options)
-    for parameter in source.parameters():
-        parameter.add_(0.4 * torch.randn_like(parameter))
-    return source.eval()
-
-
-EXACT = ["softmax", "smgk", "smgk-hard", "smgk-em", Variant(components=3), Variant(components=1)]
-
-
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 3}], ids=str)
-@pytest.mark.parametrize("variant", EXACT)
-def test_from_softmax_is_exact(variant, options):
-    source = trained_softmax(**options)
-    layer = Attention.from_softmax(source, variant, num_components=3)
-    args = randn(B, L, EMBED), randn(B, S, options.get("kdim", EMBED)), randn(B, S, options.get("vdim", EMBED))
-    close(layer(*args, need_weights=True), source(*args, average_attn_weights=False))
-    assert not layer.training
-    fixed = VARIANTS[variant].components if isinstance(variant, str) else variant.components
-    assert layer.num_components == (fixed or 3)
-
-
-def test_from_softmax_refuses_what_cannot_be_exact():
-    with pytest.raises(ValueError, match="variant normalises queries and keys"):
-        Attention.from_softmax(trained_softmax(), Variant(normalise=True))
-
-
-@pytest.mark.parametrize("variant", ["mgk", "mgk-em"])
-def test_from_softmax_with_independent_keys_is_exact_up_to_the_noise_squared(variant):
-    source, x = trained_softmax(), randn(B, L, EMBED)
-    wanted, errors = source(x, x, x)[0], []
-    for noise in (0.1, 0.01):
-        torch.manual_seed(1)
-        layer = Attention.from_softmax(source, variant, noise=noise)
-        errors.append((layer(x) - wanted).abs().max())
-        keys = layer.keys(x)
-        assert (keys[:, :, 0] - keys[:, :, 1]).abs().max() > 0.1 * noise
-    assert 0 < errors[1] < errors[0] / 50
-    assert errors[1] < 1e-3
-
-
-@pytest.mark.parametrize("variant", ["mgk", "smgk"])
-def test_from_softmax_is_where_the_source_is(variant):
-    """The meta device stands for any other than the CPU."""
-    layer = Attention.from_softmax(nn.MultiheadAttention(EMBED, H, batch_first=True, device="meta"), variant)
-    assert {x.device.type for x in (*layer.parameters(), *layer.buffers())} == {"meta"}
-
-
-def test_attention_in_the_place_of_a_layer_that_is_not_batch_first_is_warned_of():
-    source = nn.MultiheadAttention(EMBED, H)
-    with pytest.warns(UserWarning, match=r"source takes \[L, B, E\].* use mgk.MultiheadAttention.from_softmax"):
-        Attention.from_softmax(source)
-    # Which keeps it, and says nothing.
-    assert not MultiheadAttention.from_softmax(source).batch_first
-
-
 @pytest.mark.parametrize("name", ["", "self_attn."])
 def test_weights_of_torchs_layer_are_not_taken_for_ours(name):
     theirs = {f"{name}{key}": value for key, value in nn.MultiheadAttention(EMBED, H).state_dict().items()}
@@ -370,72 +296,7 @@ def test_weights_of_torchs_layer_are_not_taken_for_ours(name):
         model.load_state_dict(theirs)
 
 
-@pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
-def test_what_from_softmax_copies_of_frozen_weights_is_frozen(options):
-    source = nn.MultiheadAttention(EMBED, H, batch_first=True, **options)
-    assert all(each.requires_grad for each in Attention.from_softmax(source).parameters())
-    source.requires_grad_(False)
-    learning = {name for name, each in Attention.from_softmax(source).named_parameters() if each.requires_grad}
-    assert learning == {"tau", "keys.shifts", "prior.weights"}
-    source.out_proj.requires_grad_(True)
-    with torch.no_grad():
-        layer = Attention.from_softmax(source)
-    assert {name for name, each in layer.out.named_parameters() if each.requires_grad} == dict(
-        source.out_proj.named_parameters()
-    ).keys()
-    assert not layer.query.weight.requires_grad
-
-
-def test_from_softmax_is_causal_when_asked():
-    source, x = trained_softmax(), randn(B, L, EMBED)
-    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
-    close(Attention.from_softmax(source, is_causal=True)(x), source(x, x, x, attn_mask=hidden)[0])
-
-
-@pytest.mark.parametrize(
-    "variant", ["smgk", "mgk", Variant("gaussian", "shifted", "learned", variance="learned")], ids=str
-)
-def test_from_softmax_can_learn(variant):
-    """After ten steps components differ, and what only mixtures have has moved."""
-    layer = Attention.from_softmax(trained_softmax().train(), variant)
-    x, target = randn(8, L, EMBED), randn(8, L, EMBED)
-    start = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        loss = (layer(x) - target).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert layer.training
-    for name, parameter in layer.named_parameters():
-        assert (parameter - start[name]).abs().max() > 1e-3, name
-    if layer.variant.keys == "shifted":
-        assert not torch.equal(
-            layer.keys.shifts[:, 0] - start["keys.shifts"][:, 0], layer.keys.shifts[:, 1] - start["keys.shifts"][:, 1]
-        )
-    prior = layer.prior(1, None)
-    assert (prior[:, 0] - prior[:, 1]).abs().min() > 1e-4
-    keys = layer.keys(x)
-    if layer.variant.keys == "independent":
-        assert (keys[:, :, 0] - keys[:, :, 1]).abs().max() > 0.05
-
-
 REFUSED = [
-    (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be a torch.nn.MultiheadAttention, got torch.nn"),
-    (
-        lambda: Attention.from_softmax(nn.TransformerEncoderLayer(EMBED, H)),
-        r"got .*TransformerEncoderLayer: convert its parts, of which the first is 'self_attn'",
-    ),
-    (lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_bias_kv=True)), "source has add_bias_kv"),
-    (
-        lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_zero_attn=True)),
-        "source has add_bias_kv or add_zero",
-    ),
-    (lambda: Attention.from_softmax(trained_softmax(), "mlk"), "variant is linear"),
-    (lambda: Attention.from_softmax(trained_softmax(), "nope"), "variant must be one of 'softmax'"),
     (lambda: MultiheadAttention(EMBED, H, add_bias_kv=True), "add_bias_kv is not offered"),
     (lambda: MultiheadAttention(EMBED, H, add_zero_attn=True), "add_zero_attn is not offered"),
     (lambda: MultiheadAttention(EMBED, 5), "num_heads = 5 does not divide embed_dim"),

@@ -66,7 +66,7 @@ def compare(
     from mgk import compare as comparison
     from mgk import tasks
     from mgk.evaluation import parameters
-    from mgk.jobs import run_jobs
+    from mgk.jobs import chosen_at_once, run_jobs
     from mgk.training import Run
 
     overrides = with_steps(recipe, settings, steps)
@@ -105,7 +105,7 @@ def compare(
         print(f"{told} (another --out has its own)", file=sys.stderr)
     if wanted and not torch.cuda.is_available():
         tell_if_for_a_gpu(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
-    at_once = jobs or (4 if torch.cuda.is_available() else 1)
+    at_once = chosen_at_once(jobs)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     queue = run_jobs(wanted, at_once, minutes)
     failed, left = queue.failed, queue.left

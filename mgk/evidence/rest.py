@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from mgk import recipes, results, tasks
 from mgk.compare import matching, training
 from mgk.evaluation import parameters
 from mgk.evidence import plan
 from mgk.evidence.runs import PRESET
-from mgk.jobs import Job, run_jobs
+from mgk.jobs import Job, chosen_at_once, run_jobs
 from mgk.recipes import Row
 from mgk.training import Run
 
@@ -30,25 +28,18 @@ def known(found: Path) -> list[dict[str, str]]:
     return results.read(sorted(found.glob("*.csv")))
 
 
-def trainings(found: Path, runs: Path, data: Path, progress: Progress) -> tuple[list[Job], list[str]]:
-    """What is still to be trained, large models first, so that what begins last is soon done; and the reasons why some
-    of it cannot be."""
-    rows = known(found)
-    jobs: list[Job] = []
-    sizes: dict[str, int] = {}
-    reasons = []
-    for name, wanted in seeds_to_train(rows, found, runs).items():
-        reason = trouble(name, rows, data, progress)
-        if reason is None:
-            recipe = recipes.load(name)
-            first = Run(recipe, wanted[0][0], PRESET, 0, data, Path())
-            sizes[name] = parameters(first.model_config(tasks.task(recipe.task)))
-            jobs += [
-                training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs) for row, seed in wanted
-            ]
-        else:
-            reasons.append(reason)
-    return sorted(jobs, key=lambda job: -sizes[job.recipe]), reasons
+def trainings(wanted: dict[str, list[tuple[Row, int]]], found: Path, runs: Path, data: Path) -> list[Job]:
+    """What trains these rows and seeds of recipes, large models first, so that what begins last is soon done."""
+    jobs: list[tuple[int, Job]] = []
+    for name, seeds in wanted.items():
+        recipe = recipes.load(name)
+        first = Run(recipe, seeds[0][0], PRESET, 0, data, Path())
+        size = parameters(first.model_config(tasks.task(recipe.task)))
+        jobs += [
+            (size, training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs))
+            for row, seed in seeds
+        ]
+    return [job for _, job in sorted(jobs, key=lambda sized: -sized[0])]
 
 
 def trouble(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
@@ -82,10 +73,9 @@ def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[
     return {recipe: each for recipe, each in wanted.items() if each}
 
 
-def commands(found: Path, runs: Path, data: Path, new: set[str], failed: list[str]) -> Iterator[list[str]]:
+def commands(found: Path, runs: Path, new: set[str], without: set[str]) -> Iterator[list[str]]:
     """What follows the trainings, as arguments of `mgk`: analyses first, which need the weights of what was trained
-    here, then times and tables of the recipes that lack times or are `new`. What cannot be timed, and why, is added to
-    `failed`."""
+    here, then times and tables of the recipes that lack times or are `new`, but for those in `without`."""
     for analysis in plan.ANALYSES:
         if analysis.done(found):
             continue
@@ -99,10 +89,7 @@ def commands(found: Path, runs: Path, data: Path, new: set[str], failed: list[st
         rows = known(found)
         models = plan.trained(rows, experiment)
         untimed = any(row in models for row in plan.untimed(rows, experiment))
-        reason = trouble(experiment.recipe, rows, data, lambda *_: None) if models and untimed else None
-        if reason is not None:
-            failed += [] if reason in failed else [reason]
-        elif models and (untimed or experiment.recipe in new):
+        if models and (untimed or experiment.recipe in new) and experiment.recipe not in without:
             asked = ["compare", experiment.recipe, "--rows", ",".join(map(str, models))]
             yield [*asked, "--alone" if untimed else "--redraw", "--out", str(found), "--runs", str(runs)]
 
@@ -111,12 +98,19 @@ def run(found: Path, runs: Path, data: Path, jobs: int | None, minutes: float | 
     """Everything that is left, for as many minutes; returns what failed. The trainings of all experiments share one
     queue, so that the machine has work for all `jobs` until the last."""
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    at_once = jobs or (4 if torch.cuda.is_available() else 1)
-    wanted, failed = trainings(found, runs, data, progress)
-    queue = run_jobs(wanted, at_once, minutes)
+    at_once = chosen_at_once(jobs)
+    rows = known(found)
+    wanted = seeds_to_train(rows, found, runs)
+    needed = [*wanted, *(each.recipe for each in plan.EXPERIMENTS if plan.untimed(rows, each))]
+    troubles = {name: trouble(name, rows, data, progress) for name in dict.fromkeys(needed)}
+    failed = [reason for reason in troubles.values() if reason is not None]
+    wanted = {name: seeds for name, seeds in wanted.items() if troubles[name] is None}
+    # What it took to make data ready counts too.
+    left = None if minutes is None else max(0.0, end - time.monotonic()) / 60
+    queue = run_jobs(trainings(wanted, found, runs, data), at_once, left)
     failed += [f"{job.name} (see {job.log})" for job in queue.failed]
     if not queue.left:
-        for asked in commands(found, runs, data, {job.recipe for job in wanted}, failed):
+        for asked in commands(found, runs, set(wanted), {name for name, reason in troubles.items() if reason}):
             if time.monotonic() + LEAST >= end:
                 break
             command = [*asked, "--data-dir", str(data)]
