@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ STYLES: dict[Any, Any] = {
     "svg.hashsalt": "mgk",
 }
 FORMATS = ("png", "svg")
+LETTERS_PER_INCH = 13  # of a title
+RANK_COLUMNS = 6
 
 
 def _save(figure: Any, directory: Path, name: str) -> list[str]:
@@ -51,6 +53,16 @@ def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, An
         )
 
 
+def _title(figure: Any, words: str) -> None:
+    """Above all panels; in several lines where the figure is narrow, instead of beyond its edges."""
+    figure.suptitle(textwrap.fill(words, int(LETTERS_PER_INCH * figure.get_figwidth())), fontsize=9)
+
+
+def _times(rows: int, columns: int) -> str:
+    """In one piece: no line of a title ends within it."""
+    return f"{rows}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{columns}"
+
+
 def draw_maps(analysis: Analysis, model: str, directory: Path, name: str, pooling: str = "mean") -> list[str]:
     """All heads (across) and layers (down) on the sample that is shown: Fig. 2 left, 5 and 8 of the paper."""
     columns = max(layer.heads for layer in analysis.layers)
@@ -65,15 +77,21 @@ def draw_maps(analysis: Analysis, model: str, directory: Path, name: str, poolin
                 panel.imshow(levels, cmap=colours, vmin=0, vmax=255, interpolation="nearest", aspect="auto")
                 panel.set_title(f"layer {number + 1}, head {head + 1}", fontsize=7)
     maps = analysis.layers[0].maps
-    pooled = "" if maps.factor == 1 else f", {pooling} of {maps.factor} × {maps.factor}"
-    figure.suptitle(f"{model}: attention maps, {maps.queries} × {maps.keys}{pooled}", fontsize=9)
+    pooled = "" if maps.factor == 1 else f", {pooling} of {_times(maps.factor, maps.factor)}"
+    _title(figure, f"{model}: attention maps, {_times(maps.queries, maps.keys)}{pooled}")
     return _save(figure, directory, name)
 
 
-def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str, layers: Sequence[int] = ()) -> list[str]:
-    """Histograms of ranks (above) and effective ranks (below), a column a layer: Fig. 2 right and 6 of the paper."""
+def spread(depth: int, most: int) -> list[int]:
+    """At most so many layers, from the first to the last."""
+    return [round(place) for place in np.linspace(0, depth - 1, min(depth, most))]
+
+
+def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> list[str]:
+    """Histograms of ranks (above) and effective ranks (below), a column a layer: Fig. 2 right and 6 of the paper.
+    Of many layers some are shown, from the first to the last."""
     depth = max(len(analysis.layers) for analysis in analyses.values())
-    chosen = [layer for layer in layers if layer < depth] or list(range(min(depth, 6)))
+    chosen = spread(depth, RANK_COLUMNS)
     figure, axes = _grid(2, len(chosen), 3.0, 2.2)
     for column, number in enumerate(chosen):
         for row, what in enumerate(("rank", "effective")):
@@ -112,7 +130,7 @@ def draw_similarity(analysis: Analysis, model: str, directory: Path, name: str) 
         panel.set_yticks(range(len(order)), [str(head + 1) for head in order], fontsize=6)
         panel.set_title(f"layer {number + 1}: {found.different['maps']:.1f} of {len(order)} different", fontsize=8)
     figure.colorbar(image, ax=axes, label="1 − Jensen–Shannon divergence", shrink=0.8)
-    figure.suptitle(f"{model}: how alike the heads are", fontsize=9)
+    _title(figure, f"{model}: how alike the heads are")
     return _save(figure, directory, name)
 
 
@@ -154,7 +172,7 @@ def draw_costs(
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         panel.minorticks_off()
     axes[0][0].legend(fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=9)
+    _title(figure, title)
     return _save(figure, directory, name)
 
 
