@@ -13,7 +13,7 @@ from mgk.objectives import OBJECTIVES
 from mgk.recipes import Recipe, Row, run_directory
 
 # What a row costs by itself, which `mgk.cost` measures; of it the table takes step time and memory where they exist.
-COSTS = ("step_ms_alone", "inference_ms_alone", "peak_mem_mb_alone")
+COSTS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
 # Of it, what a training that has the machine to itself measures too.
 ALONE = ("step_ms_alone", "peak_mem_mb_alone")
 

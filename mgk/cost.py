@@ -50,6 +50,7 @@ class Subject:
         self.size = self.settings.batch_size // self.settings.accumulate
         self.asked = GraphedMeasure(objective.measure_batch, recording=objective.compiles)
         self.memory_mb = 0.0
+        self.batches: list[Any] = []  # of forwards, on the device
 
     def batch(self, number: int) -> Tensor:
         return torch.from_numpy(self.order.take(number * self.size, self.size))
@@ -65,15 +66,16 @@ class Subject:
         module.optimizer_zero_grad(0, number, self.optimizer)
 
     def forward(self, number: int) -> None:
-        objective = self.module.objective
-        with torch.no_grad(), objective.autocast():
-            self.asked(*objective.batch(self.batch(number), "train"))
+        """Of a batch that is ready: to make one takes Python longer than a small model takes the device."""
+        with torch.no_grad(), self.module.objective.autocast():
+            self.asked(*self.batches[number])
 
     def warm_up(self) -> None:
         """Everything that is compiled or recorded, is."""
         self.module.train()
         warm_up(self.step, self.device)
         self.memory_mb = peak_memory_mb()
+        self.batches = [self.module.objective.batch(self.batch(number), "train") for number in range(WARM_UP + STEPS)]
         self.module.eval()
         warm_up(self.forward, self.device)
 

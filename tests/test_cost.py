@@ -28,6 +28,8 @@ def test_a_step_a_forward_and_the_memory_are_measured(tmp_path, monkeypatch, acc
     assert {count for _, count in seen} == {size}
     # Every step sees other examples than the one before.
     assert [start for start, _ in seen[: 3 * accumulate]] == [size * n for n in range(3 * accumulate)]
+    # None is made while forwards are timed.
+    assert len(seen) == accumulate * cost.COUNT + cost.WARM_UP + cost.STEPS
     assert not Path(tmp_path / "run.json").exists()
 
 

@@ -162,13 +162,15 @@ def expressed(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Calla
         keys = x["key"].float().unsqueeze(2) + x["shift"].unsqueeze(-2)  # [B, H, M, N, D]
         a = scale * x["query"].float() @ x["shift"].transpose(-1, -2)  # [B, H, N, M]
         c = x["log_prior"] - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
-        # FlexAttention has gradients only of tensors that are read in one place.
-        a0, a1, c0, c1 = (part.contiguous() for part in (*a.unbind(-1), *c.unbind(2)))
+        # log(exp(a0 + c0) + exp(a1 + c1)) = a0 + c0 + softplus(a1 - a0 + c1 - c0), where a0 is the same for all keys of a
+        # row and so changes nothing: three numbers to look up for a pair, and one exponential. FlexAttention has
+        # gradients only of tensors that are read in one place.
+        first, row, column = c[:, :, 0].contiguous(), a[..., 1] - a[..., 0], c[:, :, 1] - c[:, :, 0]
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            first, second = a0[b, h, i] + c0[b, h, j], a1[b, h, i] + c1[b, h, j]
-            largest = torch.maximum(first, second)
-            return s + largest + torch.log(torch.exp(first - largest) + torch.exp(second - largest))
+            difference = row[b, h, i] + column[b, h, j]
+            softplus = torch.relu(difference) + torch.log(1 + torch.exp(-torch.abs(difference)))
+            return s + first[b, h, j] + softplus
 
         output: Tensor = attention(x["query"], x["key"], x["value"], score_mod=score, block_mask=blocks, scale=scale)
         return output

@@ -80,24 +80,28 @@ def _operator(rows: list[Row], variant: str) -> Line:
         f"{goals.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
         _both(lambda which: goals.mean(goals.ratios(rows, variant, which))),
         _both(lambda which: goals.mean(goals.plain_ratios(rows, variant, which))),
-        _commits_of(goals.select(rows, "speed", variant=variant, components="2")),
+        _commits_of(goals.select(rows, "speed", variant=variant, components="2", backend="triton")),
     )
 
 
 def _half_softmax(rows: list[Row]) -> Line:
     """What fewer heads save by themselves."""
 
+    half = [
+        row
+        for row in goals.select(rows, "speed", variant="softmax")
+        if int(row["full_heads"]) == 2 * int(row["heads"]) == 2 * int(row["kv_heads"])
+    ]
+
     def best(which: str) -> dict[str, float]:
         found: dict[str, float] = {}
-        for row in goals.select(rows, "speed", which, variant="softmax"):
-            if int(row["full_heads"]) == 2 * int(row["heads"]) == 2 * int(row["kv_heads"]):
-                shape = goals.shape_of(row)
-                found[shape] = min(found.get(shape, math.inf), float(row["ratio"]))
+        for row in goals.select(half, "speed", which):
+            shape = goals.shape_of(row)
+            found[shape] = min(found.get(shape, math.inf), float(row["ratio"]))
         return found
 
-    softmax = goals.select(rows, "speed", variant="softmax")
     words = "for comparison: softmax with half the heads, the same shapes"
-    return Line(words, _both(lambda which: goals.mean(best(which))), (), _commits_of(softmax))
+    return Line(words, _both(lambda which: goals.mean(best(which))), (), _commits_of(half))
 
 
 def _small(rows: list[Row]) -> Line:
