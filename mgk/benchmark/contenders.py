@@ -162,8 +162,8 @@ def expressed(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Calla
         keys = x["key"].float().unsqueeze(2) + x["shift"].unsqueeze(-2)  # [B, H, M, N, D]
         a = scale * x["query"].float() @ x["shift"].transpose(-1, -2)  # [B, H, N, M]
         c = x["log_prior"] - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
-        # log(exp(a0 + c0) + exp(a1 + c1)) = a0 + c0 + softplus(a1 - a0 + c1 - c0), where a0 is the same for all keys of a
-        # row and so changes nothing: three numbers to look up for a pair, and one exponential. FlexAttention has
+        # log(exp(a0 + c0) + exp(a1 + c1)) = a0 + c0 + softplus(a1 - a0 + c1 - c0), where a0 is the same for all keys of
+        # a row and so changes nothing: three numbers to look up for a pair, and one exponential. FlexAttention has
         # gradients only of tensors that are read in one place.
         first, row, column = c[:, :, 0].contiguous(), a[..., 1] - a[..., 0], c[:, :, 1] - c[:, :, 0]
 
