@@ -141,7 +141,7 @@ def _attend(call: Call) -> None:
     if not hard:
         options["log_prior"] = tensor(1, H, M, 1, dtype=torch.float32)
     if linear:
-        options |= {"is_causal": True} | ({"cu_seqlens": starts} if packed else {})
+        options |= {"is_causal": call.feature in ("causal", "packed")} | ({"cu_seqlens": starts} if packed else {})
     else:
         options |= {"assignment": "hard" if hard else "soft", "is_causal": call.feature == "causal"}
         options |= {"dropout_p": 0.1} if call.feature == "dropout" else {}

@@ -94,6 +94,7 @@ TITLES = {
     ),
     "decoding": ("One query against a long cache; ratio to the best SDPA with H heads", "device ms"),
     "linear": ("Causal linear attention with mixture keys; ratio to the best SDPA with H heads", "device ms"),
+    "whole": ("Linear attention of whole sequences; ratio to the best SDPA with H heads", "device ms"),
     "em": ("A layer in training, priors from EM over learned ones", "device ms"),
 }
 

@@ -29,6 +29,7 @@ def compiled():
         (86, ("smgk-hard", "fp32", 64, 2, "packed")),
         (86, ("smgk", "bf16", 256, 2, "plain")),
         (86, ("smlk", "bf16", 64, 2, "plain")),
+        (86, ("mlk", "bf16", 64, 2, "causal")),
         (80, ("mgk", "bf16", 64, 4, "one query")),
         (90, ("smgk", "bf16", 128, 2, "shared keys")),
     ],

@@ -1,4 +1,4 @@
-"""Causal linear attention in Triton against the oracle by the 2x rule: under the interpreter (fp32, fp16) without a
+"""Linear attention in Triton against the oracle by the 2x rule: under the interpreter (fp32, fp16) without a
 GPU, on one in bf16, fp16 and fp32."""
 
 import pytest
@@ -27,6 +27,7 @@ def small_blocks(monkeypatch):
     """Several slots and tiles at the lengths of the tests; on a GPU the sizes that users get."""
     if not GPU:
         monkeypatch.setattr(ops, "blocks", lambda *_: ops.Blocks(32, 16, 4, 1))
+        monkeypatch.setattr(ops, "SUMMED_ROWS", 32)
 
 
 @pytest.fixture
@@ -40,14 +41,18 @@ def on_this_device(monkeypatch):
     monkeypatch.setattr(table, "run_package", run_there)
 
 
-SHAPES = {name: shape for name, shape in table.LINEAR_SHAPES.items() if shape.causal} | {
+SHAPES = {name: shape for name, shape in table.LINEAR_SHAPES.items() if shape.causal or not shape.packed} | {
     "slots": Shape(B=1, H=2, Hk=1, L=75, S=75, D=24, E=20, causal="top-left", prior="position"),
     "slots-mask": Shape(B=2, H=1, Hk=1, L=70, S=70, M=3, D=16, E=16, mask="key", causal="top-left", prior=None),
+    "full-slots": Shape(B=2, H=4, Hk=2, L=40, S=75, D=24, E=20, mask="key", prior="position"),
     "slots-packed": Shape(
         B=1, H=2, Hk=1, L=90, S=90, D=16, E=16, packed=((33, 0, 1, 56),) * 2, causal="top-left", prior="position"
     ),
 }
 LONG = {
+    "full": Shape(B=2, H=2, Hk=1, L=700, S=1300, D=64, E=64),
+    "full-narrow": Shape(B=2, H=2, Hk=2, L=1100, S=1100, D=32, E=32, mask="key"),
+    "full-widest": Shape(B=1, H=1, Hk=1, L=530, S=530, D=256, E=256, prior="position"),
     "long": Shape(B=1, H=2, Hk=1, L=1100, S=1100, D=64, E=64, causal="top-left"),
     "long-wide": Shape(B=1, H=1, Hk=1, L=530, S=530, D=128, E=96, causal="top-left", prior="position"),
     "long-widest": Shape(B=1, H=1, Hk=1, L=530, S=530, D=256, E=256, causal="top-left", mask="key"),
@@ -67,6 +72,10 @@ def test_two_times_rule(name, op, feature_map, dtype, on_this_device, poisoned):
 
 # What the interpreter gets: every feature, operators and feature maps taking turns.
 CHOSEN = {
+    ("cross-m3", "mlk", "elu"),
+    ("d1-m8", "smlk", "relu"),
+    ("d3", "mlk", "relu"),
+    ("full-slots", "smlk", "elu"),
     ("causal", "smlk", "relu"),
     ("causal-gqa-m8", "smlk", "elu"),
     ("causal-zero-priors", "mlk", "elu"),
@@ -96,7 +105,8 @@ def inputs(S=50, B=1, H=2, Hk=1, M=2, D=16, E=16, dtype=torch.float32, shifted=T
     return x | {"keys": randn(B, Hk, M, S, D)}
 
 
-def test_states_go_in_and_out_with_gradients(poisoned):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_states_go_in_and_out_with_gradients(is_causal, poisoned):
     x = inputs(S=70)
     state = [torch.rand(1, 1, 16, *shape).to(DEVICE).requires_grad_() for shape in ((16,), ())]
 
@@ -104,7 +114,7 @@ def test_states_go_in_and_out_with_gradients(poisoned):
         leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in x.items()}
         start = tuple(t.detach().to(dtype).requires_grad_() for t in state)
         out, final = mgk.smlk_attention(
-            **leaves, is_causal=True, initial_state=start, return_state=True, backend=backend
+            **leaves, is_causal=is_causal, initial_state=start, return_state=True, backend=backend
         )
         g = torch.Generator().manual_seed(1)
         outputs = (out, *final)
@@ -126,10 +136,11 @@ def test_going_on_from_a_state_is_the_whole():
         mgk.mlk_attention(**last, is_causal=True, initial_state=(*state, state[1][..., 0]), backend="triton")
 
 
-def test_without_the_denominator():
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_without_the_denominator(is_causal):
     x = inputs(S=70, dtype=torch.float32)
     x["keys"] = x.pop("key")
-    call = linear_call(**x, shifted=True, is_causal=True, normalise=False)
+    call = linear_call(**x, shifted=True, is_causal=is_causal, normalise=False)
     g = torch.randn(1, 2, 70, 16, device=DEVICE)
     found = [
         (out, *torch.autograd.grad(out, list(x.values()), g))
@@ -168,23 +179,25 @@ def test_rows_without_weight_are_zero():
     assert not grads[0][:, :, :40].any()
 
 
-def test_sums_beyond_the_range_of_half_precision():
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sums_beyond_the_range_of_half_precision(is_causal):
     x = inputs(S=70, dtype=torch.float16, std=50.0)
     prior = torch.full((1, 2, 1), 8.0, dtype=torch.float16, device=DEVICE)
     exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     found = []
     for each, log_prior, backend in ((x, prior, "triton"), (exact, prior.double(), "eager")):
-        out = mgk.smlk_attention(**each, log_prior=log_prior, is_causal=True, backend=backend)
+        out = mgk.smlk_attention(**each, log_prior=log_prior, is_causal=is_causal, backend=backend)
         found.append((out, *torch.autograd.grad(out.sum(), list(each.values()))))
     for got, want in zip(*found, strict=True):
         assert (got.double() - want).norm() <= 4e-3 * want.norm()
 
 
-def test_same_bits_every_time():
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_same_bits_every_time(is_causal):
     x = inputs(S=300 if GPU else 50, H=4, Hk=2, dtype=torch.float16)
     runs = []
     for _ in range(1000 if GPU else 2):
-        out = mgk.smlk_attention(**x, is_causal=True, backend="triton")
+        out = mgk.smlk_attention(**x, is_causal=is_causal, backend="triton")
         runs.append((out, *torch.autograd.grad(out.sum(), list(x.values()))))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
@@ -200,7 +213,10 @@ COVERED = {
 }
 NOT_COVERED = {
     "weights": ({"return_weights": True}, "weights are never formed"),
-    "full": ({"is_causal": False}, "only causal"),
+    "full-packed": (
+        {"is_causal": False, "cu_seqlens": torch.tensor([0, 20, 50], dtype=torch.int32)},
+        "only causal ones",
+    ),
     "callable": ({"feature_map": mgk.DPFP()}, "only the feature maps"),
     "double": ({"dtype": torch.float64}, "float64"),
     "wide": ({"D": 257}, "256"),
@@ -223,17 +239,24 @@ def test_auto_picks_it(name):
         assert choice.backend == "triton", choice
 
 
+def test_auto_leaves_whole_sequences_to_plain_products():
+    choice = mgk.explain_backend("smlk_attention", **inputs(), is_causal=False)
+    assert (choice.backend, "by name" in choice.reasons["triton"]) == ("chunked", True)
+    mgk.smlk_attention(**inputs(), is_causal=False, backend="triton")
+
+
 @pytest.mark.parametrize("name", NOT_COVERED)
 def test_says_why_not(name):
     options, reason = NOT_COVERED[name]
-    options = {"is_causal": True, **options}
+    options = {"is_causal": True, **{option: on_device(x) for option, x in options.items()}}
     x = inputs(**{key: options.pop(key) for key in ("dtype", "D", "E", "B", "S") if key in options})
     assert mgk.explain_backend("smlk_attention", **x, **options).backend in ("chunked", "eager")
     with pytest.raises(ValueError, match=reason):
         mgk.smlk_attention(**x, **options, backend="triton")
 
 
-def test_layouts_of_memory():
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_layouts_of_memory(is_causal):
     """Heads beside each other, as projections leave them; a prior and a gradient that are expanded."""
     x = inputs(S=50)
     strided = {
@@ -242,55 +265,76 @@ def test_layouts_of_memory():
     }
     found = []
     for each in (x, strided):
-        out = mgk.smlk_attention(**each, is_causal=True, backend="triton")
+        out = mgk.smlk_attention(**each, is_causal=is_causal, backend="triton")
         found.append((out, *torch.autograd.grad(out.sum(), list(each.values()))))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_nothing_to_attend():
-    out, state = mgk.smlk_attention(**inputs(S=0), is_causal=True, return_state=True, backend="triton")
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_nothing_to_attend(is_causal):
+    out, state = mgk.smlk_attention(**inputs(S=0), is_causal=is_causal, return_state=True, backend="triton")
     assert out.shape == (1, 2, 0, 16)
     assert not any(x.any() for x in state)
     out.sum().backward()
 
 
-def operator_arguments():
+@pytest.mark.parametrize(("queries", "keys"), [(5, 0), (0, 7)])
+def test_nothing_on_one_side(queries, keys, poisoned):
+    """Queries without keys see what a state has; keys without queries still get the gradient of the state."""
+    x = inputs(S=max(queries, keys))
+    x = {name: t.detach()[:, :, : queries if name == "query" else keys] if t.dim() == 4 else t for name, t in x.items()}
+    state = tuple(torch.rand(1, 1, 16, *shape, device=DEVICE) for shape in ((16,), ()))
+
+    def run(backend, dtype):
+        leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in x.items()}
+        start = tuple(t.to(dtype).requires_grad_() for t in state)
+        out, final = mgk.smlk_attention(**leaves, initial_state=start, return_state=True, backend=backend)
+        loss = out.square().sum() + sum(t.square().sum() for t in final)
+        return out, *final, *torch.autograd.grad(loss, [*leaves.values(), *start])
+
+    for got, want in zip(run("triton", torch.float32), run("eager", torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+def operator_arguments(causal):
     x = inputs(S=40)
     mask = torch.ones(1, 40, dtype=torch.uint8, device=DEVICE)
     prior, state = torch.zeros(1, 1, 2, 1, device=DEVICE), torch.ones(1, 1, 16 * 17, device=DEVICE)
     tensors = (x["query"], x["key"], x["value"], x["shift"], prior.requires_grad_(), mask, state.requires_grad_())
-    return (*tensors, None, 0, True)
+    return (*tensors, None, 0, True, causal)
 
 
-def test_operator_is_registered():
+@pytest.mark.parametrize("causal", [True, False])
+def test_operator_is_registered(causal):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops.forward_op, operator_arguments(), test_utils=tests[:3] if not GPU else tests)
+    torch.library.opcheck(ops.forward_op, operator_arguments(causal), test_utils=tests[:3] if not GPU else tests)
 
 
-def test_compiles_once_for_all_lengths():
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_compiles_once_for_all_lengths(is_causal):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True)
     def attend(x):
-        return mgk.smlk_attention(**x, is_causal=True, backend="triton").sum()
+        return mgk.smlk_attention(**x, is_causal=is_causal, backend="triton").sum()
 
     for length in range(34, 54 if GPU else 38):
         x = inputs(S=length)
-        want, got = mgk.smlk_attention(**x, is_causal=True, backend="triton").sum(), attend(x)
+        want, got = mgk.smlk_attention(**x, is_causal=is_causal, backend="triton").sum(), attend(x)
         torch.testing.assert_close(got, want)
         torch.autograd.grad(got, list(x.values()))
     assert counter.frame_count <= 2
 
 
-def test_flops_are_those_of_the_meta_device():
-    def count(x):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_flops_are_those_of_the_meta_device(is_causal):
+    def count(x, backend):
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            mgk.smlk_attention(**x, is_causal=True)
+            mgk.smlk_attention(**x, is_causal=is_causal, backend=backend)
         return counter.get_total_flops()
 
     x = inputs(S=40, H=4, Hk=2, E=24)
-    assert functional.explain_backend("smlk_attention", **x, is_causal=True).backend == "triton"
-    assert count(x) == count({name: t.to("meta") for name, t in x.items()})
+    assert count(x, "triton") == count({name: t.to("meta") for name, t in x.items()}, "auto")
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
@@ -300,8 +344,8 @@ def test_no_host_synchronisation():
     cu = torch.tensor([0, 300, 600], dtype=torch.int32, device=DEVICE)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        for options in ({}, {"cu_seqlens": cu}, {"return_state": True}):
-            out = mgk.smlk_attention(**x, is_causal=True, backend="triton", **options)
+        for options in ({}, {"cu_seqlens": cu}, {"return_state": True}, {"is_causal": False}):
+            out = mgk.smlk_attention(**x, **{"is_causal": True, **options}, backend="triton")
             (out[0] if isinstance(out, tuple) else out).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -37,6 +37,7 @@ FLEX_SHAPES = SHAPES[:2]
 MEMORY_SHAPE = (1, 8, 64)  # B, H, D
 DECODING_SHAPES = (Shape(16, 8, 32768, 64, False, 1), Shape(8, 16, 32768, 128, False, 1))
 LINEAR_SHAPE = (2, 8, 64)
+WHOLE_SHAPES = (Shape(32, 8, 2048, 32, False), Shape(32, 8, 4096, 32, False))
 LENGTHS = tuple(4096 << n for n in range(6))
 # SDPA's time is quadratic: it is measured up to here.
 SDPA_LONGEST = 32768
@@ -209,6 +210,12 @@ def linear(setting: Setting, contenders: Contenders) -> Iterator[Row]:
         yield from timed_rows(setting, "linear", shape, baseline, some)
 
 
+def whole(setting: Setting, contenders: Contenders) -> Iterator[Row]:
+    """Linear attention with mixture keys of whole sequences: the kernels, and plain products (`chunked`)."""
+    for shape, some in contenders.items():
+        yield from timed_rows(setting, "whole", shape, _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)), some)
+
+
 def _layer(setting: Setting, variant: str, shape: Shape) -> Problem:
     width = shape.heads * shape.width // 2
     place: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
@@ -259,6 +266,10 @@ def _also_sharing(contenders: Contenders) -> Contenders:
     return {shape: [*some, *(replace(each, heads=shape.heads) for each in some)] for shape, some in contenders.items()}
 
 
+def _also_chunked(contenders: Contenders) -> Contenders:
+    return {shape: [*some, *(replace(each, backend="chunked") for each in some)] for shape, some in contenders.items()}
+
+
 def _growing(shape: tuple[int, int, int]) -> list[Shape]:
     B, H, D = shape
     return [Shape(B, H, length, D, True) for length in LENGTHS]
@@ -267,6 +278,7 @@ def _growing(shape: tuple[int, int, int]) -> list[Shape]:
 PARTS = {
     "speed": Part(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
     "linear": Part(linear, lambda s: s.ours(LINEAR, s.shapes or _growing(LINEAR_SHAPE), linear=True)),
+    "whole": Part(whole, lambda s: _also_chunked(s.ours(LINEAR, s.shapes or WHOLE_SHAPES, linear=True))),
     "decoding": Part(
         decoding,
         lambda s: _also_sharing(

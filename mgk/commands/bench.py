@@ -31,7 +31,7 @@ memory: MB beyond inputs, outputs and gradients, over SDPA-flash with as many he
 
 @app.command()
 def bench(
-    only: Annotated[str, typer.Option(help="Parts: speed,linear,decoding,em,memory,flex; default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Parts: speed,linear,whole,decoding,em,memory,flex; default: all.")] = "",
     shapes: Annotated[
         str, typer.Option(help="B x H x N x D: 8x8x4096x64,2x8x16384x64xcausal; default: each part's own.")
     ] = "",

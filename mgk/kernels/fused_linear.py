@@ -1,4 +1,4 @@
-"""The Triton backend of causal linear attention: forward and backward in time and memory linear in the length."""
+"""The Triton backend of linear attention: forward and backward in time and memory linear in the length."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def refuses(call: LinearCall) -> str | None:
         return f"the kernels need a CUDA device, query is on {query.device.type}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not covered (float16, bfloat16 and float32 are)"
-    if not call.causal:
-        return "only causal calls are covered: without is_causal the sums are plain matrix products"
+    if call.cu_seqlens is not None and not call.causal:
+        return "of packed sequences (cu_seqlens) only causal ones are covered"
     if call.return_weights:
         return "the weights are never formed (return_weights=True)"
     if call.transform is not None:
@@ -43,9 +43,16 @@ def refuses(call: LinearCall) -> str | None:
     return None
 
 
+def slower(call: LinearCall) -> str | None:
+    """Why `auto` does not take the kernels that cover this call, or None."""
+    return None if call.causal else "the kernels of whole sequences have not been timed on a GPU: ask for them by name"
+
+
 def _decodes(call: LinearCall) -> bool:
     """One token more, without gradients. Who looks on sees the operator for any number of tokens."""
-    if call.query.shape[2] != 1 or torch.is_grad_enabled() or call.key_mask is not None or call.cu_seqlens is not None:
+    if not call.causal or call.query.shape[2] != 1 or torch.is_grad_enabled():
+        return False
+    if call.key_mask is not None or call.cu_seqlens is not None:
         return False
     return call.query.shape[0] > 0 and not observed()
 
@@ -67,10 +74,10 @@ def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
             )
             return output, state, None
         initial = torch.cat([call.initial_state[0].flatten(2), call.initial_state[1]], dim=-1).float()
-    output, final = triton_linear_ops.causal_linear(
+    output, final = triton_linear_ops.linear_attention(
         query, keys, value, None if call.shift is None else call.shift.contiguous(), call.log_prior,
         None if call.key_mask is None else call.key_mask.to(torch.uint8), initial, call.cu_seqlens,
-        MAPS[call.feature_map], call.normalise,
+        MAPS[call.feature_map], call.normalise, call.causal,
     )  # fmt: skip
     if not call.return_state:
         return output, None, None

@@ -1,12 +1,14 @@
-"""Triton kernels of causal linear attention (Eq. 14) on mixed key features, forward and backward, linear in the length.
+"""Triton kernels of linear attention (Eq. 14) on mixed key features, forward and backward, linear in the length.
 
-The rows of a sequence are cut into slots. Within a slot weights are formed tile by tile; what lies before a slot enters
-through the sums Z = Σ φ̃ vᵀ and z = Σ φ̃ over it, which `slot_sums` takes for each slot and `running_sums` adds up. The
-backward has the same shape with the sums over what lies behind. A state is D·E numbers of Z and D of z in one row; of
-slots + 1 rows, row n is what slot n starts from (backward: row n + 1 what comes behind it).
+The rows of a sequence are cut into slots. CAUSAL: within a slot weights are formed tile by tile; what lies before a
+slot enters through the sums Z = Σ φ̃ vᵀ and z = Σ φ̃ over it, which `slot_sums` takes for each slot and `running_sums`
+adds up. The backward has the same shape with the sums over what lies behind. A state is D·E numbers of Z and D of z in
+one row; of slots + 1 rows, row n is what slot n starts from (backward: row n + 1 what comes behind it). Otherwise all
+keys are one state and no weights are formed: its one row is the sum of all slots'.
 
-B batch, H query heads, HK key heads, S length, D feature width, E value width. Every sum is taken by one program in a
-fixed order. TYPE is what products read: bf16 for bf16, else fp32, whose range the sums need.
+B batch, H query heads, HK key heads, S length (of queries or keys, where they differ), D feature width, E value width.
+Every sum is taken by one program in a fixed order. TYPE is what products read: bf16 for bf16, else fp32, whose range
+the sums need.
 """
 
 import triton
@@ -66,6 +68,20 @@ def precise_dot(x, y, total, TRANSPOSED: tl.constexpr, TYPE: tl.constexpr, PRECI
     if tl.bfloat16 == TYPE:
         rest = (x - high.to(tl.float32)).to(TYPE)
         total = tl.dot(tl.trans(rest) if TRANSPOSED else rest, y, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def state_dot(
+    x, state, total, TRANSPOSED: tl.constexpr, CAUSAL: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """total + x·state (TRANSPOSED: x·stateᵀ). Where states are all there is, they are not rounded to bf16: their rest
+    is a second product."""
+    high = state.to(TYPE)
+    total = tl.dot(x, tl.trans(high) if TRANSPOSED else high, total, input_precision=PRECISION)
+    if tl.bfloat16 == TYPE and not CAUSAL:
+        rest = (state - high.to(tl.float32)).to(TYPE)
+        total = tl.dot(x, tl.trans(rest) if TRANSPOSED else rest, total, input_precision=PRECISION)
     return total
 
 
@@ -139,7 +155,8 @@ def slot_sums(
     features, value, inverse, factor, states, table,
     f_b, f_h, f_s, v_b, v_h, v_s, HK, GROUP, S, slots, FIRST,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
-    MAP: tl.constexpr, BEHIND: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    MAP: tl.constexpr, BEHIND: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A slot's Σ f xᵀ and Σ f into row slot + FIRST. BEHIND: f = φ(q)/d and x = dO over a group's heads, and Σ of
     factor·φ(q)."""
@@ -164,8 +181,11 @@ def slot_sums(
                 f *= scale[:, None]
             else:
                 norm += tl.sum(f.to(tl.float32), 0)
-            x = load_rows(base_v, rows, v_s, columns_e, end, E)
-            total = tl.dot(tl.trans(f.to(TYPE)), x.to(TYPE), total, input_precision=PRECISION)
+            x = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
+            if BEHIND and not CAUSAL:
+                total = precise_dot(f, x, total, True, TYPE, PRECISION)
+            else:
+                total = tl.dot(tl.trans(f.to(TYPE)), x, total, input_precision=PRECISION)
     state = states + (place.to(tl.int64) * (slots + 1) + slot + FIRST) * (D * (E + 1))
     store_rows(state, columns_d, E, columns_e, D, E, total)
     if part % parts == 0:
@@ -209,10 +229,11 @@ def outputs(
     query, key, value, states, table, out, inverse,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, H, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    SLOT: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLOT: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: the state before its slot, then the keys of its slot up to each query. Also 1/d, or 0."""
+    """One tile of queries: the state before its slot (or of all keys), then the keys of its slot up to each query. Also
+    1/d, or 0."""
     TILES: tl.constexpr = SLOT // BLOCK
     slot, place = tl.program_id(0) // TILES, tl.program_id(1)
     head, batch = place % H, place // H
@@ -223,25 +244,27 @@ def outputs(
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
     base_q = head_of(query, batch, head, q_b, q_h)
     base_k, base_v = head_of(key, batch, head // GROUP, k_b, k_h), head_of(value, batch, head // GROUP, v_b, v_h)
-    state = states + ((place // GROUP).to(tl.int64) * (slots + 1) + slot) * (D * (E + 1))
+    row = slot if CAUSAL else 0
+    state = states + ((place // GROUP).to(tl.int64) * (slots + 1) + row) * (D * (E + 1))
     known = tl.where(is_first == 0, D, 0)
     total, norm = tl.zeros([BLOCK, BE], tl.float32), tl.zeros([BLOCK], tl.float32)
     for c in tl.static_range(0, BD, PART):
         some = c + tl.arange(0, PART)
         q = feature(load_rows(base_q, rows, q_s, some, end, D).to(tl.float32), MAP).to(TYPE)
         Z = load_rows(state, some, E, columns_e, known, E)
-        total = tl.dot(q, Z.to(TYPE), total, input_precision=PRECISION)
+        total = state_dot(q, Z, total, False, CAUSAL, TYPE, PRECISION)
         z = tl.load(state + D * E + some, mask=some < known, other=0.0)
         norm += tl.sum(q.to(tl.float32) * z[None, :], 1)
-    q = feature(load_rows(base_q, rows, q_s, columns_d, end, D).to(tl.float32), MAP).to(TYPE)
-    for behind in range(begin, start + BLOCK, BLOCK):
-        others = behind + tl.arange(0, BLOCK)
-        k = load_rows(base_k, others, k_s, columns_d, end, D).to(TYPE)
-        v = load_rows(base_v, others, v_s, columns_e, end, E).to(TYPE)
-        weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        weights = tl.where(rows[:, None] >= others[None, :], weights, 0.0)
-        norm += tl.sum(weights, 1)
-        total = tl.dot(weights.to(TYPE), v, total, input_precision=PRECISION)
+    if CAUSAL:
+        q = feature(load_rows(base_q, rows, q_s, columns_d, end, D).to(tl.float32), MAP).to(TYPE)
+        for behind in range(begin, start + BLOCK, BLOCK):
+            others = behind + tl.arange(0, BLOCK)
+            k = load_rows(base_k, others, k_s, columns_d, end, D).to(TYPE)
+            v = load_rows(base_v, others, v_s, columns_e, end, E).to(TYPE)
+            weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            weights = tl.where(rows[:, None] >= others[None, :], weights, 0.0)
+            norm += tl.sum(weights, 1)
+            total = tl.dot(weights.to(TYPE), v, total, input_precision=PRECISION)
     if NORMALISE:
         scale = tl.where(norm == 0, 0.0, 1 / tl.where(norm == 0, 1.0, norm))
         tl.store(inverse + place.to(tl.int64) * S + rows, scale, mask=rows < end)
@@ -254,8 +277,8 @@ def query_gradients(
     grad, query, key, value, states, inverse, table, dquery, factor,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, H, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    SLOT: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLOT: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dφ(q) = (a − δ z)/d with a = Σ_j (dO·v_j) φ̃_j, z = Σ_j φ̃_j and δ = φ(q)·a/d, which is dO·O
     without the rounding of O. Stores −δ/d for the keys."""
@@ -269,34 +292,38 @@ def query_gradients(
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
     base_q, base_g = head_of(query, batch, head, q_b, q_h), head_of(grad, batch, head, g_b, g_h)
     base_k, base_v = head_of(key, batch, head // GROUP, k_b, k_h), head_of(value, batch, head // GROUP, v_b, v_h)
-    state = states + ((place // GROUP).to(tl.int64) * (slots + 1) + slot) * (D * (E + 1))
+    row = slot if CAUSAL else 0
+    state = states + ((place // GROUP).to(tl.int64) * (slots + 1) + row) * (D * (E + 1))
     known = tl.where(is_first == 0, D, 0)
     total = tl.zeros([BLOCK, BD], tl.float32)
     for c in tl.static_range(0, BE, PART):
         some = c + tl.arange(0, PART)
         g = load_rows(base_g, rows, g_s, some, end, E).to(TYPE)
-        Z = load_rows(state, columns_d, E, some, known, E).to(TYPE)
-        total = tl.dot(g, tl.trans(Z), total, input_precision=PRECISION)
+        Z = load_rows(state, columns_d, E, some, known, E)
+        total = state_dot(g, Z, total, True, CAUSAL, TYPE, PRECISION)
     norm = tl.load(state + D * E + columns_d, mask=columns_d < known, other=0.0)
-    g = load_rows(base_g, rows, g_s, columns_e, end, E).to(TYPE)
-    for behind in range(begin, start, BLOCK):
-        others = behind + tl.arange(0, BLOCK)
-        k = load_rows(base_k, others, k_s, columns_d, end, D).to(TYPE)
-        v = load_rows(base_v, others, v_s, columns_e, end, E).to(TYPE)
-        products = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+    z = norm[None, :]
+    if CAUSAL:
+        g = load_rows(base_g, rows, g_s, columns_e, end, E).to(TYPE)
+        for behind in range(begin, start, BLOCK):
+            others = behind + tl.arange(0, BLOCK)
+            k = load_rows(base_k, others, k_s, columns_d, end, D).to(TYPE)
+            v = load_rows(base_v, others, v_s, columns_e, end, E).to(TYPE)
+            products = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            total = precise_dot(products, k, total, False, TYPE, PRECISION)
+            norm += tl.sum(k.to(tl.float32), 0)
+        k = load_rows(base_k, rows, k_s, columns_d, end, D).to(TYPE)
+        v = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
+        seen = rows[:, None] >= rows[None, :]
+        products = tl.where(seen, tl.dot(g, tl.trans(v), input_precision=PRECISION), 0.0)
         total = precise_dot(products, k, total, False, TYPE, PRECISION)
-        norm += tl.sum(k.to(tl.float32), 0)
-    k = load_rows(base_k, rows, k_s, columns_d, end, D).to(TYPE)
-    v = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
-    seen = rows[:, None] >= rows[None, :]
-    products = tl.where(seen, tl.dot(g, tl.trans(v), input_precision=PRECISION), 0.0)
-    total = precise_dot(products, k, total, False, TYPE, PRECISION)
+        if NORMALISE:
+            z = norm[None, :] + tl.dot(tl.where(seen, 1.0, 0.0).to(TYPE), k, input_precision=PRECISION)
     q = load_rows(base_q, rows, q_s, columns_d, end, D).to(tl.float32)
     if NORMALISE:
         along = place.to(tl.int64) * S + rows
         scale = tl.load(inverse + along, mask=rows < end, other=0.0)
         delta = tl.sum(total * feature(q, MAP).to(TYPE).to(tl.float32), 1) * scale
-        z = norm[None, :] + tl.dot(tl.where(seen, 1.0, 0.0).to(TYPE), k, input_precision=PRECISION)
         total = (total - delta[:, None] * z) * scale[:, None]
         tl.store(factor + along, -delta * scale, mask=rows < end)
     store_rows(dquery + place.to(tl.int64) * S * D, rows, D, columns_d, end, D, total * slope(q, MAP))
@@ -307,9 +334,11 @@ def key_gradients(
     grad, query, key, value, states, inverse, factor, table, dkey, dvalue,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, HK, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    SLOT: tl.constexpr, MAP: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    SLOT: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: dφ̃ and dv from the state behind its slot and the queries of its slot from each key on."""
+    """One tile of keys: dφ̃ and dv from the state behind its slot (or of all queries) and the queries of its slot from
+    each key on."""
     TILES: tl.constexpr = SLOT // BLOCK
     slot, place = tl.program_id(0) // TILES, tl.program_id(1)
     head, batch = place % HK, place // HK
@@ -319,36 +348,38 @@ def key_gradients(
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
     base_k, base_v = head_of(key, batch, head, k_b, k_h), head_of(value, batch, head, v_b, v_h)
-    state = states + (place.to(tl.int64) * (slots + 1) + slot + 1) * (D * (E + 1))
+    row = slot + 1 if CAUSAL else 0
+    state = states + (place.to(tl.int64) * (slots + 1) + row) * (D * (E + 1))
     known = tl.where(is_last == 0, D, 0)
     dk, dv = tl.zeros([BLOCK, BD], tl.float32), tl.zeros([BLOCK, BE], tl.float32)
     for c in tl.static_range(0, BD, PART):
         some = c + tl.arange(0, PART)
-        R = load_rows(state, some, E, columns_e, known, E).to(TYPE)
+        R = load_rows(state, some, E, columns_e, known, E)
         k = load_rows(base_k, rows, k_s, some, end, D).to(TYPE)
-        dv = tl.dot(k, R, dv, input_precision=PRECISION)
+        dv = state_dot(k, R, dv, False, CAUSAL, TYPE, PRECISION)
     for c in tl.static_range(0, BE, PART):
         some = c + tl.arange(0, PART)
-        R = load_rows(state, columns_d, E, some, known, E).to(TYPE)
+        R = load_rows(state, columns_d, E, some, known, E)
         v = load_rows(base_v, rows, v_s, some, end, E).to(TYPE)
-        dk = tl.dot(v, tl.trans(R), dk, input_precision=PRECISION)
+        dk = state_dot(v, R, dk, True, CAUSAL, TYPE, PRECISION)
     dk += tl.load(state + D * E + columns_d, mask=columns_d < known, other=0.0)[None, :]
-    k = load_rows(base_k, rows, k_s, columns_d, end, D).to(TYPE)
-    v = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
-    for h in range(GROUP):
-        own = head * GROUP + h
-        base_q, base_g = head_of(query, batch, own, q_b, q_h), head_of(grad, batch, own, g_b, g_h)
-        along = (batch * HK * GROUP + own).to(tl.int64) * S
-        for ahead in range(start, end, BLOCK):
-            others = ahead + tl.arange(0, BLOCK)
-            q = feature(load_rows(base_q, others, q_s, columns_d, end, D).to(tl.float32), MAP).to(TYPE)
-            g = load_rows(base_g, others, g_s, columns_e, end, E).to(TYPE)
-            scale = tl.load(inverse + along + others, mask=others < end, other=0.0)
-            shared = tl.load(factor + along + others, mask=others < end, other=0.0)
-            seen = others[:, None] >= rows[None, :]
-            weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale[:, None]
-            dv = tl.dot(tl.trans(tl.where(seen, weights, 0.0).to(TYPE)), g, dv, input_precision=PRECISION)
-            products = tl.dot(g, tl.trans(v), input_precision=PRECISION) * scale[:, None] + shared[:, None]
-            dk = precise_dot(tl.where(seen, products, 0.0), q, dk, True, TYPE, PRECISION)
+    if CAUSAL:
+        k = load_rows(base_k, rows, k_s, columns_d, end, D).to(TYPE)
+        v = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
+        for h in range(GROUP):
+            own = head * GROUP + h
+            base_q, base_g = head_of(query, batch, own, q_b, q_h), head_of(grad, batch, own, g_b, g_h)
+            along = (batch * HK * GROUP + own).to(tl.int64) * S
+            for ahead in range(start, end, BLOCK):
+                others = ahead + tl.arange(0, BLOCK)
+                q = feature(load_rows(base_q, others, q_s, columns_d, end, D).to(tl.float32), MAP).to(TYPE)
+                g = load_rows(base_g, others, g_s, columns_e, end, E).to(TYPE)
+                scale = tl.load(inverse + along + others, mask=others < end, other=0.0)
+                shared = tl.load(factor + along + others, mask=others < end, other=0.0)
+                seen = others[:, None] >= rows[None, :]
+                weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale[:, None]
+                dv = tl.dot(tl.trans(tl.where(seen, weights, 0.0).to(TYPE)), g, dv, input_precision=PRECISION)
+                products = tl.dot(g, tl.trans(v), input_precision=PRECISION) * scale[:, None] + shared[:, None]
+                dk = precise_dot(tl.where(seen, products, 0.0), q, dk, True, TYPE, PRECISION)
     store_rows(dkey + place.to(tl.int64) * S * D, rows, D, columns_d, end, D, dk)
     store_rows(dvalue + place.to(tl.int64) * S * E, rows, E, columns_e, end, E, dv)

@@ -1,4 +1,4 @@
-"""Causal linear attention as a torch operator: block sizes, launches, gradients, FLOP counts."""
+"""Linear attention as a torch operator: block sizes, launches, gradients, FLOP counts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Blocks(NamedTuple):
 BLOCKS = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 4, 1), 256: Blocks(256, 32, 8, 1)}
 # For fp16 and fp32, whose products read 4 bytes.
 WIDE_BLOCKS = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(128, 16, 8, 1)}
+# Rows of a slot where all keys are one state.
+SUMMED_ROWS = 512
 # Columns of a state that a product takes at a time.
 PART = 64
 # Columns of a state that a program has where there is one token alone.
@@ -77,28 +79,35 @@ class Plan(NamedTuple):
     B: int
     H: int
     HK: int
-    S: int
+    L: int  # queries
+    S: int  # keys
     D: int
     E: int
     M: int
-    slots: int
+    causal: bool
     table: Tensor | None
     size: Blocks
     switches: dict[str, Any]
 
+    def slots(self, length: int) -> int:
+        """Parts of a sequence that have sums of their own."""
+        return ceil_div(length, self.size.slot) if self.table is None else self.table.shape[0]
 
-def _plan(query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_seqlens: Tensor | None) -> Plan:
-    (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
+
+def _plan(
+    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_seqlens: Tensor | None, causal: bool
+) -> Plan:
+    (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
     dtype = feature_type(query.dtype)
     size = blocks(max(padded_width(D), padded_width(E)), dtype.itemsize)
-    slots = _slots(S, size.slot, cu_seqlens)
-    table = None if cu_seqlens is None else _slot_table(cu_seqlens, slots, size.slot)
+    size = size if causal else size._replace(slot=SUMMED_ROWS)
+    table = None if cu_seqlens is None else _slot_table(cu_seqlens, _slots(S, size.slot, cu_seqlens), size.slot)
     switches = {
-        "D": D, "E": E, "BLOCK": size.block, "SLOT": size.slot, "PACKED": table is not None,
+        "D": D, "E": E, "BLOCK": size.block, "SLOT": size.slot, "CAUSAL": causal, "PACKED": table is not None,
         "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
-    return Plan(B, H, HK, S, D, E, M, slots, table, size, switches)
+    return Plan(B, H, HK, L, S, D, E, M, causal, table, size, switches)
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -145,54 +154,65 @@ def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_m
 
 
 def _sum_states(
-    plan: Plan, states: Tensor, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
-) -> None:
-    """Fills the rows of `states`: of what lies before each slot, or with `rows` (1/d and −δ/d) of what lies behind."""
-    behind = rows[0] is not None
+    plan: Plan, start: Tensor | None, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
+) -> Tensor:
+    """The states [B, HK, slots + 1, D·(E+1)] of what lies before each slot, or with `rows` (1/d and −δ/d) of what lies
+    behind; not causal, that of all slots in one row. start: what was there before, or nothing."""
+    behind, length = rows[0] is not None, features.shape[2]
+    slots, width = plan.slots(length), plan.D * (plan.E + 1)
+    states = features.new_empty(plan.B, plan.HK, slots + 1, width, dtype=torch.float32)
+    first = states[:, :, -1 if behind else 0]
+    if start is None:
+        first.zero_()
+    else:
+        first.copy_(start)
+    if length == 0 or states.numel() == 0:
+        return states
     part_d, part_e = min(PART, padded_width(plan.D)), min(PART, padded_width(plan.E))
     parts = ceil_div(plan.D, part_d) * ceil_div(plan.E, part_e)
     _launch(
-        kernels.slot_sums, (plan.slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
-        (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, plan.S, plan.slots,
+        kernels.slot_sums, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
+        (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
         0 if behind else 1),
         {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
     )  # fmt: skip
-    width = plan.D * (plan.E + 1)
+    if not plan.causal:
+        return states.sum(2, keepdim=True)
     _launch(
-        kernels.running_sums, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, plan.slots),
+        kernels.running_sums, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, slots),
         {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
     )  # fmt: skip
+    return states
 
 
-def _tiles(plan: Plan) -> tuple[int, dict[str, Any]]:
-    """Tiles in a head, and what the kernels that work on tiles are compiled for."""
+def _tiles(plan: Plan, length: int) -> tuple[int, int, dict[str, Any]]:
+    """Tiles in a head, slots with a state of their own, and what the kernels that work on tiles are compiled for."""
     BD, BE = padded_width(plan.D), padded_width(plan.E)
     switches = {**plan.switches, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
-    return plan.slots * (plan.size.slot // plan.size.block), switches
+    if not plan.causal:
+        return ceil_div(length, plan.size.block), 0, {**switches, "SLOT": plan.size.block}
+    slots = plan.slots(length)
+    return slots * (plan.size.slot // plan.size.block), slots, switches
 
 
 def launch_forward(
     query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, initial: Any, cu_seqlens: Any,
-    feature_map: int, normalise: bool,
+    feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = _plan(query, keys, value, shift, cu_seqlens)
-    B, H, HK, S, D, E = plan[:6]
-    out = query.new_empty(B, H, S, E)
+    plan = _plan(query, keys, value, shift, cu_seqlens, causal)
+    B, H, HK, L, S, D, E = plan[:7]
+    out = query.new_empty(B, H, L, E)
     mixed = query.new_empty(B, HK, S, D, dtype=feature_type(query.dtype))
-    states = query.new_empty(B, HK, plan.slots + 1, D * (E + 1), dtype=torch.float32)
-    inverse = states.new_empty(B, H, S) if normalise else states.new_ones(B, H, S)
-    if initial is None:
-        states[:, :, 0].zero_()
-    else:
-        states[:, :, 0].copy_(initial)
-    if out.numel() > 0:
+    if mixed.numel() > 0:
         grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
         _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
-        _sum_states(plan, states, mixed, value, (None, None), feature_map)
-        tiles, switches = _tiles(plan)
+    states = _sum_states(plan, initial, mixed, value, (None, None), feature_map)
+    inverse = states.new_empty(B, H, L) if normalise else states.new_ones(B, H, L)
+    if out.numel() > 0:
+        tiles, slots, switches = _tiles(plan, L)
         _launch(
             kernels.outputs, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
-            (*query.stride()[:3], *mixed.stride()[:3], *value.stride()[:3], H, H // HK, S, plan.slots),
+            (*query.stride()[:3], *mixed.stride()[:3], *value.stride()[:3], H, H // HK, L, slots),
             {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
     return out, states[:, :, -1].clone(), mixed, states, inverse
@@ -200,41 +220,35 @@ def launch_forward(
 
 def launch_backward(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, cu_seqlens: Any,
-    mixed: Any, states: Any, inverse: Any, feature_map: int, normalise: bool,
+    mixed: Any, states: Any, inverse: Any, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = _plan(query, keys, value, shift, cu_seqlens)
-    B, H, HK, S, D = plan[:5]
+    plan = _plan(query, keys, value, shift, cu_seqlens, causal)
+    B, H, HK, L, S, D = plan[:6]
     dquery, dkeys, dvalue = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
     dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
-    behind = torch.empty_like(states)
-    if grad_final is None:
-        behind[:, :, -1].zero_()
-    else:
-        behind[:, :, -1].copy_(grad_final)
     grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
     dshift = states.new_empty(grid[0], B, *shift.shape) if shift is not None else states.new_empty(0)
-    if query.numel() == 0 or value.numel() == 0:
-        nothing = [x.zero_() for x in (dquery, dkeys, dvalue, dshift, dprior)]
-        return *nothing[:3], nothing[3].sum((0, 1)) if shift is not None else dshift, dprior, behind[:, :, -1].clone()
     factor = torch.empty_like(inverse) if normalise else torch.zeros_like(inverse)
-    tiles, tile_switches = _tiles(plan)
     strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
-    tile_switches |= {"MAP": feature_map, "NORMALISE": normalise}
-    _launch(
-        kernels.query_gradients, (tiles, B * H),
-        (grad, query, mixed, value, states, inverse, plan.table, dquery, factor), (*strides, H, H // HK, S, plan.slots),
-        tile_switches, *plan.size[2:],
-    )  # fmt: skip
-    _sum_states(plan, behind, query, grad, (inverse, factor), feature_map)
-    dmixed = states.new_empty(B, HK, S, D)
-    _launch(
-        kernels.key_gradients, (tiles, B * HK),
-        (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
-        (*strides, HK, H // HK, S, plan.slots), tile_switches, *plan.size[2:],
-    )  # fmt: skip
-    _launch(
-        kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior), numbers, switches
-    )  # fmt: skip
+    if query.numel() > 0:
+        tiles, slots, tile_switches = _tiles(plan, L)
+        _launch(
+            kernels.query_gradients, (tiles, B * H),
+            (grad, query, mixed, value, states, inverse, plan.table, dquery, factor), (*strides, H, H // HK, L, slots),
+            {**tile_switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
+        )  # fmt: skip
+    behind = _sum_states(plan, grad_final, query, grad, (inverse, factor), feature_map)
+    if value.numel() > 0:
+        dmixed = states.new_empty(B, HK, S, D)
+        tiles, slots, tile_switches = _tiles(plan, S)
+        _launch(
+            kernels.key_gradients, (tiles, B * HK),
+            (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
+            (*strides, HK, H // HK, S, slots), {**tile_switches, "MAP": feature_map}, *plan.size[2:],
+        )  # fmt: skip
+        _launch(
+            kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior), numbers, switches
+        )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
 
@@ -269,48 +283,49 @@ def linear_step(
     return out, (new_total, new_norm)
 
 
-@torch.library.custom_op("mgk::causal_linear", mutates_args=())
+@torch.library.custom_op("mgk::linear_attention", mutates_args=())
 def forward_op(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None, mask: Tensor | None,
-    initial: Tensor | None, cu_seqlens: Tensor | None, feature_map: int, normalise: bool,
+    initial: Tensor | None, cu_seqlens: Tensor | None, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, H, S, E], the final state [B, Hk, D·(E+1)], and for the backward: φ̃ [B, Hk, S, D], the states before
-    each slot [B, Hk, slots + 1, D·(E+1)], 1/d [B, H, S]."""
-    return launch_forward(query, keys, value, shift, prior, mask, initial, cu_seqlens, feature_map, normalise)
+    """out [B, H, L, E], the final state [B, Hk, D·(E+1)], and for the backward: φ̃ [B, Hk, S, D], the states before
+    each slot [B, Hk, slots + 1, D·(E+1)] or, not causal, that of all keys [B, Hk, 1, D·(E+1)], 1/d [B, H, L]."""
+    return launch_forward(query, keys, value, shift, prior, mask, initial, cu_seqlens, feature_map, normalise, causal)
 
 
 @forward_op.register_fake
 def _forward_fake(
     query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, initial: Any, cu_seqlens: Any,
-    feature_map: Any, normalise: Any,
+    feature_map: Any, normalise: Any, causal: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (B, H, S, D), (HK, _, E) = query.shape, value.shape[1:]
+    (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
     dtype = feature_type(query.dtype)
     # Head widths are numbers, also where a compiler keeps other sizes open.
-    slots = _slots(S, blocks(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).slot, cu_seqlens)
+    slot = blocks(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).slot
+    slots = _slots(S, slot, cu_seqlens) if causal else 0
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
-    return query.new_empty(B, H, S, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, S)
+    return query.new_empty(B, H, L, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, L)
 
 
-@torch.library.custom_op("mgk::causal_linear_backward", mutates_args=())
+@torch.library.custom_op("mgk::linear_attention_backward", mutates_args=())
 def backward_op(
     grad: Tensor, grad_final: Tensor | None, query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None,
     prior: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None, mixed: Tensor, states: Tensor,
-    inverse: Tensor, feature_map: int, normalise: bool,
+    inverse: Tensor, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, keys, value, shift (or empty), log prior [B, Hk, M, S] (or empty), and the initial state."""
     return launch_backward(
         grad, grad_final, query, keys, value, shift, prior, mask, cu_seqlens, mixed, states, inverse, feature_map,
-        normalise,
+        normalise, causal,
     )  # fmt: skip
 
 
 @backward_op.register_fake
 def _backward_fake(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, cu_seqlens: Any,
-    mixed: Any, states: Any, inverse: Any, feature_map: Any, normalise: Any,
+    mixed: Any, states: Any, inverse: Any, feature_map: Any, normalise: Any, causal: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     same = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     M = keys.shape[2] if shift is None else shift.shape[1]
@@ -337,27 +352,27 @@ def _gradients(ctx: Any, grad: Any, grad_final: Any, *_: Any, launch: Any = None
     return (
         dquery, dkeys, dvalue, dshift.to(shift.dtype) if need[3] else None,
         dprior.sum_to_size(prior.shape).to(prior.dtype) if need[4] else None,
-        None, dinitial if need[6] else None, None, None, None,
+        None, dinitial if need[6] else None, None, None, None, None,
     )  # fmt: skip
 
 
 # Output and final state.
-causal_linear = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
+linear_attention = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
 backward_op.register_autograd(no_second_derivatives)
 
 
 def _products(query: Any, value: Any) -> int:
     """Σ φ̃ vᵀ over the keys, φ(q)·Z and φ(q)·z for each query, as for tensors on the meta device."""
-    (B, H, S, D), (HK, _, E) = query, value[1:]
-    return 2 * B * S * D * (HK * E + H * (E + 1))
+    (B, H, L, D), (HK, S, E) = query, value[1:]
+    return 2 * B * D * (HK * S * E + H * L * (E + 1))
 
 
-@register_flop_formula(torch.ops.mgk.causal_linear)
+@register_flop_formula(torch.ops.mgk.linear_attention)
 def _forward_flops(query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _products(query, value)
 
 
-@register_flop_formula(torch.ops.mgk.causal_linear_backward)
+@register_flop_formula(torch.ops.mgk.linear_attention_backward)
 def _backward_flops(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
