@@ -8,7 +8,6 @@ import torch._dynamo.testing
 from test_operators import Shape
 
 import mgk
-from mgk import functional
 from mgk.arguments import linear_call
 from mgk.kernels import fused_linear, linear
 
