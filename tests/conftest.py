@@ -40,6 +40,23 @@ def pytest_addoption(parser):
     parser.addoption("--shard", default="1/1", help="K/N: only the K-th of N parts of the tests")
 
 
+class ToldAtOnce:
+    """What failed is written when it fails, and not only at the end: a GPU may be taken away before."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\n{report.nodeid}, {report.when}\n{report.longreprtext}")
+
+
+def pytest_configure(config):
+    if config.getoption("--shard") != "1/1":
+        config.pluginmanager.register(ToldAtOnce(config))
+
+
 def pytest_collection_modifyitems(config, items):
     """For machines without pytest-xdist: kernels take long to compile, and N processes share the work."""
     part, parts = map(int, config.getoption("--shard").split("/"))
