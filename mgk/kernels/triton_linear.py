@@ -115,7 +115,7 @@ def mix_features(
 @triton.jit(do_not_specialize=["S"])
 def unmix_gradients(
     grad, keys, shift, prior, mask, dkeys, dshift, dprior,
-    k_b, k_h, k_r, k_s, p_b, p_h, p_r, p_s, uniform, HK, S, M,
+    k_b, k_h, k_r, k_s, p_b, p_h, p_r, p_s, uniform, HK, S, M, d_b, d_h, d_r, d_s,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, MAP: tl.constexpr, SHIFTED: tl.constexpr,
     PRIOR: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +124,7 @@ def unmix_gradients(
     head, batch = place % HK, place // HK
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
     base = head_of(keys, batch, head, k_b, k_h)
+    into = head_of(dkeys, batch, head, d_b, d_h)
     g = load_rows(grad + place.to(tl.int64) * S * D, rows, D, columns, S, D)
     if MASK:
         kept = tl.load(mask + batch.to(tl.int64) * S + rows, mask=rows < S, other=0)
@@ -145,9 +146,9 @@ def unmix_gradients(
             entry = dshift + ((tl.program_id(0) * tl.num_programs(1) + place).to(tl.int64) * M + r) * D + columns
             tl.store(entry, tl.sum(dk, 0), mask=columns < D)
         else:
-            store_rows(dkeys + (place.to(tl.int64) * M + r) * S * D, rows, D, columns, S, D, dk)
+            store_rows(into + r * d_r, rows, d_s, columns, S, D, dk)
     if SHIFTED:
-        store_rows(dkeys + place.to(tl.int64) * S * D, rows, D, columns, S, D, shared)
+        store_rows(into, rows, d_s, columns, S, D, shared)
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
@@ -227,7 +228,7 @@ def running_sums(
 @triton.jit(do_not_specialize=["S", "slots"])
 def outputs(
     query, key, value, states, table, out, inverse,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, H, GROUP, S, slots,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, H, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     SLOT: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     TYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -269,13 +270,13 @@ def outputs(
         scale = tl.where(norm == 0, 0.0, 1 / tl.where(norm == 0, 1.0, norm))
         tl.store(inverse + place.to(tl.int64) * S + rows, scale, mask=rows < end)
         total *= scale[:, None]
-    store_rows(out + place.to(tl.int64) * S * E, rows, E, columns_e, end, E, total)
+    store_rows(head_of(out, batch, head, o_b, o_h), rows, o_s, columns_e, end, E, total)
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
 def query_gradients(
     grad, query, key, value, states, inverse, table, dquery, factor,
-    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, H, GROUP, S, slots,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, d_b, d_h, d_s, H, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     SLOT: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     TYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -326,13 +327,13 @@ def query_gradients(
         delta = tl.sum(total * feature(q, MAP).to(TYPE).to(tl.float32), 1) * scale
         total = (total - delta[:, None] * z) * scale[:, None]
         tl.store(factor + along, -delta * scale, mask=rows < end)
-    store_rows(dquery + place.to(tl.int64) * S * D, rows, D, columns_d, end, D, total * slope(q, MAP))
+    store_rows(head_of(dquery, batch, head, d_b, d_h), rows, d_s, columns_d, end, D, total * slope(q, MAP))
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
 def key_gradients(
     grad, query, key, value, states, inverse, factor, table, dkey, dvalue,
-    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, HK, GROUP, S, slots,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, d_b, d_h, d_s, HK, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     SLOT: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -382,4 +383,4 @@ def key_gradients(
                 products = tl.dot(g, tl.trans(v), input_precision=PRECISION) * scale[:, None] + shared[:, None]
                 dk = precise_dot(tl.where(seen, products, 0.0), q, dk, True, TYPE, PRECISION)
     store_rows(dkey + place.to(tl.int64) * S * D, rows, D, columns_d, end, D, dk)
-    store_rows(dvalue + place.to(tl.int64) * S * E, rows, E, columns_e, end, E, dv)
+    store_rows(head_of(dvalue, batch, head, d_b, d_h), rows, d_s, columns_e, end, E, dv)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels import triton_linear as kernels
 from mgk.kernels.direct import differentiable, no_second_derivatives
-from mgk.kernels.triton_launch import tf32_allowed
+from mgk.kernels.triton_launch import by_position, tf32_allowed
 from mgk.kernels.triton_launcher import NO_GPU, current_device, kinds_of
 from mgk.kernels.triton_linear_step import one_token
 from mgk.kernels.triton_plans import ceil_div, padded_width
@@ -137,11 +137,16 @@ def _launch(
         compiled[grid](*tensors, *numbers, *constants)
 
 
+def _key_strides(keys: Any, shift: Any) -> tuple[int, ...]:
+    """Of batch, head, component and row."""
+    return (*keys.stride()[:2], 0, keys.stride(2)) if shift is not None else keys.stride()[:4]
+
+
 def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
     """Grid, strides and switches of the two kernels between keys and mixed features."""
     width = padded_width(plan.D)
     rows = max(16, 4096 // width)
-    strides = (*keys.stride()[:2], 0, keys.stride(2)) if shift is not None else keys.stride()[:4]
+    strides = _key_strides(keys, shift)
     if prior is not None:
         strides += prior.expand(plan.B, plan.HK, plan.M, plan.S).stride()
     else:
@@ -201,7 +206,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan = _plan(query, keys, value, shift, cu_seqlens, causal)
     B, H, HK, L, S, D, E = plan[:7]
-    out = query.new_empty(B, H, L, E)
+    out = by_position(query, E)
     mixed = query.new_empty(B, HK, S, D, dtype=feature_type(query.dtype))
     if mixed.numel() > 0:
         grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
@@ -212,7 +217,7 @@ def launch_forward(
         tiles, slots, switches = _tiles(plan, L)
         _launch(
             kernels.outputs, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
-            (*query.stride()[:3], *mixed.stride()[:3], *value.stride()[:3], H, H // HK, L, slots),
+            (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HK, L, slots),
             {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
     return out, states[:, :, -1].clone(), mixed, states, inverse
@@ -224,7 +229,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan = _plan(query, keys, value, shift, cu_seqlens, causal)
     B, H, HK, L, S, D = plan[:6]
-    dquery, dkeys, dvalue = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, value))
+    dquery, dkeys, dvalue = map(by_position, (query, keys, value))
     dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
     grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
     dshift = states.new_empty(grid[0], B, *shift.shape) if shift is not None else states.new_empty(0)
@@ -234,7 +239,8 @@ def launch_backward(
         tiles, slots, tile_switches = _tiles(plan, L)
         _launch(
             kernels.query_gradients, (tiles, B * H),
-            (grad, query, mixed, value, states, inverse, plan.table, dquery, factor), (*strides, H, H // HK, L, slots),
+            (grad, query, mixed, value, states, inverse, plan.table, dquery, factor),
+            (*strides, *dquery.stride()[:3], H, H // HK, L, slots),
             {**tile_switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
     behind = _sum_states(plan, grad_final, query, grad, (inverse, factor), feature_map)
@@ -244,10 +250,12 @@ def launch_backward(
         _launch(
             kernels.key_gradients, (tiles, B * HK),
             (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
-            (*strides, HK, H // HK, S, slots), {**tile_switches, "MAP": feature_map}, *plan.size[2:],
+            (*strides, *dvalue.stride()[:3], HK, H // HK, S, slots),
+            {**tile_switches, "MAP": feature_map}, *plan.size[2:],
         )  # fmt: skip
         _launch(
-            kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior), numbers, switches
+            kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior),
+            (*numbers, *_key_strides(dkeys, shift)), switches,
         )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
@@ -306,7 +314,7 @@ def _forward_fake(
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
-    return query.new_empty(B, H, L, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, L)
+    return by_position(query, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, L)
 
 
 @torch.library.custom_op("mgk::linear_attention_backward", mutates_args=())
@@ -327,11 +335,10 @@ def _backward_fake(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, cu_seqlens: Any,
     mixed: Any, states: Any, inverse: Any, feature_map: Any, normalise: Any, causal: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    same = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     M = keys.shape[2] if shift is None else shift.shape[1]
     dshift = states.new_empty(shift.shape if shift is not None else 0)
     dprior = states.new_empty(*value.shape[:2], M, value.shape[2]) if prior is not None else states.new_empty(0)
-    return same(query), same(keys), same(value), dshift, dprior, states.new_empty(*states.shape[:2], states.shape[3])
+    return *map(by_position, (query, keys, value)), dshift, dprior, states.new_empty(*states.shape[:2], states.shape[3])
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
