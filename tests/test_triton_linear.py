@@ -295,18 +295,19 @@ def test_nothing_on_one_side(queries, keys, poisoned):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
 
 
-def operator_arguments(causal):
-    x = inputs(S=40)
-    mask = torch.ones(1, 40, dtype=torch.uint8, device=DEVICE)
-    prior, state = torch.zeros(1, 1, 2, 1, device=DEVICE), torch.ones(1, 1, 16 * 17, device=DEVICE)
+def operator_arguments(causal, batch):
+    x = inputs(S=40, B=batch)
+    mask = torch.ones(batch, 40, dtype=torch.uint8, device=DEVICE)
+    prior, state = torch.zeros(1, 1, 2, 1, device=DEVICE), torch.ones(batch, 1, 16 * 17, device=DEVICE)
     tensors = (x["query"], x["key"], x["value"], x["shift"], prior.requires_grad_(), mask, state.requires_grad_())
     return (*tensors, None, 0, True, causal)
 
 
+@pytest.mark.parametrize("batch", [2, 0])
 @pytest.mark.parametrize("causal", [True, False])
-def test_operator_is_registered(causal):
+def test_operator_is_registered(causal, batch):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops.forward_op, operator_arguments(causal), test_utils=tests[:3] if not GPU else tests)
+    torch.library.opcheck(ops.forward_op, operator_arguments(causal, batch), test_utils=tests[:3] if not GPU else tests)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -81,12 +81,8 @@ def ratios(rows: list[Row], variant: str, which: str, components: str = "2") -> 
 
 def plain_ratios(rows: list[Row], variant: str, which: str) -> dict[str, float]:
     """As `ratios`, of calls as one writes them, with their Python and their launches."""
-    best: dict[str, float] = {}
-    for row in select(rows, "speed", which, variant="softmax"):
-        if row["heads"] == row["kv_heads"] == row["full_heads"] and row["step_ms"]:
-            best[shape_of(row)] = min(best.get(shape_of(row), math.inf), float(row["step_ms"]))
     found = select(rows, "speed", which, variant=variant, components="2", backend="triton")
-    return {shape_of(row): float(row["step_ms"]) / best[shape_of(row)] for row in found if shape_of(row) in best}
+    return {shape_of(row): float(row["eager_ratio"]) for row in found if row["eager_ratio"]}
 
 
 def _speed(rows: list[Row]) -> Iterable[Goal]:

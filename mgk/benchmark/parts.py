@@ -277,8 +277,16 @@ def _growing(shape: tuple[int, int, int]) -> list[Shape]:
 
 PARTS = {
     "speed": Part(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
-    "linear": Part(linear, lambda s: s.ours(LINEAR, s.shapes or _growing(LINEAR_SHAPE), linear=True)),
-    "whole": Part(whole, lambda s: _also_chunked(s.ours(LINEAR, s.shapes or WHOLE_SHAPES, linear=True))),
+    "linear": Part(
+        linear,
+        lambda s: s.ours(LINEAR, [replace(x, causal=True) for x in s.shapes] or _growing(LINEAR_SHAPE), linear=True),
+    ),
+    "whole": Part(
+        whole,
+        lambda s: _also_chunked(
+            s.ours(LINEAR, [replace(x, causal=False) for x in s.shapes] or WHOLE_SHAPES, linear=True)
+        ),
+    ),
     "decoding": Part(
         decoding,
         lambda s: _also_sharing(

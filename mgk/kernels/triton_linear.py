@@ -303,7 +303,6 @@ def query_gradients(
         Z = load_rows(state, columns_d, E, some, known, E)
         total = state_dot(g, Z, total, True, CAUSAL, TYPE, PRECISION)
     norm = tl.load(state + D * E + columns_d, mask=columns_d < known, other=0.0)
-    z = norm[None, :]
     if CAUSAL:
         g = load_rows(base_g, rows, g_s, columns_e, end, E).to(TYPE)
         for behind in range(begin, start, BLOCK):
@@ -318,13 +317,14 @@ def query_gradients(
         seen = rows[:, None] >= rows[None, :]
         products = tl.where(seen, tl.dot(g, tl.trans(v), input_precision=PRECISION), 0.0)
         total = precise_dot(products, k, total, False, TYPE, PRECISION)
-        if NORMALISE:
-            z = norm[None, :] + tl.dot(tl.where(seen, 1.0, 0.0).to(TYPE), k, input_precision=PRECISION)
     q = load_rows(base_q, rows, q_s, columns_d, end, D).to(tl.float32)
     if NORMALISE:
         along = place.to(tl.int64) * S + rows
         scale = tl.load(inverse + along, mask=rows < end, other=0.0)
         delta = tl.sum(total * feature(q, MAP).to(TYPE).to(tl.float32), 1) * scale
+        z = norm[None, :]
+        if CAUSAL:
+            z += tl.dot(tl.where(seen, 1.0, 0.0).to(TYPE), k, input_precision=PRECISION)
         total = (total - delta[:, None] * z) * scale[:, None]
         tl.store(factor + along, -delta * scale, mask=rows < end)
     store_rows(head_of(dquery, batch, head, d_b, d_h), rows, d_s, columns_d, end, D, total * slope(q, MAP))

@@ -171,22 +171,23 @@ def _sum_states(
         first.zero_()
     else:
         first.copy_(start)
-    if length == 0 or states.numel() == 0:
-        return states
-    part_d, part_e = min(PART, padded_width(plan.D)), min(PART, padded_width(plan.E))
-    parts = ceil_div(plan.D, part_d) * ceil_div(plan.E, part_e)
-    _launch(
-        kernels.slot_sums, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
-        (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
-        0 if behind else 1),
-        {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
-    )  # fmt: skip
+    something = length > 0 and states.numel() > 0
+    if something:
+        part_d, part_e = min(PART, padded_width(plan.D)), min(PART, padded_width(plan.E))
+        parts = ceil_div(plan.D, part_d) * ceil_div(plan.E, part_e)
+        _launch(
+            kernels.slot_sums, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
+            (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
+            0 if behind else 1),
+            {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
+        )  # fmt: skip
     if not plan.causal:
         return states.sum(2, keepdim=True)
-    _launch(
-        kernels.running_sums, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, slots),
-        {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
-    )  # fmt: skip
+    if something:
+        _launch(
+            kernels.running_sums, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, slots),
+            {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
+        )  # fmt: skip
     return states
 
 
