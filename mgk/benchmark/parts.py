@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,17 +204,11 @@ def decoding(setting: Setting, contenders: Contenders) -> Iterator[Row]:
         yield from timed_rows(setting, "decoding", shape, _sdpa(H, H, names), others, backward=False)
 
 
-def linear(setting: Setting, contenders: Contenders) -> Iterator[Row]:
-    """Causal linear attention with mixture keys, at growing lengths."""
+def linear(task: str, setting: Setting, contenders: Contenders) -> Iterator[Row]:
+    """Linear attention with mixture keys: `linear`, causal at growing lengths, or `whole`, of whole sequences."""
     for shape, some in contenders.items():
         baseline = _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)) if shape.length <= SDPA_LONGEST else []
-        yield from timed_rows(setting, "linear", shape, baseline, some)
-
-
-def whole(setting: Setting, contenders: Contenders) -> Iterator[Row]:
-    """Linear attention with mixture keys of whole sequences: the kernels, and plain products (`chunked`)."""
-    for shape, some in contenders.items():
-        yield from timed_rows(setting, "whole", shape, _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)), some)
+        yield from timed_rows(setting, task, shape, baseline, some)
 
 
 def _layer(setting: Setting, variant: str, shape: Shape) -> Problem:
@@ -261,13 +256,17 @@ class Part:
     ours: Callable[[Setting], Contenders] = lambda setting: {}
 
 
-def _also_sharing(contenders: Contenders) -> Contenders:
-    """Each also with all the query heads, two of which share a key head."""
-    return {shape: [*some, *(replace(each, heads=shape.heads) for each in some)] for shape, some in contenders.items()}
+def _also(contenders: Contenders, other: Callable[[Contender, Shape], Contender]) -> Contenders:
+    return {shape: [*some, *(other(each, shape) for each in some)] for shape, some in contenders.items()}
 
 
-def _also_chunked(contenders: Contenders) -> Contenders:
-    return {shape: [*some, *(replace(each, backend="chunked") for each in some)] for shape, some in contenders.items()}
+def _sharing(contender: Contender, shape: Shape) -> Contender:
+    """With all the query heads, two of which share a key head."""
+    return replace(contender, heads=shape.heads)
+
+
+def _by_products(contender: Contender, shape: Shape) -> Contender:
+    return replace(contender, backend="chunked")
 
 
 def _growing(shape: tuple[int, int, int]) -> list[Shape]:
@@ -278,19 +277,19 @@ def _growing(shape: tuple[int, int, int]) -> list[Shape]:
 PARTS = {
     "speed": Part(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
     "linear": Part(
-        linear,
+        partial(linear, "linear"),
         lambda s: s.ours(LINEAR, [replace(x, causal=True) for x in s.shapes] or _growing(LINEAR_SHAPE), linear=True),
     ),
     "whole": Part(
-        whole,
-        lambda s: _also_chunked(
-            s.ours(LINEAR, [replace(x, causal=False) for x in s.shapes] or WHOLE_SHAPES, linear=True)
+        partial(linear, "whole"),
+        lambda s: _also(
+            s.ours(LINEAR, [replace(x, causal=False) for x in s.shapes] or WHOLE_SHAPES, linear=True), _by_products
         ),
     ),
     "decoding": Part(
         decoding,
-        lambda s: _also_sharing(
-            s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES)
+        lambda s: _also(
+            s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES), _sharing
         ),
     ),
     "em": Part(em),

@@ -15,7 +15,7 @@ from mgk.kernels.direct import differentiable, no_second_derivatives
 from mgk.kernels.triton_launch import by_position, tf32_allowed
 from mgk.kernels.triton_launcher import NO_GPU, current_device, kinds_of
 from mgk.kernels.triton_linear_step import one_token
-from mgk.kernels.triton_plans import ceil_div, padded_width
+from mgk.kernels.triton_plans import ceil_div, key_strides, padded_width
 
 
 class Blocks(NamedTuple):
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 
     def slots(self, length: int) -> int:
         """Parts of a sequence that have sums of their own."""
-        return ceil_div(length, self.size.slot) if self.table is None else self.table.shape[0]
+        return _slots(length, self.size.slot, None) if self.table is None else self.table.shape[0]
 
 
 def _plan(
@@ -137,16 +137,11 @@ def _launch(
         compiled[grid](*tensors, *numbers, *constants)
 
 
-def _key_strides(keys: Any, shift: Any) -> tuple[int, ...]:
-    """Of batch, head, component and row."""
-    return (*keys.stride()[:2], 0, keys.stride(2)) if shift is not None else keys.stride()[:4]
-
-
 def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
     """Grid, strides and switches of the two kernels between keys and mixed features."""
     width = padded_width(plan.D)
     rows = max(16, 4096 // width)
-    strides = _key_strides(keys, shift)
+    strides = key_strides(keys.stride(), shift is not None)
     if prior is not None:
         strides += prior.expand(plan.B, plan.HK, plan.M, plan.S).stride()
     else:
@@ -256,7 +251,7 @@ def launch_backward(
         )  # fmt: skip
         _launch(
             kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior),
-            (*numbers, *_key_strides(dkeys, shift)), switches,
+            (*numbers, *key_strides(dkeys.stride(), shift is not None)), switches,
         )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
