@@ -39,7 +39,7 @@ MIXTURE_BACKENDS = {
 }
 LINEAR_BACKENDS = {
     "meta": Backend(counting.refuses, counting.run_linear),
-    "triton": Backend(fused_linear.refuses, fused_linear.run, fused_linear.slower),
+    "triton": Backend(fused_linear.refuses, fused_linear.run),
     "chunked": Backend(linear.refuses_chunked, linear.run_chunked),
     "eager": Backend(linear.refuses_eager, linear.run_eager),
 }

@@ -238,10 +238,8 @@ def test_auto_picks_it(name):
         assert choice.backend == "triton", choice
 
 
-def test_auto_leaves_whole_sequences_to_plain_products():
-    choice = mgk.explain_backend("smlk_attention", **inputs(), is_causal=False)
-    assert (choice.backend, "by name" in choice.reasons["triton"]) == ("chunked", True)
-    mgk.smlk_attention(**inputs(), is_causal=False, backend="triton")
+def test_auto_takes_the_kernels_for_whole_sequences_too():
+    assert mgk.explain_backend("smlk_attention", **inputs(), is_causal=False).backend == "triton"
 
 
 @pytest.mark.parametrize("name", NOT_COVERED)

@@ -43,11 +43,6 @@ def refuses(call: LinearCall) -> str | None:
     return None
 
 
-def slower(call: LinearCall) -> str | None:
-    """Why `auto` does not take the kernels that cover this call, or None."""
-    return None if call.causal else "the kernels of whole sequences have not been timed on a GPU: ask for them by name"
-
-
 def _decodes(call: LinearCall) -> bool:
     """One token more, without gradients. Who looks on sees the operator for any number of tokens."""
     if not call.causal or call.query.shape[2] != 1 or torch.is_grad_enabled():
