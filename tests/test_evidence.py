@@ -99,6 +99,19 @@ def test_a_claim_holds_if_it_holds_for_every_pair_measured(found, verdict):
     assert verdicts.overall(found) == verdict
 
 
+@pytest.mark.parametrize(
+    ("found", "cell"),
+    [
+        ([], "–"),
+        ([HOLDS, HOLDS], f"**{HOLDS}** (2 of 2)"),
+        ([HOLDS, OPEN, MISSING], f"**{OPEN}** (2 of 3; 1 holds)"),
+        ([HOLDS, FAILS, HOLDS, OPEN], f"**{FAILS}** (4 of 4; 2 hold, 1 does not)"),
+    ],
+)
+def test_a_cell_says_of_how_many_pairs_its_verdict_is(found, cell):
+    assert claims.cell(found) == cell
+
+
 def test_the_spread_over_seeds_is_pooled():
     spread = pooled([[1, 3], [2, 4], [7]])
     assert (spread.deviation, spread.freedom) == (pytest.approx(2**0.5), 2)

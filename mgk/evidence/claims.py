@@ -218,9 +218,12 @@ def learnt(runs: list[Trained]) -> str:
 
 
 def cell(found: list[str]) -> str:
-    """A verdict, and of how many pairs of all it is."""
-    measured = sum(each != verdicts.MISSING for each in found)
-    return f"**{verdicts.overall(found)}** ({measured} of {len(found)})" if found else "–"
+    """A verdict, of how many pairs of all it is, and what these are where they differ."""
+    if not found:
+        return "–"
+    measured = [each for each in found if each != verdicts.MISSING]
+    parts = "; " + verdicts.counted(measured) if len(set(measured)) > 1 else ""
+    return f"**{verdicts.overall(found)}** ({len(measured)} of {len(found)}{parts})"
 
 
 def by_verdict(found: dict[str, list[str]]) -> str:

@@ -150,7 +150,7 @@ def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool
 
 
 def cost(parts: list[Part], rows: list[Row]) -> str:
-    found = {part.title: costs.of_part(part, rows) for part in parts}
+    found = {part.title: costs.of_part(part, rows) for part in parts if part.experiment.timed}
     text = [f"**{title}**\n\n{costs.table(each)}" for title, each in found.items() if costs.pairs(each)]
     steps = costs.of_steps(rows)
     if costs.pairs(steps):
@@ -161,7 +161,7 @@ def cost(parts: list[Part], rows: list[Row]) -> str:
 
 
 def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row]) -> str:
-    """In brackets how many of the planned pairs have been measured."""
+    """In brackets how many of the planned pairs have been measured, and what they say where they differ."""
     half = {part.title: claims.half(part) for part in parts}
     same = {part.title: claims.same(part) for part in parts}
     lines = [["claim", *(part.title for part in parts)]]
@@ -202,8 +202,9 @@ def head_verdicts(seen: dict[str, list[heads.Seen]]) -> dict[str, list[str]]:
 
 
 def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str, list[str]]:
-    """Of each quantity, over all tasks; what was never measured is missing once."""
-    sources = [*(costs.of_part(part, rows) for part in parts), costs.of_steps(rows)]
+    """Of each quantity, over all tasks with models of their own; what was never measured is missing once."""
+    timed = [part for part in parts if part.experiment.timed]
+    sources = [*(costs.of_part(part, rows) for part in timed), costs.of_steps(rows)]
     pairs = [pair for source in sources for pair in costs.pairs(source) if pair[0].row.variant == variant]
     ratios = [costs.ratios(*pair) for pair in pairs]
     names = (*costs.COUNTS, *costs.MEASURED.values())

@@ -68,9 +68,10 @@ def overall(verdicts: Sequence[str]) -> str:
 
 
 def counted(verdicts: Sequence[str]) -> str:
-    """In words: how many pairs have which verdict."""
+    """In words: how many pairs hold and how many do not; the others cannot be told."""
     count = Counter(verdicts)
-    return ", ".join(f"{each}: {count[each]}" for each in ALL if count[each])
+    said = {HOLDS: ("holds", "hold"), FAILS: ("does not", "do not")}
+    return ", ".join(f"{count[each]} {words[count[each] > 1]}" for each, words in said.items() if count[each])
 
 
 RULES = f"""\
