@@ -112,7 +112,9 @@ def _small(rows: list[Row]) -> Iterable[Goal]:
     """Head width 16: not slower than SDPA-flash with H heads, neither on the device nor in plain calls."""
     some = [row for row in rows if shape_of(row) == SMALL_SHAPE]
     for which in PASSES:
-        flash = [r for r in select(some, "speed", which, backend="flash") if r["heads"] == r["full_heads"]]
+        flash = [
+            r for r in select(some, "speed", which, backend="flash") if r["heads"] == r["kv_heads"] == r["full_heads"]
+        ]
         for row in select(some, "speed", which, variant="smgk", components="2", backend="triton") if flash else []:
             for words, name in (("device", "value"), ("eager", "step_ms")):
                 ratio = float(row[name]) / min(float(r[name]) for r in flash)
