@@ -109,14 +109,14 @@ TITLES = {
 
 def report(rows: list[Row]) -> str:
     last = rows[-1]
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    commits, dates = (", ".join(sorted({row[name] for row in rows})) for name in ("commit", "date"))
     reached = [
         [goal.what, f"{goal.got:.3f}", f"{goal.wanted:.2f}", "yes" if goal.reached else "**no**"]
         for goal in goals.goals(rows)
     ]
     text = [
         "# Ours with H/2 heads against SDPA with H\n",
-        f"{last['gpu']}, {last['dtype']}, torch {last['torch']}, triton {last['triton']}, {last['date']}, commits "
+        f"{last['gpu']}, {last['dtype']}, torch {last['torch']}, triton {last['triton']}, {dates}, commits "
         f"{commits}. Device time of the whole operator, medians of CUDA graph replays on both sides; below 1 ours is "
         "faster. Forward + backward includes every gradient. M = 2. Made by `python benchmarks/report.py` from "
         "`attention.csv`, which `mgk bench` writes.\n",

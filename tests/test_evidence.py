@@ -80,8 +80,10 @@ def test_costs_are_judged_exactly_and_times_within_their_noise():
     assert [verdicts.cheaper(ratio) for ratio in (0.99, 1.0, 1.01, None)] == [HOLDS, OPEN, FAILS, MISSING]
     for name, noise in (("training step", verdicts.STEPS), ("memory of the step", verdicts.MEMORY)):
         ratios = (0.99 - noise, 1.01 - noise, 0.99 + noise, 1.01 + noise)
-        assert [costs.judge(name, ratio) for ratio in ratios] == [HOLDS, OPEN, OPEN, FAILS]
-    assert costs.judge("parameters", 1.001) == FAILS
+        assert [costs.judge(name, 10 * ratio, 10.0) for ratio in ratios] == [HOLDS, OPEN, OPEN, FAILS]
+    assert costs.judge("parameters", 1.001, 1.0) == FAILS
+    # Short ones wait for the host.
+    assert [costs.judge("inference", ours, 1.7) for ours in (1.2, 1.4, 1.61, 1.9)] == [HOLDS, OPEN, OPEN, FAILS]
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,15 @@ def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str,
     timed = [part for part in parts if part.experiment.timed]
     sources = [*(costs.of_part(part, rows) for part in timed), costs.of_steps(rows)]
     pairs = [pair for source in sources for pair in costs.pairs(source) if pair[0].row.variant == variant]
-    ratios = [costs.ratios(*pair) for pair in pairs]
     names = (*costs.COUNTS, *costs.MEASURED.values())
-    found = {name: [costs.judge(name, each[name]) for each in ratios if name in each] for name in names}
+    found = {
+        name: [
+            costs.judge(name, ours.of[name], theirs.of[name])
+            for ours, theirs in pairs
+            if name in ours.of.keys() & theirs.of
+        ]
+        for name in names
+    }
     return {name: each or [verdicts.MISSING] for name, each in found.items()}
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mgk.benchmark import goals
+from mgk.benchmark.parts import SHAPES
 from mgk.benchmark.timing import PASSES
 from mgk.evidence import costs, verdicts
 from mgk.markdown import markdown, number
@@ -33,12 +35,14 @@ def sentence(rows: list[Row]) -> str:
     forward, both = (goals.mean(goals.ratios(measured, "smgk", which)) for which in PASSES)
     if forward is None or both is None:
         return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
-    where = f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}"
+    shortest, longest = min(shape.length for shape in SHAPES[:-1]), max(shape.length for shape in SHAPES[:-1])
+    where = f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}, at lengths of {shortest:,} to {longest:,}"
     less = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
     softmax = f" Softmax itself with half the heads takes {' and '.join(less)}." if less else ""
     return (
-        f"{where}, sMGK with half the heads takes **{forward:.2f}** of the time of the fastest softmax\n"
-        f"attention in PyTorch with all of them, and **{both:.2f}** with all gradients.{softmax}"
+        f"{where}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
+        f"fastest softmax attention in PyTorch with all of them, and **{both:.2f}** with all gradients "
+        f"(geometric means of {len(goals.GOAL_SHAPES)} shapes,\non the device).{softmax}"
     )
 
 
@@ -132,18 +136,16 @@ def _against_best(rows: list[Row], task: str, variant: str, words: str, length: 
         if not present:
             continue
 
-        def plain(which: str, width: str = width, own: dict[str, list[Row]] = found) -> Ratio:
+        def over(column: str, which: str, width: str = width, own: dict[str, list[Row]] = found) -> Ratio:
             others = [
-                float(row["step_ms"])
+                float(row[column])
                 for row in goals.select(rows, task, which, variant="softmax", head_dim=width, **wanted)
                 if row["heads"] == row["kv_heads"] == row["full_heads"]
             ]
-            return float(own[which][-1]["step_ms"]) / min(others) if own[which] and others else None
+            return float(own[which][-1][column]) / min(others) if own[which] and others else None
 
-        def device(which: str, own: dict[str, list[Row]] = found) -> Ratio:
-            return float(own[which][-1]["ratio"]) if own[which] else None
-
-        lines.append(Line(f"{words} {width}", _both(device), _both(plain), _commits_of(present)))
+        device, plain = (_both(partial(over, column)) for column in ("value", "step_ms"))
+        lines.append(Line(f"{words} {width}", device, plain, _commits_of(present)))
     return lines
 
 
