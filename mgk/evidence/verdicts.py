@@ -95,7 +95,7 @@ sample of models.
 1 within {100 * TIMING:g} % (means of operators' times), {100 * STEPS:g} % (a training step, a forward; \
 {100 * SHORT_STEPS:g} % if one of the two takes less than {SHORT:g} ms) and {100 * MEMORY:g} % (its memory): two \
 measurements of the same step have differed by 4.5 %, of shorter ones by 25 %, of its memory by 13 %, and a ratio has \
-two. (Short steps had the limit of the others until all had been measured twice.)
+two. (Short steps had the limit of the others until those of ListOps and Text had been measured twice.)
 - **sMGK + Hard-E is as good as sMGK** (Table 4): *holds* if the interval of (hard − soft, with as many heads) lies \
 above −margin, *does not hold* if below. The other ways of that table, priors from EM (Soft-E) and MGK + Hard-E, are \
 held to the same rule; of them the paper does not claim it, and its own MGK + Hard-E on ListOps (19.40, with a soft \
