@@ -79,7 +79,7 @@ def peer(rows: list[Row], backend: str, share: int, key_share: int, which: str) 
     found = {
         shape_of(row): float(row["ratio"])
         for row in select(rows, "speed", which, variant="softmax", backend=backend)
-        if int(row["full_heads"]) == share * int(row["heads"]) == key_share * int(row["kv_heads"])
+        if goals.has_heads(row, share, key_share)
     }
     values = [found[shape] for shape in GOAL_SHAPES if shape in found]
     return number(geometric_mean(values)) if values else "–"

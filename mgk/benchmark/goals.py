@@ -63,6 +63,11 @@ def select(rows: Iterable[Row], task: str, which: str | None = None, **wanted: s
     ]
 
 
+def has_heads(row: Row, share: int, key_share: int) -> bool:
+    """Whether it was measured with H/share query heads and H/key_share key heads."""
+    return int(row["full_heads"]) == share * int(row["heads"]) == key_share * int(row["kv_heads"])
+
+
 def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.mean(map(math.log, values)))
 
@@ -112,9 +117,7 @@ def _small(rows: list[Row]) -> Iterable[Goal]:
     """Head width 16: not slower than SDPA-flash with H heads, neither on the device nor in plain calls."""
     some = [row for row in rows if shape_of(row) == SMALL_SHAPE]
     for which in PASSES:
-        flash = [
-            r for r in select(some, "speed", which, backend="flash") if r["heads"] == r["kv_heads"] == r["full_heads"]
-        ]
+        flash = [r for r in select(some, "speed", which, backend="flash") if has_heads(r, 1, 1)]
         for row in select(some, "speed", which, variant="smgk", components="2", backend="triton") if flash else []:
             for words, name in (("device", "value"), ("eager", "step_ms")):
                 ratio = float(row[name]) / min(float(r[name]) for r in flash)

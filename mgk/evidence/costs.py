@@ -73,6 +73,11 @@ def judge(name: str, ours: float, theirs: float) -> str:
     return verdicts.cheaper(ours / theirs, _noise(name, min(ours, theirs)))
 
 
+def judged(ours: Cost, theirs: Cost) -> dict[str, str]:
+    """The verdict on each quantity that both have."""
+    return {name: judge(name, ours.of[name], theirs.of[name]) for name in ratios(ours, theirs)}
+
+
 def _noise(name: str, smaller: float) -> float:
     if name in COUNTS:
         return 0.0

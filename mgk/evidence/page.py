@@ -206,15 +206,9 @@ def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str,
     timed = [part for part in parts if part.experiment.timed]
     sources = [*(costs.of_part(part, rows) for part in timed), costs.of_steps(rows)]
     pairs = [pair for source in sources for pair in costs.pairs(source) if pair[0].row.variant == variant]
+    judged = [costs.judged(*pair) for pair in pairs]
     names = (*costs.COUNTS, *costs.MEASURED.values())
-    found = {
-        name: [
-            costs.judge(name, ours.of[name], theirs.of[name])
-            for ours, theirs in pairs
-            if name in ours.of.keys() & theirs.of
-        ]
-        for name in names
-    }
+    found = {name: [each[name] for each in judged if name in each] for name in names}
     return {name: each or [verdicts.MISSING] for name, each in found.items()}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mgk.benchmark import goals
-from mgk.benchmark.parts import SHAPES
+from mgk.benchmark.contenders import Shape
 from mgk.benchmark.timing import PASSES
 from mgk.evidence import costs, verdicts
 from mgk.markdown import markdown, number
@@ -35,8 +35,10 @@ def sentence(rows: list[Row]) -> str:
     forward, both = (goals.mean(goals.ratios(measured, "smgk", which)) for which in PASSES)
     if forward is None or both is None:
         return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
-    shortest, longest = min(shape.length for shape in SHAPES[:-1]), max(shape.length for shape in SHAPES[:-1])
-    where = f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}, at lengths of {shortest:,} to {longest:,}"
+    lengths = [Shape.parse(shape).length for shape in goals.GOAL_SHAPES]
+    where = (
+        f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}, at lengths of {min(lengths):,} to {max(lengths):,}"
+    )
     less = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
     softmax = f" Softmax itself with half the heads takes {' and '.join(less)}." if less else ""
     return (
@@ -91,11 +93,7 @@ def _operator(rows: list[Row], variant: str) -> Line:
 def _half_softmax(rows: list[Row]) -> Line:
     """What fewer heads save by themselves."""
 
-    half = [
-        row
-        for row in goals.select(rows, "speed", variant="softmax")
-        if int(row["full_heads"]) == 2 * int(row["heads"]) == 2 * int(row["kv_heads"])
-    ]
+    half = [row for row in goals.select(rows, "speed", variant="softmax") if goals.has_heads(row, 2, 2)]
 
     def best(which: str) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -140,7 +138,7 @@ def _against_best(rows: list[Row], task: str, variant: str, words: str, length: 
             others = [
                 float(row[column])
                 for row in goals.select(rows, task, which, variant="softmax", head_dim=width, **wanted)
-                if row["heads"] == row["kv_heads"] == row["full_heads"]
+                if goals.has_heads(row, 1, 1)
             ]
             return float(own[which][-1][column]) / min(others) if own[which] and others else None
 
