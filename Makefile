@@ -47,9 +47,9 @@ $(OLD_HF): $(STAMP)
 
 test-hf: $(OLD_HF) ## Run the tests of mgk/hf under the Transformers of .venv and under 5.17
 	$(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
-	$(PYTEST) tests/test_hf*.py
+	$(PYTEST) tests/hf
 	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
-	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/test_hf*.py
+	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/hf
 
 # The oldest torch of pyproject.toml and a NumPy of its time, in an environment of their own.
 OLDEST := .venv/torch-2.6

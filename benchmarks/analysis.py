@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mgk import results
-from mgk.analysis import ranking, spectra
-from mgk.analysis.ranking import THRESHOLD, matrices_at_once
+from mgk.analysis import ranks, spectra
+from mgk.analysis.ranks import THRESHOLD, matrices_at_once
+from mgk.training import results
 
 
 def attention(count: int, size: int, device: torch.device, first: int) -> Tensor:
@@ -65,8 +65,8 @@ def timed(count: int, size: int, device: torch.device, memory: int, limit: float
 def fastest_streams(size: int, device: torch.device) -> int:
     """1 or the package's own number, whichever ranks 16 matrices faster."""
     seconds = {}
-    for streams in (1, ranking.STREAMS):
-        ranking.STREAMS = streams
+    for streams in (1, ranks.STREAMS):
+        ranks.STREAMS = streams
         # Libraries load and plan at the first call.
         spectra(attention(2, size, device, 1))
         matrices = attention(16, size, device, 0)
@@ -92,7 +92,7 @@ def main() -> None:
     memory = int(given.memory * 2**30)
     check(min(given.size, 512), device)
     if device.type == "cuda":
-        ranking.STREAMS = given.streams or fastest_streams(given.size, device)
+        ranks.STREAMS = given.streams or fastest_streams(given.size, device)
     rows = []
     for count, size in ((given.matrices, given.size), (1, given.large)):
         if device.type == "cuda":
@@ -105,7 +105,7 @@ def main() -> None:
             "seed": 0,
             "length": size,
             "dtype": "fp64",
-            "backend": f"{ranking.STREAMS} streams" if device.type == "cuda" else "",
+            "backend": f"{ranks.STREAMS} streams" if device.type == "cuda" else "",
             "n_examples": done,
             "peak_mem_mb": f"{peak:.0f}",
             "command": shlex.join(["python", "benchmarks/analysis.py", *sys.argv[1:]]),

@@ -25,9 +25,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mgk.kernels import triton_blocks, triton_launch, triton_launcher, triton_plans
-from mgk.kernels.triton_backward_keys import VALUES
-from mgk.results import environment
+from mgk.kernels import jit_cache
+from mgk.kernels.mixture import block_sizes, launch, launch_config
+from mgk.kernels.mixture.bwd_dkdv import VALUES
+from mgk.training.results import environment
 
 # By name on the command line: the kernel, and the rows of the tables that are replaced.
 KERNELS = {
@@ -101,17 +102,17 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     query, keys, value, shift, prior = draw(case.variant, case.components, B, H, N, D)
     hard, scale, nothing = case.variant.endswith("hard"), D**-0.5, (None,) * 6
     if case.kernel == "decode":
-        return triton_launch.launch_decode(
+        return launch.launch_decode(
             query[:, :, :1], keys, value, shift, prior, None, None, None, scale, 1.0, 0.0, 0, hard
         )
-    out, lse, prepared, stats = triton_launch.launch_forward(
+    out, lse, prepared, stats = launch.launch_forward(
         query, keys, value, shift, prior, *nothing, scale, 1.0, 0.0, 0.0, int(case.causal), hard, N, N
     )
     if case.kernel == "forward":
         return out, lse
-    gradients = triton_launch.launch_backward(
+    gradients = launch.launch_backward(
         torch.randn_like(out), None, out, lse, prepared, stats, query, keys, value, shift, *nothing, scale, 1.0,
-        0.0, int(case.causal), hard, N, N, False, 0 if prior is None else triton_plans.SUMMED,
+        0.0, int(case.causal), hard, N, N, False, 0 if prior is None else launch_config.SUMMED,
     )  # fmt: skip
     # Of the sums, those that a variant has no use for are never written.
     return gradients[:3]
@@ -128,19 +129,19 @@ def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], t
             options |= {} if step.registers is None else {"maxnreg": step.registers}
             arguments = (*tensors, *floats, *step.numbers, *step.free)
             found.append((step.kernel, step.grid, arguments, dict(step.switches), step.paths[0], options))
-        triton_launcher.launch(step, tensors, floats)
+        jit_cache.launch(step, tensors, floats)
 
     def block_of(kind: str, *rest: Any) -> Any:
         return (
             block
-            if block and kind.removeprefix(triton_blocks.CAPPED).removeprefix("small ").removeprefix("bulk ") in kinds
-            else triton_blocks.blocks(kind, *rest)
+            if block and kind.removeprefix(block_sizes.CAPPED).removeprefix("small ").removeprefix("bulk ") in kinds
+            else block_sizes.blocks(kind, *rest)
         )
 
     def row_block_of(*rest: Any) -> Any:
-        return block or triton_blocks.row_block(*rest)
+        return block or block_sizes.row_block(*rest)
 
-    with mock.patch.multiple(triton_launch, blocks=block_of, row_block=row_block_of, launch=note):
+    with mock.patch.multiple(launch, blocks=block_of, row_block=row_block_of, launch=note):
         results = run_passes(case, *map(int, case.shape.split(",")))
     return found, results
 

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mgk
-from mgk.files import replacing
+from mgk._core.io import replacing
 
 ROOT = Path(__file__).resolve().parent.parent
 B, H, M, D = 1, 4, 2, 64

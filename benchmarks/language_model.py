@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgk import results
-from mgk.decoding import DecodingStep
-from mgk.evaluation import forward_flops, parameters
-from mgk.files import replacing
-from mgk.graphs import GraphedGradients
+from mgk._core.io import replacing
 from mgk.models import DecoderConfig, LanguageModel, load_model
-from mgk.recipes import Row
-from mgk.sliding import sliding_losses
+from mgk.models.cuda_graphs import GraphedGradients
+from mgk.models.decoding import DecodingStep
+from mgk.models.sliding_window import sliding_losses
+from mgk.training import results
+from mgk.training.config import Row
+from mgk.training.evaluate import forward_flops, parameters
 from mgk.variants import VARIANTS
 
 PAPER = DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000))

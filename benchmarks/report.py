@@ -16,9 +16,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from mgk import results
-from mgk.benchmark import goals
-from mgk.benchmark.goals import (
+from experiments.paper import speed_goals
+from experiments.paper.speed_goals import (
     GOAL_SHAPES,
     MEANS,
     NAMES,
@@ -30,9 +29,10 @@ from mgk.benchmark.goals import (
     select,
     shape_of,
 )
-from mgk.benchmark.timing import PASSES
-from mgk.files import replacing, write_atomically
-from mgk.markdown import markdown, number
+from mgk._core.io import replacing, write_atomically
+from mgk._core.markdown import markdown, number
+from mgk.bench.timing import PASSES
+from mgk.training import results
 
 SHAPES = (*GOAL_SHAPES, SMALL_SHAPE)
 SIDES = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2)}
@@ -45,12 +45,12 @@ def speed_table(rows: list[Row]) -> str:
     means, largest = ["**geometric mean without the last**"], ["largest of them"]
     for found in columns.values():
         values = [found[shape] for shape in GOAL_SHAPES if shape in found]
-        mean = goals.mean(found)
+        mean = speed_goals.mean(found)
         means.append("–" if mean is None else f"**{mean:.2f}**")
         largest.append(number(max(values, default=None)))
     plain = ["mean in plain calls, with their Python"]
     for name, which in columns:
-        plain.append(number(goals.mean(plain_ratios(rows, name, which))))
+        plain.append(number(speed_goals.mean(plain_ratios(rows, name, which))))
     wanted = ["goal of the mean", *(number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
     return markdown([*lines, means, largest, wanted, plain])
 
@@ -79,7 +79,7 @@ def peer(rows: list[Row], backend: str, share: int, key_share: int, which: str) 
     found = {
         shape_of(row): float(row["ratio"])
         for row in select(rows, "speed", which, variant="softmax", backend=backend)
-        if goals.has_heads(row, share, key_share)
+        if speed_goals.has_heads(row, share, key_share)
     }
     values = [found[shape] for shape in GOAL_SHAPES if shape in found]
     return number(geometric_mean(values)) if values else "–"
@@ -112,7 +112,7 @@ def report(rows: list[Row]) -> str:
     commits, dates = (", ".join(sorted({row[name] for row in rows})) for name in ("commit", "date"))
     reached = [
         [goal.what, f"{goal.got:.3f}", f"{goal.wanted:.2f}", "yes" if goal.reached else "**no**"]
-        for goal in goals.goals(rows)
+        for goal in speed_goals.goals(rows)
     ]
     text = [
         "# Ours with H/2 heads against SDPA with H\n",
@@ -190,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("results"))
     folder = parser.parse_args().results
-    rows = goals.on_gpu(results.read([folder / "attention.csv"]))
+    rows = speed_goals.on_gpu(results.read([folder / "attention.csv"]))
     if not rows:
         raise SystemExit(f"{folder / 'attention.csv'} has no measurements on a GPU: run `mgk bench` on one first")
     write_atomically(folder / "attention.md", report(rows))

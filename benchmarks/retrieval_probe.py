@@ -21,13 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mgk import recipes, results, tasks
-from mgk.batches import Examples, Order
-from mgk.checks import one_of
+from experiments.paper.peerread.baselines import logistic_regression
+from mgk import tasks
+from mgk._core.validation import one_of
 from mgk.models import Classifier, EncoderConfig
-from mgk.recipes import Training
-from mgk.steps import SCHEDULERS
-from mgk.tasks.baselines import logistic_regression
+from mgk.training import config as recipes
+from mgk.training import results
+from mgk.training.config import Training
+from mgk.training.data import Examples, Order
+from mgk.training.module import SCHEDULERS
 
 RECIPE, TASK = "retrieval-probe", "retrieval-peerread"
 HASHED = 4096  # buckets of n-grams, n > 1

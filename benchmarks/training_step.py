@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgk import results
-from mgk.cost import median_ms, warm_up
-from mgk.evaluation import forward_flops, parameters
 from mgk.models import Classifier, EncoderConfig
-from mgk.recipes import Row
+from mgk.training import results
+from mgk.training.config import Row
+from mgk.training.evaluate import forward_flops, parameters
+from mgk.training.profiling import median_ms, warm_up
 from mgk.variants import VARIANTS
 
 

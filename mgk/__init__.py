@@ -7,14 +7,7 @@ Layers: Attention, MultiheadAttention, with Variant, VARIANTS and PRESETS to say
 from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.features import DPFP, FAVOR
-from mgk.functional import (
-    BackendChoice,
-    explain_backend,
-    mgk_attention,
-    mlk_attention,
-    smgk_attention,
-    smlk_attention,
-)
+from mgk.functional import BackendChoice, explain_backend, mgk_attention, mlk_attention, smgk_attention, smlk_attention
 from mgk.multihead import MultiheadAttention
 from mgk.rotary import Rotary
 from mgk.variants import PRESETS, VARIANTS, Preset, Variant

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk import functional
-from mgk.arguments import (
+from mgk._core.calls import (
     SIMILARITIES,
     LinearCall,
     MixtureCall,
@@ -27,8 +27,14 @@ from mgk.arguments import (
     check_scale,
     check_state,
 )
-from mgk.cache import Cache, KeyValueCache, StateCache
-from mgk.checks import (
+from mgk._core.em import em_statistics
+from mgk._core.from_softmax import from_softmax
+from mgk._core.how import How
+from mgk._core.key_projections import KEYS, KeyLayout, mixed_keys
+from mgk._core.masks import segments
+from mgk._core.priors import PRIORS, VARIANCES, EMPrior, EMVariance
+from mgk._core.recomputation import counted_already
+from mgk._core.validation import (
     check_dtype,
     check_input,
     check_padding,
@@ -40,14 +46,8 @@ from mgk.checks import (
     one_of,
     positive_integer,
 )
-from mgk.conversion import from_softmax
+from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.features import L1Features
-from mgk.how import How
-from mgk.kernels.masks import segments
-from mgk.kernels.statistics import em_statistics
-from mgk.keys import KEYS, KeyLayout, mixed_keys
-from mgk.priors import PRIORS, VARIANCES, EMPrior, EMVariance
-from mgk.recomputation import counted_already
 from mgk.rotary import Rotary
 from mgk.variants import AXES, PRESETS, VARIANTS, Variant
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mgk.checks import fail
+from mgk._core.validation import fail
 
 
 @dataclass(frozen=True)

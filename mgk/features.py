@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mgk.checks import number, one_of, positive_integer
+from mgk._core.validation import number, one_of, positive_integer
 
 
 def elu_plus_one(x: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mgk.arguments import LinearCall, MixtureCall, linear_call, mixture_call
-from mgk.checks import fail, one_of
-from mgk.kernels import counting, eager, fused, fused_linear, linear, plain, sdpa
+from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
+from mgk._core.validation import fail, one_of
+from mgk.backends import chunked, cpu_flash, eager, fused_linear, meta, torch_sdpa, triton
 
 
 class Backend(NamedTuple):
@@ -31,17 +31,17 @@ class Backend(NamedTuple):
 
 # In the order in which `auto` asks them.
 MIXTURE_BACKENDS = {
-    "meta": Backend(counting.refuses, counting.run_mixture),
-    "plain": Backend(plain.refuses, plain.run, plain.slower),
-    "triton": Backend.of(fused),
-    "sdpa": Backend.of(sdpa),
+    "meta": Backend(meta.refuses, meta.run_mixture),
+    "plain": Backend(torch_sdpa.refuses, torch_sdpa.run, torch_sdpa.slower),
+    "triton": Backend.of(triton),
+    "sdpa": Backend.of(cpu_flash),
     "eager": Backend.of(eager),
 }
 LINEAR_BACKENDS = {
-    "meta": Backend(counting.refuses, counting.run_linear),
+    "meta": Backend(meta.refuses, meta.run_linear),
     "triton": Backend(fused_linear.refuses, fused_linear.run),
-    "chunked": Backend(linear.refuses_chunked, linear.run_chunked),
-    "eager": Backend(linear.refuses_eager, linear.run_eager),
+    "chunked": Backend(chunked.refuses_chunked, chunked.run_chunked),
+    "eager": Backend(chunked.refuses_eager, chunked.run_eager),
 }
 
 
@@ -286,7 +286,7 @@ def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
 
 
 def run_mixture(call: MixtureCall, backend: str) -> Any:
-    if call.count is not None and (backend not in ("auto", "triton") or fused.refuses(call) is not None):
+    if call.count is not None and (backend not in ("auto", "triton") or triton.refuses(call) is not None):
         call = call.hiding()
     chosen = _backend(call, backend, MIXTURE_BACKENDS)
     if call.keys.shape[-2] == 0:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgk._core.from_softmax import from_softmax
+from mgk._core.how import How
+from mgk._core.validation import fail, flag
 from mgk.attention import Attention
-from mgk.checks import fail, flag
-from mgk.conversion import from_softmax
-from mgk.how import How
 from mgk.variants import Variant
 
 

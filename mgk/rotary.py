@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mgk.checks import fail, number, positive_integer
+from mgk._core.validation import fail, number, positive_integer
 
 
 class Rotary(nn.Module):

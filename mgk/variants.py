@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgk.checks import fail, flag, number, one_of, positive_integer
+from mgk._core.validation import fail, flag, number, one_of, positive_integer
 
 AXES = {
     "similarity": ("gaussian", "dot", "between", "linear"),

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-import oracle
 import pytest
 import torch
-from exact import F64, close, randn
-from layers import EMBED, HK, LINEAR, D, H, L, component_keys, log_prior, make, reference, split
 
 import mgk
 from mgk import Attention, Variant
+from tests.support import oracle
+from tests.support.exact import F64, close, randn
+from tests.support.layers import EMBED, HK, LINEAR, D, H, L, component_keys, log_prior, make, reference, split
 
 # What a paper's name must mean: (similarity, keys, prior, assignment, components under num_components=3).
 MEANING = {

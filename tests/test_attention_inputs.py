@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from exact import F64, close, randn
-from layers import EMBED, HK, MIXTURES, D, H, L, make, reference
 
 import mgk
+from tests.support.exact import F64, close, randn
+from tests.support.layers import EMBED, HK, MIXTURES, D, H, L, make, reference
 
 LENGTHS = (5, 1, 8)
 CU = torch.tensor([0, 5, 6, 14], dtype=torch.int32)

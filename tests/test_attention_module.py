@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from exact import F64, close, randn
-from layers import EMBED, HK, D, H, L, make
 from safetensors.torch import load_file, save_file
 
 import mgk
 from mgk import Attention, Variant
+from tests.support.exact import F64, close, randn
+from tests.support.layers import EMBED, HK, D, H, L, make
 
 STATEFUL = [
     ("mgk", {}),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from mgk import commands
+from mgk.cli import commands
 
 ROOT = Path(__file__).parent.parent
 

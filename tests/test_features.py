@@ -2,15 +2,15 @@
 
 import math
 
-import oracle
 import pytest
 import torch
-from exact import F64, close
 
 import mgk
 from mgk import DPFP, FAVOR
 from mgk.features import FEATURE_MAPS, elu_plus_one
 from mgk.rotary import Rotary
+from tests.support import oracle
+from tests.support.exact import F64, close
 
 B, H, HK, M, D, E = 2, 4, 2, 3, 8, 5
 BACKENDS = ["eager", "chunked"]
@@ -276,7 +276,7 @@ def test_a_long_causal_call_is_the_same_in_blocks(monkeypatch, feature_map):
         return [output, *state, *torch.autograd.grad(output.square().sum(), tensors)]
 
     whole = run()
-    monkeypatch.setattr("mgk.kernels.linear.BLOCK", 33)
+    monkeypatch.setattr("mgk.backends.chunked.BLOCK", 33)
     for found, wanted in zip(run(), whole, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 

@@ -2,13 +2,13 @@
 
 import math
 
-import oracle
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import mgk
 from mgk import equations
+from tests.support import oracle
 
 BACKENDS = ["eager", "sdpa"]
 SOFT_AND_HARD = [("eager", "soft"), ("eager", "hard"), ("sdpa", "soft")]

@@ -141,7 +141,11 @@ HEIGHT = {
 }
 MODELS = 9
 # What these import: torch, and those that are modules the checks of their arguments.
-TORCH_ALONE = {"equations": {"torch"}, "features": {"torch", "mgk.checks"}, "rotary": {"torch", "mgk.checks"}}
+TORCH_ALONE = {
+    "equations": {"torch"},
+    "features": {"torch", "mgk._core.validation"},
+    "rotary": {"torch", "mgk._core.validation"},
+}
 # transformers: our models in its shells, and its models under analysis.
 ONLY_THERE = {"transformers": ("hf/", "analysis/foreign.py"), "triton": ("kernels/",)}
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -155,7 +159,7 @@ PARTS = {part(path) for path in FILES}
 
 
 def imported(path):
-    """The full names of all modules that a file imports anywhere, `mgk.kernels.eager` for one of ours."""
+    """The full names of all modules that a file imports anywhere, `mgk.backends.eager` for one of ours."""
     package = ["mgk", *path.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mgk
 from mgk import Attention
-from mgk.kernels import eager
+from mgk.backends import eager
 
 EMBED, H, HK, D = 16, 4, 2, 8
 LENGTHS = [7, 2, 3, 5, 8, 13, 16, 31, 33, 48, 63, 64, 65, 100, 128, 130, 200, 256, 257, 300]

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-from exact import F64, close, randn
 from torch import nn
 
 import mgk
 from mgk import Attention, MultiheadAttention
+from tests.support.exact import F64, close, randn
 
 EMBED, H, L, S, B = 12, 4, 7, 9, 3
 

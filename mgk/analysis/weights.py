@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mgk import equations
-from mgk.analysis.watching import Call
-from mgk.arguments import LinearCall, MixtureCall
-from mgk.kernels import eager
-from mgk.kernels.masks import allowed_pairs, block_of_rows, repeat_heads
+from mgk._core.calls import LinearCall, MixtureCall
+from mgk._core.masks import allowed_pairs, block_of_rows, repeat_heads
+from mgk.analysis.capture import Call
+from mgk.backends import eager
 
 AnyCall = TypeVar("AnyCall", MixtureCall, LinearCall)
 

@@ -11,9 +11,9 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("mgk.hf needs the extra 'hf': pip install 'mgk[hf]'", name=error.name) from error
 
 from mgk.hf.cache import MGKCache
-from mgk.hf.config import MGKConfig
-from mgk.hf.conversion import convert, load_converted
-from mgk.hf.models import MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
+from mgk.hf.configuration import MGKConfig
+from mgk.hf.convert import convert, load_converted
+from mgk.hf.modeling import MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
 from mgk.hf.tokenizer import tokenizer_of_run
 
 __all__ = [

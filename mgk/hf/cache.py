@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Cache
 
 import mgk
+from mgk._core.validation import fail
 from mgk.cache import KeyValueCache
-from mgk.checks import fail
 
 
 class MGKCache(Cache):

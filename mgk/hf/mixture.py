@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
-from mgk.checks import fail
+from mgk._core.priors import LearnedPrior
+from mgk._core.validation import fail
 from mgk.functional import smgk_attention
-from mgk.priors import LearnedPrior
 from mgk.variants import PRESETS, VARIANTS
 
 NAME = "mgk"  # of the attention function, and of what a converted layer holds

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mgk.runs import load_language_model
 from mgk.tasks.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, WordVocabulary
+from mgk.training.run_dir import load_language_model
 
 
 def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:

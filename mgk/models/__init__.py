@@ -1,7 +1,7 @@
 """Models around the attention layer, and how they lie on disk: weights as safetensors, configuration as JSON."""
 
+from mgk.models.checkpoint import load_model, save_model
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
-from mgk.models.storage import load_model, save_model
 
 __all__ = ["Classifier", "DecoderConfig", "EncoderConfig", "LanguageModel", "load_model", "save_model"]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgk._core.how import How
+from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
-from mgk.checks import check_tokens, fail, number, one_of, positive_integer
 from mgk.features import NAMED
-from mgk.how import How
-from mgk.models.adaptive import TokenTable, check_cutoffs
+from mgk.models.adaptive_softmax import TokenTable, check_cutoffs
 from mgk.variants import PRESETS, check_layers, layers_of
 
 # Layers that are compiled as one. Calling what is compiled costs the host time: for 16 layers forward and backward

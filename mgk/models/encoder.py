@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mgk._core.masks import segments
+from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
-from mgk.checks import check_tokens, fail, number, one_of, positive_integer
 from mgk.features import NAMED
-from mgk.kernels.masks import segments
 from mgk.models.embedding import lookup
 from mgk.variants import PRESETS, VARIANTS, check_layers, layers_of
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mgk.tasks.store import Array, DataError, Progress, Task, npy_header, read_manifest
+from mgk.tasks.base import Array, DataError, Progress, Task, npy_header, read_manifest
 from mgk.tasks.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 
 MEGABYTE = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mgk.tasks.store import Array, DataError, Example, Progress, Task, write_split
+from mgk.tasks.base import Array, DataError, Example, Progress, Task, write_split
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = (*"0123456789", *OPERATORS, "]")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mgk.files import write_atomically
-from mgk.tasks.store import Array, DataError
+from mgk._core.io import write_atomically
+from mgk.tasks.base import Array, DataError
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 FILE = "vocabulary.txt"

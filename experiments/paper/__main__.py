@@ -1,0 +1,77 @@
+"""Compare results/ with the claims of the paper: python -m experiments.paper."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk._core.validation import number
+from mgk.cli import run_app
+from mgk.cli.common import DataDir, check_folder, data_directory, progress
+
+# Child processes (trainings, analyses) load the tasks and recipes of this package through MGK_PLUGINS.
+PLUGIN = "experiments.paper"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def evidence(
+    results: Annotated[Path, typer.Option(help="Where the measurements are.")] = Path("results"),
+    page: Annotated[
+        Path, typer.Option(help="Its marked parts are made anew; a page that is not there is begun.")
+    ] = Path("docs/evidence.md"),
+    figures: Annotated[Path | None, typer.Option(help="Where pictures go; default: figures/ beside the page.")] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="First train, time and analyse what results/ lacks; for a GPU, hours.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="With --run: trainings at once; default 1, or 4 on a GPU.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --run: stop after so long; the same command goes on.")
+    ] = None,
+    data_dir: DataDir = None,
+    runs: Annotated[Path, typer.Option(help="With --run: where the runs' directories go.")] = Path("runs"),
+) -> None:
+    """Hold what results/ has against the paper's claims: tables, intervals, verdicts, pictures."""
+    from experiments.paper import run_missing
+    from experiments.paper.page import empty, fill, gather
+    from mgk._core.io import write_atomically
+
+    if minutes is not None:
+        number("--minutes", minutes, 0, above=True)
+    failed = []
+    if run:
+        check_folder("--results", results)
+        check_folder("--runs", runs)
+        failed = run_missing.run(results, runs, data_directory(data_dir), jobs, minutes, progress)
+    if not any(results.glob("*.csv")):
+        raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
+    folder = figures or page.parent / "figures"
+    made = gather(results)
+    text = page.read_text(encoding="utf-8") if page.exists() else empty(made.parts)
+    filled = fill(text, made.parts)
+    if made.left_out:
+        print(f"left out, of other settings than the recipe's: {', '.join(made.left_out)}", file=sys.stderr)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, filled)
+    for picture in made.pictures:
+        print(picture.write(folder))
+    print(page)
+    if failed:
+        raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")
+
+
+def main() -> None:
+    plugins = [name for name in os.environ.get("MGK_PLUGINS", "").split(",") if name not in ("", PLUGIN)]
+    os.environ["MGK_PLUGINS"] = ",".join([*plugins, PLUGIN])
+    run_app(lambda: app, "python -m experiments.paper", sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

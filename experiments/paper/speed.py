@@ -1,0 +1,175 @@
+"""How fast: ours with half the heads over the fastest softmax attention with all of them, by operator and by model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from experiments.paper import costs, speed_goals, verdicts
+from mgk._core.markdown import markdown, number
+from mgk.bench.implementations import Shape
+from mgk.bench.timing import PASSES
+
+Row = dict[str, str]
+Ratio = float | None
+LONG_LINEAR = "16384"  # the length at which causal linear attention is shown
+LENGTHS = ("4096", "256")  # of the language model
+PLAIN, RECORDED = "tokens_per_second_plain", "tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Line:
+    """On the device and in plain calls: forward and with all gradients, or one number. None: not measured."""
+
+    what: str
+    device: tuple[Ratio, ...]
+    plain: tuple[Ratio, ...]
+    commits: set[str]
+
+
+def sentence(rows: list[Row]) -> str:
+    measured = speed_goals.on_gpu(rows)
+    forward, both = (speed_goals.mean(speed_goals.ratios(measured, "smgk", which)) for which in PASSES)
+    if forward is None or both is None:
+        return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+    lengths = [Shape.parse(shape).length for shape in speed_goals.GOAL_SHAPES]
+    where = (
+        f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}, at lengths of {min(lengths):,} to {max(lengths):,}"
+    )
+    less = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
+    softmax = f" Softmax itself with half the heads takes {' and '.join(less)}." if less else ""
+    return (
+        f"{where}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
+        f"fastest softmax attention in PyTorch with all of them, and **{both:.2f}** with all gradients "
+        f"(geometric means of {len(speed_goals.GOAL_SHAPES)} shapes,\non the device).{softmax}"
+    )
+
+
+def table(rows: list[Row]) -> str:
+    measured = speed_goals.on_gpu(rows)
+    lines = [
+        *(_operator(measured, variant) for variant in ("smgk", "mgk")),
+        _half_softmax(measured),
+        _small(measured),
+        *_against_best(measured, "decoding", "smgk", "sMGK, one token against a cache of 32,768, width"),
+        *_against_best(measured, "linear", "mlk", "causal MLK at length 16,384, width", LONG_LINEAR),
+        *_models(rows),
+    ]
+    header = ["", "on the device", "in plain calls, with their Python", "commit"]
+    return markdown(
+        [header, *([line.what, _cell(line.device), _cell(line.plain), _commits(line.commits)] for line in lines)]
+    )
+
+
+def _cell(values: tuple[Ratio, ...]) -> str:
+    shown = [f"**{number(x)}**" if x is not None and x < 1 else number(x) for x in values if x is not None]
+    return ", ".join(shown) or "–"
+
+
+def _commits(found: set[str]) -> str:
+    return ", ".join(sorted(found)) or "–"
+
+
+def _commits_of(rows: list[Row]) -> set[str]:
+    return {row["commit"] for row in rows}
+
+
+def _both(find: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
+    return tuple(find(which) for which in PASSES)
+
+
+def _operator(rows: list[Row], variant: str) -> Line:
+    return Line(
+        f"{speed_goals.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
+        _both(lambda which: speed_goals.mean(speed_goals.ratios(rows, variant, which))),
+        _both(lambda which: speed_goals.mean(speed_goals.plain_ratios(rows, variant, which))),
+        _commits_of(speed_goals.select(rows, "speed", variant=variant, components="2", backend="triton")),
+    )
+
+
+def _half_softmax(rows: list[Row]) -> Line:
+    """What fewer heads save by themselves."""
+
+    half = [row for row in speed_goals.select(rows, "speed", variant="softmax") if speed_goals.has_heads(row, 2, 2)]
+
+    def best(which: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for row in speed_goals.select(half, "speed", which):
+            shape = speed_goals.shape_of(row)
+            found[shape] = min(found.get(shape, math.inf), float(row["ratio"]))
+        return found
+
+    words = "for comparison: softmax with half the heads, the same shapes"
+    return Line(words, _both(lambda which: speed_goals.mean(best(which))), (), _commits_of(half))
+
+
+def _small(rows: list[Row]) -> Line:
+    shape = speed_goals.SMALL_SHAPE
+    found = [row for row in speed_goals.select(rows, "speed", variant="smgk") if speed_goals.shape_of(row) == shape]
+    return Line(
+        "sMGK at length 256 and width 16, the paper's language model",
+        _both(lambda which: speed_goals.ratios(rows, "smgk", which).get(shape)),
+        _both(lambda which: speed_goals.plain_ratios(rows, "smgk", which).get(shape)),
+        _commits_of(found),
+    )
+
+
+def _against_best(rows: list[Row], task: str, variant: str, words: str, length: str | None = None) -> list[Line]:
+    """One line for each head width: a part of `mgk bench` whose rows have their ratio to the best SDPA."""
+    wanted = {} if length is None else {"length": length}
+    lines = []
+    for width in dict.fromkeys(row["head_dim"] for row in speed_goals.select(rows, task, **wanted)):
+        found = {
+            which: [
+                row
+                for row in speed_goals.select(
+                    rows, task, which, variant=variant, backend="triton", head_dim=width, **wanted
+                )
+                if row["heads"] == row["kv_heads"]
+            ]
+            for which in PASSES
+        }
+        present = [row for own in found.values() for row in own]
+        if not present:
+            continue
+
+        def over(column: str, which: str, width: str = width, own: dict[str, list[Row]] = found) -> Ratio:
+            others = [
+                float(row[column])
+                for row in speed_goals.select(rows, task, which, variant="softmax", head_dim=width, **wanted)
+                if speed_goals.has_heads(row, 1, 1)
+            ]
+            return float(own[which][-1][column]) / min(others) if own[which] and others else None
+
+        device, plain = (_both(partial(over, column)) for column in ("value", "step_ms"))
+        lines.append(Line(f"{words} {width}", device, plain, _commits_of(present)))
+    return lines
+
+
+def _models(rows: list[Row]) -> list[Line]:
+    lines = []
+    for pair in costs.pairs(costs.of_steps(rows)):
+        if pair[0].row.variant == "smgk":
+            what = "a training step of the paper's encoder at length 4,096, compiled"
+            ratio = costs.ratios(*pair)["training step"]
+            lines.append(Line(what, (ratio,), (), _commits_of(costs.step_rows(rows))))
+    for length in LENGTHS:
+        ratios: dict[str, float] = {}
+        commits: set[str] = set()
+        for metric in (RECORDED, PLAIN):
+            last = {
+                (row["variant"], row["heads"], row["kv_heads"]): row
+                for row in rows
+                if row["recipe"] == "language-model" and row["metric"] == metric and row["length"] == length
+            }
+            if {("smgk", "4", "4"), ("softmax", "8", "8")} <= last.keys():
+                ours, theirs = last["smgk", "4", "4"], last["softmax", "8", "8"]
+                ratios[metric] = float(theirs["value"]) / float(ours["value"])
+                commits |= {ours["commit"], theirs["commit"]}
+        what = (
+            f"one of its language model at length {int(length):,} (as CUDA graphs, which `mgk train` records; without)"
+        )
+        lines.append(Line(what, (ratios.get(RECORDED),), (ratios.get(PLAIN),), commits))
+    return lines

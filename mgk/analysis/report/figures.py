@@ -1,0 +1,187 @@
+"""The figures as PNG and SVG files, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from mgk._core.io import replacing
+from mgk.analysis.analyse import Analysis
+from mgk.analysis.attention_maps import PALETTE
+from mgk.analysis.flops import Cost
+from mgk.analysis.report.curves import Curve
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.colors import ListedColormap
+
+COLOURS = ("#2a6fdb", "#d9730d", "#1a936f", "#8e5bd0", "#c2417c", "#7a6a53", "#0f9bb3", "#9aa31d")
+STYLES: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "font.size": 9,
+    # Text stays text in SVG files, and nothing in them depends on the hour.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mgk",
+}
+FORMATS = ("png", "svg")
+LETTERS_PER_INCH = 13  # of a title
+RANK_COLUMNS = 6
+
+
+def _save(figure: Any, directory: Path, name: str) -> list[str]:
+    directory.mkdir(parents=True, exist_ok=True)
+    for kind in FORMATS:
+        metadata = {"Date": None} if kind == "svg" else {}
+        with matplotlib.rc_context(STYLES), replacing(directory / f"{name}.{kind}") as temporary:
+            figure.savefig(temporary, format=kind, dpi=150, metadata=metadata)
+    pyplot.close(figure)
+    return [f"{name}.{kind}" for kind in FORMATS]
+
+
+def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    with matplotlib.rc_context(STYLES):
+        return pyplot.subplots(
+            rows, columns, figsize=(width * columns, height * rows), squeeze=False, constrained_layout=True
+        )
+
+
+def _title(figure: Any, words: str) -> None:
+    """Above all panels; in several lines where the figure is narrow, instead of beyond its edges."""
+    figure.suptitle(textwrap.fill(words, int(LETTERS_PER_INCH * figure.get_figwidth())), fontsize=9)
+
+
+def _times(rows: int, columns: int) -> str:
+    """In one piece: no line of a title ends within it."""
+    return f"{rows}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{columns}"
+
+
+def draw_maps(analysis: Analysis, model: str, directory: Path, name: str, pooling: str = "mean") -> list[str]:
+    """All heads (across) and layers (down) on the sample that is shown: Fig. 2 left, 5 and 8 of the paper."""
+    columns = max(layer.heads for layer in analysis.layers)
+    figure, axes = _grid(len(analysis.layers), columns, 1.6, 1.7)
+    for number, layer in enumerate(analysis.layers):
+        for head in range(columns):
+            panel = axes[number][head]
+            panel.set_axis_off()
+            if head < layer.heads:
+                levels = layer.maps.pooled[pooling][head]
+                colours = ListedColormap(np.frombuffer(PALETTE, np.uint8).reshape(256, 3) / 255)
+                panel.imshow(levels, cmap=colours, vmin=0, vmax=255, interpolation="nearest", aspect="auto")
+                panel.set_title(f"layer {number + 1}, head {head + 1}", fontsize=7)
+    maps = analysis.layers[0].maps
+    pooled = "" if maps.factor == 1 else f", {pooling} of {_times(maps.factor, maps.factor)}"
+    _title(figure, f"{model}: attention maps, {_times(maps.queries, maps.keys)}{pooled}")
+    return _save(figure, directory, name)
+
+
+def spread(depth: int, most: int) -> list[int]:
+    """At most so many layers, from the first to the last."""
+    return [round(place) for place in np.linspace(0, depth - 1, min(depth, most))]
+
+
+def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> list[str]:
+    """Histograms of ranks (above) and effective ranks (below), a column a layer: Fig. 2 right and 6 of the paper.
+    Of many layers some are shown, from the first to the last."""
+    depth = max(len(analysis.layers) for analysis in analyses.values())
+    chosen = spread(depth, RANK_COLUMNS)
+    figure, axes = _grid(2, len(chosen), 3.0, 2.2)
+    for column, number in enumerate(chosen):
+        for row, what in enumerate(("rank", "effective")):
+            panel = axes[row][column]
+            found = {
+                model: 100 * getattr(analysis.layers[number].ranks, what) / analysis.layers[number].ranks.size
+                for model, analysis in analyses.items()
+                if number < len(analysis.layers) and len(analysis.layers[number].ranks.rank)
+            }
+            for place, (model, values) in enumerate(found.items()):
+                style = {"bins": np.linspace(0, 100, 26), "color": COLOURS[place % len(COLOURS)], "label": model}
+                shares = np.full(len(values), 100 / len(values))
+                panel.hist(values, weights=shares, histtype="stepfilled", alpha=0.12, **{**style, "label": None})
+                panel.hist(values, weights=shares, histtype="step", linewidth=1.6, **style)
+            panel.set_xlabel(f"{'rank' if what == 'rank' else 'effective rank'}, % of the matrix's size", fontsize=8)
+            panel.set_ylabel("% of matrices", fontsize=8)
+            panel.set_title(f"layer {number + 1}", fontsize=8)
+    axes[0][0].legend(fontsize=7, frameon=False)
+    return _save(figure, directory, name)
+
+
+def draw_similarity(analysis: Analysis, model: str, directory: Path, name: str) -> list[str]:
+    """How alike the heads of each layer are, similar ones side by side."""
+    depth = len(analysis.layers)
+    columns = min(depth, 4)
+    figure, axes = _grid(math.ceil(depth / columns), columns, 2.3, 2.4)
+    for number, panel in enumerate(axes.flat):
+        panel.grid(visible=False)
+        if number >= depth:
+            panel.set_axis_off()
+            continue
+        found = analysis.layers[number].similarity
+        order = found.order
+        image = panel.imshow(1 - found.divergence[np.ix_(order, order)], vmin=0, vmax=1, cmap="Blues")
+        panel.set_xticks(range(len(order)), [str(head + 1) for head in order], fontsize=6)
+        panel.set_yticks(range(len(order)), [str(head + 1) for head in order], fontsize=6)
+        panel.set_title(f"layer {number + 1}: {found.different['maps']:.1f} of {len(order)} different", fontsize=8)
+    figure.colorbar(image, ax=axes, label="1 − Jensen–Shannon divergence", shrink=0.8)
+    _title(figure, f"{model}: how alike the heads are")
+    return _save(figure, directory, name)
+
+
+def draw_curves(curves: list[Curve], directory: Path, name: str) -> list[str]:
+    """Every metric over the steps, a line a run: Fig. 1 and 4 of the paper."""
+    panels = list(dict.fromkeys((curve.metric, curve.split) for curve in curves))
+    runs = list(dict.fromkeys(curve.run for curve in curves))
+    columns = min(len(panels), 2)
+    figure, axes = _grid(math.ceil(len(panels) / columns), columns, 3.6, 2.6)
+    for panel in list(axes.flat)[len(panels) :]:
+        panel.set_axis_off()
+    for (metric, split), panel in zip(panels, axes.flat, strict=False):
+        for curve in (c for c in curves if (c.metric, c.split) == (metric, split)):
+            panel.plot(curve.steps, curve.values, color=COLOURS[runs.index(curve.run) % len(COLOURS)], label=curve.run)
+        panel.set_xlabel("step")
+        panel.set_title(f"{metric}, {split}", fontsize=9)
+    axes[0][0].legend(fontsize=7, frameon=False)
+    return _save(figure, directory, name)
+
+
+def draw_costs(
+    lines: dict[str, list[tuple[int, Cost]]], directory: Path, name: str, title: str, label: str
+) -> list[str]:
+    """FLOPs (left) and parameters (right), a line of (place, cost) for each name: Fig. 3 and 7 of the paper."""
+    figure, axes = _grid(1, 2, 3.8, 2.9)
+    ticks = sorted({place for points in lines.values() for place, _ in points})
+    measures = (("flops", 1e9, "GFLOPs of one forward"), ("params", 1e3, "parameters, thousands"))
+    for panel, (measure, unit, words) in zip(axes[0], measures, strict=True):
+        for number, (line, points) in enumerate(lines.items()):
+            style = {"marker": "osD^v<>p"[number % 8], "color": COLOURS[number % len(COLOURS)], "label": line}
+            values = [getattr(cost, measure) / unit for _, cost in points]
+            # Wide below and thin above: lines that coincide can still be told apart.
+            wide = 1.5 + 1.2 * (len(lines) - 1 - number)
+            panel.plot([p for p, _ in points], values, markersize=3 + wide, linewidth=wide, alpha=0.75, **style)
+        panel.set_xlabel(label)
+        panel.set_ylabel(words)
+        panel.set_ylim(bottom=0)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        panel.minorticks_off()
+    axes[0][0].legend(fontsize=7, frameon=False)
+    _title(figure, title)
+    return _save(figure, directory, name)
+
+
+def draw_all(directory: Path, analyses: dict[str, Analysis], curves: list[Curve]) -> list[str]:
+    """The figures that go beside a report."""
+    written = []
+    for number, (model, analysis) in enumerate(analyses.items()):
+        suffix = "" if len(analyses) == 1 else f"-{number + 1}"
+        written += draw_maps(analysis, model, directory, f"maps{suffix}")
+        written += draw_similarity(analysis, model, directory, f"similarity{suffix}")
+    written += draw_ranks(analyses, directory, "ranks")
+    return written + (draw_curves(curves, directory, "curves") if curves else [])

@@ -1,0 +1,284 @@
+"""Soft mixtures on PyTorch's own CPU flash attention: linear memory, forward and backward.
+
+A mixture over M components is M plain attentions over the same values, merged by their logsumexps; in the backward
+each of the M gets the merged output and logsumexp. What Gaussian keys add to a dot product is a number per key, and
+with unequal variances one per query and component: both travel as extra features of query and key, so that autograd
+outside this operator finds all their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgk._core.calls import MixtureCall
+from mgk._core.masks import HIDDEN, allowed_pairs, block_of_rows, repeat_heads
+from mgk.backends.eager import compute_dtype, without_autocast
+from mgk.kernels.autograd import no_second_derivatives
+
+# Queries at a time where an explicit mask is needed: the mask is [B, H, TILE, S].
+TILE = 256
+# Feature widths are padded to a multiple of this: odd ones are slower, and more padding is more work.
+WIDTH_MULTIPLE = 2
+
+
+def refuses(call: MixtureCall) -> str | None:
+    if call.query.device.type != "cpu":
+        return f"it runs on the CPU, and these tensors are on {call.query.device}"
+    if call.hard:
+        return "a hard assignment is no sum of softmaxes"
+    if call.return_weights:
+        return "it never forms the attention weights"
+    if call.dropout_p > 0:
+        return "it would drop pairs of key and component, not attention weights"
+    if call.attn_mask is not None and call.attn_mask.requires_grad:
+        return "it has no gradient for attn_mask"
+    if isinstance(call.scale, Tensor) and call.scale.shape[-1] != 1:
+        return "it takes one scale for all keys"
+    if call.transform is not None:
+        return f"{call.transform} are not covered"
+    return None
+
+
+def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
+    dtype = compute_dtype(call.query.dtype)
+    with without_autocast(call.query):
+        query, keys, value = augment(call, dtype)
+        mask = call.attn_mask
+        packed = call.packed
+        output, lse = mixture_forward(
+            query,
+            keys,
+            value,
+            mask if mask is None or mask.dtype == torch.bool else mask.to(dtype),
+            call.causal or "",
+            None if packed is None else packed.cu_seqlens_q,
+            None if packed is None else packed.cu_seqlens_k,
+        )
+        if call.return_lse and call.equal_scale:
+            lse = lse + _norm_term(call, dtype)
+    return output[..., : call.value.shape[-1]].to(call.query.dtype), lse, None
+
+
+def _norm_term(call: MixtureCall, dtype: torch.dtype) -> Tensor:
+    """−τ λ/2 ‖q_i‖², [B, H, L], for a λ shared by all components."""
+    scale = call.scale[..., 0].to(dtype) if isinstance(call.scale, Tensor) else call.scale
+    tau = torch.as_tensor(call.tau, dtype=dtype, device=call.query.device).reshape(1, -1, 1)
+    factor = tau * scale  # [B, Hk, 1], each of them possibly 1
+    return -0.5 * repeat_heads(factor, call.group) * call.query.to(dtype).square().sum(-1)
+
+
+def augment(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """query', keys', value' of one width F, with query'·keys'_r = ℓ_ijr (‖q‖² left out where λ is equal)."""
+    query, keys = call.query.to(dtype), call.component_keys(dtype)
+    scale = torch.as_tensor(call.scale, dtype=dtype, device=query.device)
+    tau = torch.as_tensor(call.tau, dtype=dtype, device=query.device).reshape(1, -1, 1, 1)
+    log_prior = -math.log(call.components) if call.log_prior is None else call.log_prior.to(dtype)
+    key_term = log_prior - 0.5 * tau * scale * keys.square().sum(-1)  # [B, Hk, M, S]
+    key_term = key_term.clamp(min=HIDDEN).unsqueeze(-1)
+    ones = torch.ones_like(query[..., :1])
+    if call.equal_scale:
+        # λ goes to the query, of which there is less.
+        query_scale = scale if scale.dim() == 0 else repeat_heads(scale, call.group)
+        query_parts, key_parts = [query * query_scale, ones], [keys, key_term]
+    else:
+        query_parts = [query, ones, query.square().sum(-1, keepdim=True)]
+        norm_factor = (-0.5 * tau * scale).expand(keys.shape[:-1]).unsqueeze(-1)
+        key_parts = [keys * scale.unsqueeze(-1), key_term, norm_factor]
+    # The backward wants the value's last column free.
+    width = max(call.value.shape[-1] + 1, query.shape[-1] + len(query_parts) - 1)
+    width += -width % WIDTH_MULTIPLE
+    return (
+        _concatenate(query_parts, width),
+        _concatenate(key_parts, width),
+        _concatenate([call.value.to(dtype)], width),
+    )
+
+
+def _concatenate(parts: list[Tensor], width: int) -> Tensor:
+    """The parts side by side, with zeros up to `width`."""
+    missing = width - sum(part.shape[-1] for part in parts)
+    if missing:
+        parts = [*parts, parts[0].new_zeros(*parts[0].shape[:-1], missing)]
+    return torch.cat(parts, dim=-1)
+
+
+def _pieces(
+    query: Tensor, keys: Tensor, mask: Tensor | None, causal: str, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """The attention cut into calls that the flash kernel covers: rows, columns, top-left causal?, additive mask."""
+    if cu_q is None or cu_k is None:
+        spans = [(slice(0, query.shape[2]), slice(0, keys.shape[3]))]
+    else:
+        q, k = cu_q.tolist(), cu_k.tolist()
+        spans = [(slice(*q[n : n + 2]), slice(*k[n : n + 2])) for n in range(len(q) - 1)]
+    for rows, columns in spans:
+        queries, length = rows.stop - rows.start, columns.stop - columns.start
+        if queries == 0 or length == 0:
+            continue
+        if mask is None and (not causal or causal == "top-left" or queries == length):
+            yield rows, columns, bool(causal), None
+            continue
+        local = None if mask is None else block_of_rows(mask, rows)
+        if local is not None and local.shape[-1] != 1:
+            local = local[..., columns]
+        for start in range(0, queries, TILE):
+            tile = slice(start, min(start + TILE, queries))
+            seen = length
+            if causal:
+                seen = min(length, tile.stop + (length - queries if causal == "bottom-right" else 0))
+            if seen <= 0:
+                continue
+            allowed = allowed_pairs(tile, queries, length, local, causal or None, None, query)
+            bias = query.new_zeros(1, 1, tile.stop - tile.start, seen)
+            if local is not None and local.dtype != torch.bool:
+                part = block_of_rows(local, tile)
+                bias = bias + (part if part.shape[-1] == 1 else part[..., :seen]).clamp(min=HIDDEN)
+            if allowed is not None:
+                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :seen]), HIDDEN)
+            bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+            yield _offset(tile, rows.start), slice(columns.start, columns.start + seen), False, bias
+
+
+def _for_query_heads(tensor: Tensor, group: int) -> Tensor:
+    """Repeated also where there is one key head: the flash kernel does not broadcast, it reads past the end."""
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
+def _offset(part: slice, start: int) -> slice:
+    return slice(part.start + start, part.stop + start)
+
+
+@torch.library.custom_op("mgk::sdpa_mixture", mutates_args=(), device_types="cpu")
+def mixture_forward(
+    query: Tensor,
+    keys: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: str,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax over keys and components of query·keys_r: output [B, H, L, F] and lse [B, H, L].
+
+    query [B, H, L, F], keys [B, Hk, M, S, F], value [B, Hk, S, F] with zeros in its last column.
+    """
+    group, components = query.shape[1] // keys.shape[1], keys.shape[2]
+    keys, value = _for_query_heads(keys, group), _for_query_heads(value, group)
+    parts = []
+    if query.numel():
+        for rows, columns, is_causal, bias in _pieces(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
+            results = [
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query[:, :, rows],
+                    keys[:, :, r, columns],
+                    value[:, :, columns],
+                    0.0,
+                    is_causal,
+                    attn_mask=bias,
+                    scale=1.0,
+                )
+                for r in range(components)
+            ]
+            parts.append((rows, *_merge(results)))
+    if len(parts) == 1 and parts[0][1].shape == query.shape:
+        return parts[0][1:]
+    output, lse = torch.zeros_like(query), query.new_full(query.shape[:-1], -math.inf)
+    for rows, part, part_lse in parts:
+        output[:, :, rows], lse[:, :, rows] = part, part_lse
+    return output, lse
+
+
+def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One attention over all components out of those over each: outputs [B, H, L, F] and logsumexps [B, H, L]."""
+    lses = torch.stack([lse for _, lse in results])
+    total = lses.logsumexp(0)
+    hidden = total < HIDDEN / 2
+    # Not exp(lse - total): a large lse is rounded, and the shares would not sum to 1.
+    shares = lses.softmax(0).masked_fill(hidden, 0).unsqueeze(-1)
+    merged = results[0][0].mul_(shares[0])
+    for (output, _), share in zip(results[1:], shares[1:], strict=True):
+        merged.addcmul_(output, share)
+    return merged, total.masked_fill(hidden, -math.inf)
+
+
+@mixture_forward.register_fake
+def _(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(query.shape[:-1])
+
+
+@torch.library.custom_op("mgk::sdpa_mixture_backward", mutates_args=(), device_types="cpu")
+def mixture_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: str,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group, components = query.shape[1] // keys.shape[1], keys.shape[2]
+    all_keys, all_value = _for_query_heads(keys, group), _for_query_heads(value, group)
+    grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
+    # Rows without keys: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
+    lse = lse.masked_fill(lse == -math.inf, -HIDDEN)
+    # The kernel uses the output for δ = dO·O alone, and d lse is to be taken from δ: the free last column carries it.
+    grad_output, output = grad_output.clone(), output.clone()
+    grad_output[..., -1] = 1
+    output[..., -1] = -grad_lse
+    for rows, columns, is_causal, bias in _pieces(query, all_keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
+        for r in range(components):
+            part_query, part_key, part_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_output[:, :, rows],
+                query[:, :, rows],
+                all_keys[:, :, r, columns],
+                all_value[:, :, columns],
+                output[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                is_causal,
+                attn_mask=bias,
+                scale=1.0,
+            )
+            grad_query[:, :, rows] += part_query
+            grad_keys[:, :, r, columns] += part_key
+            grad_value[:, :, columns] += part_value
+    if group > 1:
+        grad_keys = grad_keys.unflatten(1, (-1, group)).sum(2)
+        grad_value = grad_value.unflatten(1, (-1, group)).sum(2)
+    return grad_query, grad_keys, grad_value
+
+
+@mixture_backward.register_fake
+def _(
+    grad_output: Tensor, grad_lse: Tensor, query: Tensor, keys: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    like = torch.contiguous_format
+    return tuple(torch.empty_like(x, memory_format=like) for x in (query, keys, value))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, keys, value, mask, ctx.causal, cu_seqlens_q, cu_seqlens_k = inputs
+    ctx.save_for_backward(query, keys, value, mask, cu_seqlens_q, cu_seqlens_k, *output)
+
+
+def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    query, keys, value, mask, cu_seqlens_q, cu_seqlens_k, output, lse = ctx.saved_tensors
+    # fmt: off
+    grads = mixture_backward(
+        grad_output, grad_lse, query, keys, value, mask, ctx.causal, cu_seqlens_q, cu_seqlens_k, output, lse
+    )
+    # fmt: on
+    return *grads, None, None, None, None
+
+
+mixture_forward.register_autograd(_backward, setup_context=_setup_context)
+mixture_backward.register_autograd(no_second_derivatives)

@@ -1,0 +1,57 @@
+"""mgk eval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk._core.validation import one_of, positive_integer
+from mgk.cli.common import DataDir, app, data_directory, same_data
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run's directory.")],
+    split: Annotated[str | None, typer.Option(help="Default: test, or all that a language model is judged on.")] = None,
+    data_dir: DataDir = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples or windows at a time.")] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Language models: score so many positions a window; 1: the paper's; default: the recipe's."),
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: as trained.")] = None,
+) -> None:
+    """Evaluate a run's best model: accuracy, or the perplexity of a sliding window."""
+    import torch
+
+    from mgk import tasks
+    from mgk.training.config import PRECISIONS, Training
+    from mgk.training.evaluate import judge_of
+    from mgk.training.run_dir import best_of, read_run
+
+    for name, count in (("--batch-size", batch_size), ("--stride", stride)):
+        if count is not None:
+            positive_integer(name, count)
+    if precision is not None:
+        one_of("--precision", precision, PRECISIONS)
+    description = read_run(run, "training")
+    task = tasks.task(description["task"])
+    if split is not None:
+        one_of("--split", split, task.splits)
+    if stride is not None and task.objective != "language-model":
+        raise ValueError(f"--stride is for language models, and {run} is none")
+    given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    settings = Training(**{**description["training"], "compile": False, **chosen})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = data_directory(data_dir, description)
+    judge = judge_of(best_of(run), settings, task, data, device, split)
+    same = same_data(run, description, task, data)
+    for name in judge.splits:
+        found = list(judge.judge(name, None))
+        values = {each.metric: each.value for each in found}
+        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples}
+        print(json.dumps({**line, **same, **values}))

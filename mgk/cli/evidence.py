@@ -1,0 +1,14 @@
+"""mgk evidence, moved to the experiments."""
+
+from __future__ import annotations
+
+import typer
+
+from mgk.cli.common import app
+
+
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def evidence(context: typer.Context) -> None:
+    """Print the command that replaces this one."""
+    options = " ".join(["python -m experiments.paper", *context.args])
+    raise ValueError(f"`mgk evidence` has moved out of the package. In a clone of the repository run: {options}")

@@ -1,1 +1,0 @@
-"""The paper's claims held against what was measured: tables, intervals, verdicts and pictures, made from results/."""

@@ -1,0 +1,85 @@
+"""The components of shifted keys by the tensor cores: sum_r x_ir y_jr of a tile of rows and one of keys as a product of
+two operands with 16 columns, and a tile's sums over keys (rows) with y_jr (x_ir) as one with the same operand.
+
+An operand has each number in a high and a low part in bf16, so that high times high, high times low and low times high
+add up to 16 bits: columns r, M + r and 2 M + r are high, high and low of x_ir (the rows, LEFT) and high, low and high
+of y_jr. M is at most 5.
+"""
+
+import triton
+import triton.language as tl
+
+from mgk.kernels.mixture.tile import INTERPRETED, TILE, load_vectors
+
+
+@triton.jit
+def blend_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
+    """[rows, 16] of x_r [rows, 1]."""
+    out = tl.zeros([xs[0].shape[0], 16], tl.float32)
+    for r in tl.static_range(M):
+        high = xs[r].to(tl.bfloat16).to(tl.float32)
+        low = xs[r] - high
+        middle = high if LEFT else low
+        last = low if LEFT else high
+        out += tl.where((o_c == r)[None, :], high, 0.0)
+        out += tl.where((o_c == M + r)[None, :], middle, 0.0) + tl.where((o_c == 2 * M + r)[None, :], last, 0.0)
+    return out.to(tl.bfloat16)
+
+
+@triton.jit
+def operand_tile(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """Rows `first` to `first` + N of an operand. MASKED: only n of them are there; others are 0, by the bulk copy
+    engine whatever finite follows."""
+    if TMA:
+        return src.load([first.to(tl.int32), 0])
+    else:
+        o_x = tl.arange(0, N)
+        p_x = src + (first + o_x).to(tl.int64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        if MASKED:
+            return tl.load(p_x, mask=(o_x < n)[:, None], other=0.0)
+        else:
+            return tl.load(p_x)
+
+
+@triton.jit
+def blended(b_x, b_y):
+    """sum_r x_ir y_jr of two operands, one of rows and one of keys, in either order."""
+    if INTERPRETED:
+        # It has no products of bf16.
+        return tl.dot(b_x.to(tl.float32), tl.trans(b_y.to(tl.float32)))
+    else:
+        return tl.dot(b_x, tl.trans(b_y))
+
+
+@triton.jit
+def add_products(b_g, b_y, acc):
+    """acc + g y for a tile g and the operand y of what it is summed over; g is rounded as for any product."""
+    if INTERPRETED:
+        return tl.dot(b_g.to(tl.bfloat16).to(tl.float32), b_y.to(tl.float32), acc)
+    else:
+        return tl.dot(b_g.to(tl.bfloat16), b_y, acc)
+
+
+@triton.jit
+def component_sums(acc, FIRST: tl.constexpr, M: tl.constexpr, LEFT: tl.constexpr):
+    """Of what `add_products` added up, the sum of each component from FIRST on: its columns of a high and a low part.
+    LEFT: the operand was of rows."""
+    o_c = tl.arange(0, 16)
+    out = ()
+    for r in tl.static_range(FIRST, M):
+        m_c = (o_c == r) | (o_c == (2 * M if LEFT else M) + r)
+        out = out + (tl.sum(tl.where(m_c[None, :], acc, 0.0), 1),)  # noqa: RUF005  (Triton has no starred tuples)
+    return out
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def write_key_operand(c_ptr, operand_ptr, n_slots, M: tl.constexpr, PATH: tl.constexpr):
+    """The keys' operand [Hk * slots * TILE, 16] of C [Hk, M, slots * TILE]."""
+    i_t, i_h = tl.program_id(0), tl.program_id(1)
+    o_x = i_t * TILE + tl.arange(0, TILE)
+    o_c = tl.arange(0, 16)
+    factors = load_vectors(
+        c_ptr + (i_h * M).to(tl.int64) * n_slots * TILE, o_x, n_slots * TILE, n_slots * TILE, M, 1, False
+    )
+    p_x = operand_ptr + (i_h.to(tl.int64) * n_slots * TILE + o_x)[:, None] * 16 + o_c[None, :]
+    tl.store(p_x, blend_operand(factors, o_c, M, False))

@@ -1,0 +1,201 @@
+"""Expectation maximisation's counts N_jr by kernels of their own: a pass over the pairs without the values.
+
+Where components share their scale, shifted keys' responsibilities do not depend on q.k_j: gamma_ijr is A_ir C_jr over
+its sum, a multiply-add a component and one reciprocal a pair.
+"""
+
+# ruff: noqa: RUF005  (Triton has no starred tuples)
+import triton
+import triton.language as tl
+
+from mgk.kernels.mixture.tile import (
+    INTERPRETED,
+    TILE,
+    exponents,
+    extent,
+    largest,
+    load_rows,
+    load_scales,
+    load_vectors,
+    row_terms,
+    smallest,
+)
+
+# Exponents (base 2) that A_ir C_jr may lose before the largest component's would.
+SAFE = tl.constexpr(100.0)
+
+
+@triton.jit
+def reciprocal(b_x):
+    """1 / x by the one instruction for it: exact to a unit in the last place."""
+    if INTERPRETED:
+        # Finite where there is no component, also in a sum: what comes of it is thrown away.
+        return 1.0 / tl.maximum(b_x, 1e-32)
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
+
+
+@triton.jit(do_not_specialize=["H", "L", "n_tiles"])
+def query_terms(
+    q_ptr, shift_ptr, scale_ptr, tau_ptr, cu_q_ptr, rows_ptr, spread_ptr, scale, tau,
+    stride_qb, stride_qh, stride_ql, stride_rows, GROUP, H, L, n_tiles,
+    M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, SCALE: tl.constexpr,
+    TAU: tl.constexpr, PACKED: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """a_ir and A_ir = 2^(a_ir - max_r a_ir), [2 M, B H L], and per tile of queries the largest range of a_i."""
+    # Sequences on the first axis too: the others end at 65,535.
+    i_m, i_h, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
+    i_b, start, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
+    if i_m * BM >= n_q:
+        return
+    i_k = i_h // GROUP
+    if TAU:
+        tau = tl.load(tau_ptr + i_k)
+    lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
+    o_i = i_m * BM + tl.arange(0, BM)
+    q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_ql
+    b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
+    a, _ = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, SCALE > 1)
+    top = largest(a, M)
+    p_rows = rows_ptr + (i_b * H + i_h).to(tl.int64) * L + start + o_i
+    for r in tl.static_range(M):
+        tl.store(p_rows + r * stride_rows, a[r], mask=o_i < n_q)
+        tl.store(p_rows + (M + r) * stride_rows, tl.exp2(a[r] - top), mask=o_i < n_q)
+    tl.store(spread_ptr + (i_seq * H + i_h) * n_tiles + i_m, tl.max(top - smallest(a, M), 0))
+
+
+@triton.jit
+def count_along(
+    first, last, keys, c, factors, lam, counts, pairs, q_ptr, rows_ptr, mask_ptr, o_j, causal_offset, stride_ql,
+    stride_ml, stride_mj, stride_rows, L, S,
+    M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, PRODUCTS: tl.constexpr,
+    FACTORED: tl.constexpr,
+):  # fmt: skip
+    for m in range(first, last, BM):
+        o_i = m + tl.arange(0, BM)
+        valid = tl.zeros([1, BM], tl.int1) | (o_i < L)[None, :]
+        if CAUSAL and MASKED:
+            valid = valid & (o_i[None, :] + causal_offset >= o_j[:, None])
+        if MASK:
+            p_mask = mask_ptr + o_i[None, :].to(tl.int64) * stride_ml + o_j[:, None].to(tl.int64) * stride_mj
+            m_in = (o_i < L)[None, :] & (o_j < S)[:, None]
+            if MASK == 1:
+                valid = valid & (tl.load(p_mask, mask=m_in, other=0) != 0)
+            else:
+                # Not below `masks.HIDDEN`.
+                valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) >= -1e30)
+        updated = ()
+        if FACTORED:
+            rows = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M, 0, True)
+            b_mix = rows[0] * factors[0]
+            for r in tl.static_range(1, M):
+                b_mix += rows[r] * factors[r]
+            b_inverse = reciprocal(b_mix)
+            if MASKED or MASK:
+                b_inverse = tl.where(valid, b_inverse, 0.0)
+            for r in tl.static_range(M):
+                updated = updated + (counts[r] + b_inverse * rows[r],)
+        else:
+            rows = load_vectors(rows_ptr, o_i, stride_rows, L, M, 0, True)
+            if PRODUCTS:
+                b_q = tl.trans(load_rows(q_ptr, o_i, stride_ql, L, D, BD, True))
+                scores = ()
+                for r in tl.static_range(1 if SHIFTED else M):
+                    scores = scores + (tl.dot(keys[r], b_q, input_precision=PRECISION),)
+                xs = exponents(scores, rows, c, lam, M, SHIFTED)
+            else:
+                xs = ()
+                for r in tl.static_range(M):
+                    xs = xs + (rows[r] + c[r],)
+            b_top = tl.maximum(largest(xs, M), -1e30)
+            parts = ()
+            b_sum = tl.zeros_like(b_top)
+            for r in tl.static_range(M):
+                parts = parts + (tl.exp2(xs[r] - b_top),)
+                b_sum += parts[r]
+            b_inverse = tl.where(valid, reciprocal(b_sum), 0.0)
+            for r in tl.static_range(M):
+                updated = updated + (counts[r] + b_inverse * parts[r],)
+        counts = updated
+        if MASKED or MASK:
+            pairs += tl.sum(tl.where(valid & (o_j < S)[:, None], 1.0, 0.0), 1)
+        else:
+            pairs += BM
+    return counts, pairs
+
+
+@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_query_tiles", "n_tiles"])
+def count_components(
+    q_ptr, k_ptr, mask_ptr, scale_ptr, cu_q_ptr, cu_k_ptr, c_ptr, rows_ptr, spread_ptr, count_ptr, pairs_ptr, scale,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_mb, stride_mh, stride_ml,
+    stride_mj, stride_rows, GROUP, H, L, S, n_slots, n_query_tiles, n_tiles,
+    M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PATH: tl.constexpr,
+):  # fmt: skip
+    """N_jr, [B, Hk, M, S], and N_j, [B, Hk, S], for a tile of keys: a group's query heads one after another."""
+    PRODUCTS: tl.constexpr = not SHIFTED or SCALE > 1
+    i_n, i_k, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
+    i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
+    _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
+    if i_n * BN >= n_k:
+        return
+    lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
+    o_j = i_n * BN + tl.arange(0, BN)
+    k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
+    keys = ()
+    if PRODUCTS:
+        for r in tl.static_range(1 if SHIFTED else M):
+            keys = keys + (load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True),)
+    c_ptr += (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
+    c = load_vectors(c_ptr, o_j, n_slots * TILE, n_k, M, 1, False)
+    b_top = tl.maximum(largest(c, M), -1e30)
+    factors = ()
+    for r in tl.static_range(M):
+        factors = factors + (tl.exp2(c[r] - b_top),)
+    spread = 0.0
+    for t in range(0, GROUP * n_query_tiles, 128):
+        o_t = t + tl.arange(0, 128)
+        m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BM))
+        b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
+        spread = tl.maximum(spread, tl.max(b_spread, 0))
+
+    causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    begin = 0
+    full = 0
+    whole = n_q // BM * BM
+    if CAUSAL:
+        begin = max(i_n * BN - causal_offset, 0) // BM * BM
+        full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
+    counts = ()
+    for _ in tl.static_range(M):
+        counts = counts + (tl.zeros([BN, BM], tl.float32),)
+    pairs = tl.zeros([BN], tl.float32)
+    for g in range(GROUP):
+        i_h = i_k * GROUP + g
+        o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
+        q_head = q_ptr + i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
+        mask_head = mask_ptr
+        if MASK:
+            mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+        for part in tl.static_range(0 if CAUSAL else 1, 3):
+            first = begin if part == 0 else (full if part == 1 else max(whole, begin))
+            last = full if part == 0 else (whole if part == 1 else n_q)
+            # Of the two forms one walks over nothing: where A and C reach too far from each other, the largest
+            # component is taken out first.
+            for FACTORED in tl.static_range(0, 1 if PRODUCTS else 2):
+                here = (spread <= SAFE) == (FACTORED == 1) if not PRODUCTS else True
+                counts, pairs = count_along(
+                    first, last if here else first, keys, c, factors, lam, counts, pairs, q_head, rows_ptr + o_row,
+                    mask_head, o_j, causal_offset, stride_ql, stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, BD,
+                    BM, SHIFTED, CAUSAL, MASK, PRECISION, part != 1, PRODUCTS, FACTORED,
+                )  # fmt: skip
+    p_count = count_ptr + ((i_b * (H // GROUP) + i_k) * M).to(tl.int64) * S + start_k + o_j
+    empty = tl.sum(tl.where(b_top > -1e30, 0.0, 1.0), 1) > 0.0
+    for r in tl.static_range(M):
+        b_count = tl.sum(counts[r], 1)
+        if not PRODUCTS:
+            b_count = tl.where(spread <= SAFE, b_count * tl.sum(factors[r], 1), b_count)
+        tl.store(p_count + r * S, tl.where(empty, 0.0, b_count), mask=o_j < n_k)
+    tl.store(pairs_ptr + (i_b * (H // GROUP) + i_k).to(tl.int64) * S + start_k + o_j, pairs, mask=o_j < n_k)

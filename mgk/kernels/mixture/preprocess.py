@@ -1,0 +1,114 @@
+"""What depends on the keys alone: c_jr = log pi_jr - tau lambda_r |k_jr|^2 / 2, in base 2 and less a reference of the
+head, and C_jr = 2^c_jr (hard assignment: c_jr - c_j0)."""
+
+# ruff: noqa: RUF005  (Triton has no starred tuples)
+import triton
+import triton.language as tl
+
+from mgk.kernels.mixture.component_gemm import blend_operand
+from mgk.kernels.mixture.tile import LOG2E, TILE, extent, load_scales
+
+
+@triton.jit
+def squared_norms(
+    k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks,
+    M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """|k_jr|^2 for each r, and |k_j|^2 (for independent keys their largest)."""
+    norm = tl.zeros([TILE], tl.float32)
+    norms = ()
+    for _ in tl.static_range(M):
+        norms = norms + (norm,)
+    for d in tl.static_range(0, D, BC):
+        o_d = d + tl.arange(0, BC)
+        m_jd = m_j[:, None] & (o_d < D)[None, :]
+        p_k = k_ptr + o_j[:, None].to(tl.int64) * stride_ks + o_d[None, :]
+        if SHIFTED:
+            b_k = tl.load(p_k, mask=m_jd, other=0.0).to(tl.float32)
+            norm += tl.sum(b_k * b_k, 1)
+        updated = ()
+        for r in tl.static_range(M):
+            if SHIFTED:
+                b_kr = b_k + tl.load(shift_ptr + r * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+            else:
+                b_kr = tl.load(p_k + r * stride_km, mask=m_jd, other=0.0).to(tl.float32)
+            updated = updated + (norms[r] + tl.sum(b_kr * b_kr, 1),)
+        norms = updated
+    if not SHIFTED:
+        for r in tl.static_range(M):
+            norm = tl.maximum(norm, norms[r])
+    return norms, norm
+
+
+@triton.jit(do_not_specialize=["HK", "S", "n_slots", "n_tiles"])
+def prepare_keys(
+    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, blend_ptr, scale, tau, constant,
+    stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_slots,
+    n_tiles,
+    M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, TAU: tl.constexpr, HARD: tl.constexpr,
+    PACKED: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
+    [max c, min finite c, max |k| (negative if a key is masked in every component), reference], c relative to the
+    reference."""
+    # Sequences on the first axis too: the others end at 65,535.
+    i_t, i_h, i_b = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
+    i_b, start, n_keys, slot = extent(cu_k_ptr, i_b, S, PACKED)
+    if i_t * TILE >= n_keys:
+        return
+    slot += i_t
+    o_j = i_t * TILE + tl.arange(0, TILE)
+    m_j = o_j < n_keys
+    lam = load_scales(scale_ptr, scale, i_h, M, SCALE)
+    if TAU:
+        tau = tl.load(tau_ptr + i_h)
+    k_ptr += i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh + start.to(tl.int64) * stride_ks
+    if SHIFTED:
+        shift_ptr += i_h * M * D
+    # The reference is the largest c, priors aside, among keys taken from all over the sequence; the statistics say how
+    # far the others are from it.
+    o_some = (tl.arange(0, TILE) * n_keys.to(tl.int64) // TILE).to(tl.int32)
+    norms, _ = squared_norms(k_ptr, shift_ptr, o_some, o_some < n_keys, stride_km, stride_ks, M, D, BC, SHIFTED)
+    ref = -float("inf")
+    for r in tl.static_range(M):
+        ref = tl.maximum(ref, tl.max((constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E, 0))
+    norms, norm = squared_norms(k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M, D, BC, SHIFTED)
+    if BIAS:
+        bias_ptr += i_b.to(tl.int64) * stride_bb + i_h * stride_bh + (start + o_j) * stride_bs
+    high = -float("inf")
+    low = float("inf")
+    factors = ()
+    p_c = c_ptr + (i_h * M).to(tl.int64) * n_slots * TILE + slot * TILE + tl.arange(0, TILE)
+    for r in tl.static_range(M):
+        b_c = constant - 0.5 * tau * lam[r] * norms[r]
+        if BIAS:
+            b_c += tl.load(bias_ptr + r * stride_bm, mask=m_j, other=0.0).to(tl.float32)
+        b_c = tl.where(m_j, b_c * LOG2E - ref, -float("inf"))
+        high = tl.maximum(high, tl.max(b_c, 0))
+        low = tl.minimum(low, tl.min(tl.where(b_c == -float("inf"), float("inf"), b_c), 0))
+        tl.store(p_c + r * n_slots * TILE, b_c)
+        if r == 0:
+            b_any = b_c
+            b_first = tl.maximum(b_c, -1e30)
+        else:
+            b_any = tl.maximum(b_any, b_c)
+        if not HARD:
+            b_second = tl.exp2(tl.minimum(b_c, 126.0))
+        elif r == 0:
+            b_second = b_c
+        else:
+            b_second = tl.where(b_c == -float("inf"), 0.0, b_c - b_first)
+        tl.store(p_c + (HK * M + r).to(tl.int64) * n_slots * TILE, b_second)
+        factors = factors + (b_second[:, None],)
+    if blend_ptr is not None:
+        o_c = tl.arange(0, 16)
+        o_slot = (i_h * n_slots + slot).to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(blend_ptr + o_slot[:, None] * 16 + o_c[None, :], blend_operand(factors, o_c, M, False))
+    p_stats = stats_ptr + (i_h * n_slots + slot) * 4
+    tl.store(p_stats, high)
+    tl.store(p_stats + 1, low)
+    longest = tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0))
+    masked = tl.max(tl.where(m_j & (b_any == -float("inf")), 1, 0), 0)
+    tl.store(p_stats + 2, tl.where(masked > 0, -tl.maximum(longest, 1e-30), longest))
+    tl.store(p_stats + 3, ref)

@@ -1,0 +1,56 @@
+"""A model on disk: model.safetensors and config.json in one folder. No pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mgk._core.io import replacing, write_atomically
+from mgk.models.decoder import DecoderConfig, LanguageModel
+from mgk.models.encoder import Classifier, EncoderConfig
+
+# What a config.json may call itself, and what it then makes.
+KINDS: dict[str, tuple[type, type]] = {
+    "classifier": (EncoderConfig, Classifier),
+    "language-model": (DecoderConfig, LanguageModel),
+}
+# What to do about damaged files.
+REMEDY = "train again, or take another folder"
+
+
+def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Writes the weights (by default the model's own) and the configuration; `load_model` reads them back."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
+    config: Any = model.config
+    write_atomically(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
+    with replacing(directory / "model.safetensors") as temporary:
+        save_file({name: value.contiguous() for name, value in (weights or model.state_dict()).items()}, temporary)
+
+
+def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+    """The model that `save_model` wrote, in eval mode."""
+    directory = Path(directory)
+    try:
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or fields.get("kind") not in KINDS:
+            raise ValueError(f"config.json has no kind, which is {' or '.join(KINDS)}")
+        config_class, model_class = KINDS[fields.pop("kind")]
+        model: nn.Module = model_class(config_class(**fields))
+        model.load_state_dict(load_file(directory / "model.safetensors"))
+    except FileNotFoundError as error:
+        # safetensors does not say which file it missed.
+        missing = Path(error.filename or "model.safetensors").name
+        raise ValueError(f"{directory} holds no model: {missing} is missing") from error
+    except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"the model in {directory} is damaged ({first_line}): {REMEDY}") from error
+    return model.to(device).eval()

@@ -1,0 +1,247 @@
+"""Recipes: one YAML file per experiment, read into records whose every field is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgk._core.validation import fail, nearest, number, one_of, positive_integer
+from mgk.variants import VARIANTS
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+SCHEDULES = ("one-cycle", "constant", "cosine")
+PRECISIONS = ("bf16", "fp32")
+PADDINGS = ("packed", "full", "longest")
+# What a row and the preset say of a model, and the options that say it: as a setting it would be overruled.
+SAID_BY = {
+    "variant": "--variant or --rows (models whose layers differ are made in Python, by the variant of their config)",
+    "num_heads": "--heads or --rows",
+    "num_kv_heads": "--kv-heads or --rows",
+    "preset": "--preset",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of a comparison: "smgk:4" is sMGK with 4 heads, "softmax:8/4" softmax with 8 heads and 4 key heads."""
+
+    variant: str
+    heads: int
+    kv_heads: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, name: str = "row") -> Row:
+        """name: what the text is called where it is given."""
+        variant, colon, heads = text.strip().partition(":")
+        if colon:
+            one_of(name, variant, VARIANTS)
+        counts = heads.split("/")
+        if len(counts) > 2 or not all(count.isdigit() and int(count) > 0 for count in counts):
+            fail(name, f"must read variant:heads or variant:heads/key-heads, as in smgk:4, got {text!r}")
+        if int(counts[0]) % int(counts[-1]):
+            fail(name, f"{text}: {counts[1]} key heads do not divide {counts[0]} heads")
+        return cls(variant, int(counts[0]), int(counts[1]) if len(counts) == 2 else None)
+
+    def __str__(self) -> str:
+        return f"{self.variant}:{self.heads}" + ("" if self.kv_heads is None else f"/{self.kv_heads}")
+
+    @property
+    def file_name(self) -> str:
+        """As part of the name of a file: smgk-4, softmax-8kv4."""
+        return str(self).replace(":", "-").replace("/", "kv")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained. batch_size counts all processes and accumulated parts together."""
+
+    steps: int = 5000
+    batch_size: int = 32
+    lr: float = 1e-4
+    warmup: int = 1000
+    schedule: str = "one-cycle"
+    weight_decay: float = 0.0
+    eps: float = 1e-6
+    clip: float = 0.0
+    eval_every: int = 250
+    eval_batch_size: int = 64
+    accumulate: int = 1
+    precision: str = "bf16"
+    compile: bool = True
+    # Language models: how far the window of the last evaluation moves. 1 is the paper's; more is cheaper and says less.
+    stride: int = 1
+    # packed: real tokens alone, one document after another; where there are no kernels for that (on a CPU, in linear
+    # attention) as full. full: every batch padded to the task's full length. longest: to its longest document.
+    padding: str = "packed"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate", "stride"):
+            positive_integer(name, getattr(self, name))
+        number("lr", self.lr, 0, above=True)
+        number("eps", self.eps, 0, above=True)
+        for name in ("weight_decay", "clip", "warmup"):
+            number(name, getattr(self, name), 0)
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("padding", self.padding, PADDINGS)
+        if self.warmup >= self.steps and self.schedule != "constant":
+            fail("warmup", f"must be below steps = {self.steps}, got {self.warmup}")
+        if self.batch_size % self.accumulate:
+            fail("accumulate", f"= {self.accumulate} must divide batch_size = {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment: the task, the model's settings, the schedule, and the paper's numbers to stand beside ours."""
+
+    name: str
+    title: str
+    task: str
+    model: dict[str, Any] = field(default_factory=dict)
+    training: Training = field(default_factory=Training)
+    rows: tuple[Row, ...] = ()
+    paper: dict[str, float] = field(default_factory=dict)
+    # Accuracy on the development set, in per cent, above which a run has left the plateau that the task begins with.
+    plateau: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in (key for key in SAID_BY if key in self.model):
+            fail(f"model.{key}", f"(from --set or the recipe) is no setting: give {SAID_BY[key]}")
+
+    def with_settings(self, settings: list[str]) -> Recipe:
+        """With "key=value" for each setting: a field of the training, or one of the model as "model.key=value"."""
+        import yaml
+
+        training, model = {}, dict(self.model)
+        known = {f.name for f in dataclasses.fields(Training)}
+        for setting in settings:
+            key, separator, text = setting.partition("=")
+            key = key.strip().removeprefix("training.")
+            if not separator:
+                fail("--set", f"must read key=value, got {setting!r}")
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                fail("--set", f"{key}: {text!r} is no value of YAML")
+            # YAML reads 1e-4 as a string: it wants 1.0e-4.
+            value = _as_number(value)
+            if key.startswith("model."):
+                model[key.removeprefix("model.")] = value
+            elif key in known:
+                training[key] = value
+            else:
+                hint = nearest(key, known)
+                fail("--set", f"knows {', '.join(sorted(known))} and model.*, got {key!r}{hint}")
+        try:
+            changed = dataclasses.replace(self.training, **training)
+        except ValueError as error:
+            longer = "steps" in training and "warmup" not in training and str(error).startswith("warmup ")
+            hint = "; use --steps, which scales the warm-up with it" if longer else ""
+            raise ValueError(f"--set: {error}{hint}") from None
+        return dataclasses.replace(self, model=model, training=changed)
+
+
+def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
+    """Where a training lies among others."""
+    return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+# Directories searched for recipes by name; plugins append theirs.
+RECIPE_DIRECTORIES: list[Traversable] = [resources.files("mgk.training") / "recipes"]
+
+
+def recipe_files() -> dict[str, Traversable]:
+    """Map each known recipe name to its YAML file."""
+    files = (path for directory in RECIPE_DIRECTORIES for path in directory.iterdir())
+    return {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
+
+
+def names() -> list[str]:
+    """List the recipes that can be given by name."""
+    return sorted(recipe_files())
+
+
+# What may stand in the file of a recipe.
+KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "title": (str, "text"),
+    "task": (str, "the name of a task"),
+    "extends": (str, "the name of a recipe"),
+    "model": (dict, "a mapping"),
+    "training": (dict, "a mapping"),
+    "paper": (dict, "a mapping of rows to numbers"),
+    "rows": (list, "a list"),
+    "plateau": ((int, float), "a number"),
+}
+
+
+def text(name: str) -> str:
+    """A recipe as it is written, by its name or from a YAML file."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            fail("recipe", f"file {name} does not exist")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            fail("recipe", f"{name} is no UTF-8 text")
+    files = recipe_files()
+    return files[one_of("recipe", name, sorted(files))].read_text(encoding="utf-8")
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """What stands in a recipe's file, each field of the right kind."""
+    import yaml
+
+    try:
+        fields = yaml.safe_load(text(name))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}: {getattr(error, 'problem', '')}"
+        fail("recipe", f"{name} is no YAML{where}")
+    if not isinstance(fields, dict):
+        fail("recipe", f"{name} must be a mapping")
+    for key, value in fields.items():
+        kind, words = KINDS[one_of(f"recipe {name}: key", key, KINDS)]
+        if not isinstance(value, kind):
+            fail(f"recipe {name}: {key}", f"must be {words}, got {value!r}")
+    for row, value in fields.get("paper", {}).items():
+        number(f"recipe {name}: paper {row}", value)
+    for key in fields.get("training", {}):
+        one_of(f"recipe {name}: training key", key, [field.name for field in dataclasses.fields(Training)])
+    return fields
+
+
+def load(name: str, extending: tuple[str, ...] = ()) -> Recipe:
+    """A recipe that comes with the package, or the one in a file. extending: those that ask for it."""
+    if name in extending:
+        fail("recipe", f"{name} extends itself")
+    fields = _fields(name)
+    base = load(fields.pop("extends"), (*extending, name)) if "extends" in fields else None
+    for key in ("title", "task"):
+        if base is None and key not in fields:
+            fail(f"recipe {name}", f"has no {key}")
+    given = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
+    try:
+        training = Training(**given) if base is None else dataclasses.replace(base.training, **given)
+    except ValueError as error:
+        raise ValueError(f"recipe {name}: {error}") from None
+    rows = tuple(Row.parse(str(row), f"recipe {name}: row") for row in fields.pop("rows", []))
+    stem = Path(name).stem
+    if base is None:
+        return Recipe(name=stem, training=training, rows=rows, **fields)
+    model = {**base.model, **fields.pop("model", {})}
+    return dataclasses.replace(base, name=stem, model=model, training=training, rows=rows or base.rows, **fields)

@@ -1,0 +1,147 @@
+"""Rows × seeds of a recipe: which of them results already have, and what trains the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mgk import tasks
+from mgk.training.config import Recipe, Row, run_directory
+from mgk.training.job_queue import Job
+from mgk.training.objectives import OBJECTIVES
+
+# Costs of a row timed by itself (`mgk.training.profiling`); the table takes step time and memory from it if present.
+COSTS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
+# Of it, what a training that has the machine to itself measures too.
+ALONE = ("step_ms_alone", "peak_mem_mb_alone")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How the metric of an objective is shown."""
+
+    metric: str
+    title: str
+    factor: float
+    paired: str  # what a difference on the same examples is in
+    unit: str  # of it, where that is not the metric's
+    decimals: int  # of such a difference
+    note: str  # on the metric
+    flops: str  # what they are counted of
+
+
+SHOWN = {
+    "classification": Shown(
+        "accuracy",
+        "accuracy, %",
+        100.0,
+        "points on the same examples",
+        "",
+        2,
+        "",
+        "GFLOPs are one example's forward",
+    ),
+    "language-model": Shown(
+        "perplexity",
+        "perplexity",
+        1.0,
+        "nats a token on the same text",
+        ", nats a token",
+        4,
+        "Perplexity of the sliding window.",
+        "GFLOPs are one segment's forward",
+    ),
+}
+
+
+def shown(recipe: Recipe) -> Shown:
+    objective, stride = tasks.task(recipe.task).objective, recipe.training.stride
+    how = replace(SHOWN[objective], metric=OBJECTIVES[objective].judged_by(recipe.training))
+    # How far the window moves belongs to the number.
+    return how if how.metric == SHOWN[objective].metric else replace(how, title=f"{how.title} at stride {stride}")
+
+
+def matching(
+    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int | None, setup: str | None = None
+) -> list[dict[str, str]]:
+    """The rows of results that belong to this recipe, model and schedule; setup: of `Run`, settings and data too."""
+    settings = recipe.training
+    wanted = {
+        "recipe": recipe.name,
+        "variant": row.variant,
+        "preset": preset,
+        "heads": str(row.heads),
+        "kv_heads": str(row.kv_heads or row.heads),
+        "steps": str(settings.steps),
+        "lr": str(settings.lr),
+        "batch": str(settings.batch_size),
+    }
+    wanted |= {} if seed is None else {"seed": str(seed)}
+    wanted |= {} if setup is None else {"setup": setup}
+    return [each for each in rows if all(each.get(key) == value for key, value in wanted.items())]
+
+
+def finished(
+    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int, setup: str | None = None
+) -> bool:
+    """Whether the results already have this training."""
+    own = matching(rows, recipe, row, preset, seed, setup)
+    return any(each["metric"] == shown(recipe).metric for each in own)
+
+
+def timed(
+    rows: list[dict[str, str]],
+    recipe: Recipe,
+    row: Row,
+    preset: str,
+    setup: str | None = None,
+    metrics: Iterable[str] = ALONE,
+) -> bool:
+    """Whether the results already have what the row costs by itself."""
+    return set(metrics) <= {each["metric"] for each in matching(rows, recipe, row, preset, None, setup)}
+
+
+def known_setups(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> dict[Row, str]:
+    """The setup that each model's results have, where they have one: without the data it cannot be worked out."""
+    setups: dict[Row, str] = {}
+    for row in models:
+        found = {each.get("setup", "") for each in matching(rows, recipe, row, preset, None)}
+        if len(found) > 1:
+            raise ValueError(f"{row} has results of {len(found)} settings or versions of the data: leave out --redraw")
+        if found:
+            setups[row] = found.pop()
+    return setups
+
+
+def as_alone(own: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What a training that had the machine to itself has measured, under the names that say so; own: its results."""
+    known = next((each for each in own if each["step_ms"] not in ("", "nan")), None)
+    if known is None:
+        return []
+    values = zip(ALONE, (known["step_ms"], known["peak_mem_mb"]), strict=True)
+    return [{**known, "split": "train", "metric": metric, "value": value} for metric, value in values]
+
+
+def training(
+    recipe: Recipe,
+    row: Row,
+    seed: int,
+    *,
+    preset: str,
+    data_dir: Path,
+    out: Path,
+    runs: Path,
+    given: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Job:
+    """What trains this model. out: the folder of its results. given: what the recipe was asked for by, where that is
+    not its name; overrides: settings other than the recipe's, which `recipe` has."""
+    directory = run_directory(runs, recipe.name, row, preset, seed)
+    command = [sys.executable, "-m", "mgk", "train", given or recipe.name, "--preset", preset]
+    command += ["--data-dir", str(data_dir)] + [part for override in overrides for part in ("--set", override)]
+    command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", row.variant, "--heads", str(row.heads)]
+    command += ["--kv-heads", str(row.kv_heads)] if row.kv_heads else []
+    command += ["--seed", str(seed), "--out", str(directory), "--resume", "auto"]
+    return Job(recipe.name, row, seed, directory, command)

@@ -1,0 +1,135 @@
+"""Models of Transformers, built from a configuration with random weights: no network."""
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from mgk.analysis import analyse, hf_models  # noqa: E402
+from mgk.analysis.weights import sample_weights  # noqa: E402
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True, **TEXT
+        )
+    )
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig(**SMALL, max_position_embeddings=64, **TEXT))
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, **TEXT))
+
+
+def vit():
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**SMALL, image_size=32, patch_size=8))
+
+
+def tokens(length=21):
+    return {"input_ids": torch.randint(3, 64, (1, length))}
+
+
+MODELS = {
+    "gpt2": (gpt2, tokens),
+    "bert": (bert, tokens),
+    "llama": (llama, tokens),
+    "vit": (vit, lambda: {"pixel_values": torch.randn(1, 3, 32, 32)}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model_and_input(request):
+    build, make = MODELS[request.param]
+    model = build().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # so that heads do not all look everywhere
+    return model, make()
+
+
+def test_weights_are_the_models_own(model_and_input):
+    """Against output_attentions, in fp64, and the output is the same as without anyone watching."""
+    model, sample = model_and_input
+    model.double()
+    sample = {name: x.double() if x.is_floating_point() else x for name, x in sample.items()}
+    seen = []
+
+    def look(name, call, output):
+        weights = sample_weights(call, 0)
+        seen.append(torch.cat([block.weights for block in weights.blocks(10_000)], 1))
+        return output
+
+    with torch.no_grad():
+        with hf_models.watching(model, look):
+            watched = model(**sample)
+        model.set_attn_implementation("eager")
+        own = model(**sample, output_attentions=True)
+    assert len(seen) == len(own.attentions) == 2
+    for found, expected in zip(seen, own.attentions, strict=True):
+        assert found.allclose(expected[0].double(), rtol=1e-5, atol=1e-7)
+    # Llama's own softmax is in fp32 whatever the type.
+    assert watched[0].allclose(own[0], rtol=1e-5, atol=1e-5)
+
+
+def test_analyse(model_and_input):
+    model, sample = model_and_input
+    before = model.config._attn_implementation
+    found = analyse(model, [sample], watch=hf_models.watching)
+    assert model.config._attn_implementation == before
+    assert [layer.heads for layer in found.layers] == [4, 4]
+    assert 2 < found.different["maps"] < 8
+    assert all("attn" in layer.name or "attention" in layer.name for layer in found.layers)
+    assert all((layer.removal.change > 0).all() for layer in found.layers)
+
+
+def test_causal_maps_are_empty_above_the_diagonal():
+    found = analyse(gpt2(), [tokens()], watch=hf_models.watching, removal=0)
+    for layer in found.layers:
+        levels = layer.maps.pooled["mean"]
+        assert (np.triu(levels, 1) == 0).all()
+        assert (levels[:, -1] > 0).all()
+
+
+def test_padding_is_left_out():
+    model, ids = bert().eval(), tokens(12)["input_ids"]
+    padded = {
+        "input_ids": torch.nn.functional.pad(ids, (0, 5)),
+        "attention_mask": (torch.arange(17) < 12).long()[None],
+    }
+    alone, together = (analyse(model, [x], watch=hf_models.watching, removal=0) for x in ({"input_ids": ids}, padded))
+    assert together.longest == 12
+    assert np.allclose(alone.layers[1].similarity.divergence, together.layers[1].similarity.divergence, atol=1e-6)
+
+
+def test_a_model_without_attention_is_said_so():
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(ValueError, match="no attention layers"):
+        analyse(model, [tokens()], watch=hf_models.watching)
+
+
+@pytest.mark.parametrize("kind", ["MGKForCausalLM", "MGKForSequenceClassification"])
+def test_our_own_models_in_its_shells(kind, tmp_path):
+    """Saved by Transformers, loaded as any other, and each layer seen once."""
+    from mgk import hf
+    from mgk.models import DecoderConfig, EncoderConfig
+
+    sizes = {"vocab_size": 64, "max_length": 32, "embed_dim": 16, "ffn_dim": 16, "num_layers": 2, "num_heads": 2}
+    decoder = kind == "MGKForCausalLM"
+    config = DecoderConfig(**sizes, variant="mgk") if decoder else EncoderConfig(**sizes, num_classes=3, variant="mgk")
+    getattr(hf, kind)(hf.MGKConfig.of(config)).save_pretrained(tmp_path)
+    model = hf_models.load(str(tmp_path))
+    assert type(model).__name__ == kind
+    found = analyse(model, [tokens()], watch=hf_models.watching)
+    assert [layer.name for layer in found.layers] == [f"model.layers.{n}.attention" for n in range(2)]
+    assert all(layer.mixture is not None for layer in found.layers)

@@ -1,0 +1,134 @@
+"""Every option of compare, generate and eval reaches what it steers; those of train: test_cli.py."""
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from mgk import tasks
+from mgk.cli import commands
+from mgk.tasks.vocabulary import ByteVocabulary
+from mgk.training.config import Row
+from mgk.training.job_queue import Queue
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What the commands ask for, without doing it, in an empty folder that has a run of each kind."""
+    monkeypatch.chdir(tmp_path)
+    seen = {"timed": []}
+
+    def run_jobs(jobs, at_once, minutes):
+        seen.update(jobs=jobs, command=jobs[0].command if jobs else [], at_once=at_once, minutes=minutes)
+        return Queue([])
+
+    def measure(run, task, device):
+        seen["timed"].append(str(run.row))
+        return []
+
+    def show(recipe, models, preset, out, setups):
+        seen.update(recipe=recipe, models=models, preset=preset, out=out)
+
+    def generate(model, prompt, *, max_tokens, sampling):
+        seen.update(prompt=bytes(prompt).decode(), max_tokens=max_tokens, sampling=sampling)
+        return []
+
+    def load(run, device):
+        seen["run"] = run
+        return None, ByteVocabulary()
+
+    def judge(directory, settings, task, data_dir, device, split):
+        seen.update(directory=directory, settings=settings, data=data_dir, split=split)
+        return SimpleNamespace(splits={})
+
+    monkeypatch.setattr("mgk.training.job_queue.run_jobs", run_jobs)
+    monkeypatch.setattr("mgk.training.profiling.measure", measure)
+    monkeypatch.setattr("mgk.cli.compare._show", show)
+    monkeypatch.setattr("mgk.models.generation.generate", generate)
+    monkeypatch.setattr("mgk.training.run_dir.load_language_model", load)
+    monkeypatch.setattr("mgk.training.evaluate.judge_of", judge)
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: seen.update(data=arguments[1]))
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "key", lambda *arguments: "some data")
+    for name, task in (("classes", "listops"), ("text", "bytes")):
+        Path(name, "best").mkdir(parents=True)
+        Path(name, "run.json").write_text(json.dumps({"task": task, "training": {"stride": 4, "precision": "bf16"}}))
+    return seen
+
+
+def after(command, option):
+    return command[command.index(option) + 1]
+
+
+def places(asked):
+    return [job.directory for job in asked["jobs"]]
+
+
+COMPARE = [
+    ("recipe", [], lambda a: a["recipe"].name, "listops"),
+    ("rows", ["--rows", "smgk:4,softmax:8/4"], lambda a: a["models"], [Row("smgk", 4), Row("softmax", 8, 4)]),
+    ("seeds", ["--rows", "smgk:4", "--seeds", "2"], lambda a: [job.seed for job in a["jobs"]], [0, 1]),
+    ("preset", ["--preset", "ref-lra"], lambda a: "--preset ref-lra" in " ".join(a["command"]), True),
+    ("steps", ["--steps", "2000"], lambda a: "--set steps=2000" in " ".join(a["command"]), True),
+    ("settings", ["--set", "lr=1e-2"], lambda a: "--set lr=1e-2" in " ".join(a["command"]), True),
+    ("data_dir", ["--data-dir", "there"], lambda a: a["data"], Path("there")),
+    ("data_dir", ["--data-dir", "there"], lambda a: "--data-dir there" in " ".join(a["command"]), True),
+    ("jobs", ["--jobs", "3"], lambda a: a["at_once"], 3),
+    ("jobs", [], lambda a: a["at_once"], 1),
+    ("alone", ["--rows", "smgk:4"], lambda a: a["timed"], ["smgk:4"]),
+    ("alone", ["--rows", "smgk:4", "--jobs", "2"], lambda a: a["timed"], ["smgk:4"]),
+    ("alone", ["--rows", "smgk:4", "--no-alone"], lambda a: a["timed"], []),
+    ("alone", ["--rows", "smgk:4", "--jobs", "2", "--no-alone"], lambda a: a["timed"], []),
+    ("minutes", ["--minutes", "2.5"], lambda a: a["minutes"], 2.5),
+    ("minutes", [], lambda a: a["minutes"], None),
+    ("redraw", ["--redraw"], lambda a: "jobs" in a, False),
+    ("out", ["--out", "here"], lambda a: a["out"], Path("here")),
+    ("out", ["--out", "here"], lambda a: after(a["command"], "--results"), "here/listops.csv"),
+    ("runs", ["--rows", "smgk:4", "--runs", "here"], places, [Path("here/listops/smgk-4-paper-s0")]),
+]  # fmt: skip
+GENERATE = [
+    ("run", [], lambda a: a["run"], Path("text")),
+    ("prompt", [], lambda a: a["prompt"], "the cat"),
+    ("max_tokens", ["--max-tokens", "7"], lambda a: a["max_tokens"], 7),
+    ("temperature", ["--temperature", "0.5"], lambda a: a["sampling"].temperature, 0.5),
+    ("top_k", ["--top-k", "3"], lambda a: a["sampling"].top_k, 3),
+    ("top_p", ["--top-p", "0.25"], lambda a: a["sampling"].top_p, 0.25),
+    ("seed", ["--seed", "9"], lambda a: a["sampling"].seed, 9),
+]
+EVAL = [
+    ("run", [], lambda a: a["directory"], Path("text/best")),
+    ("split", ["--split", "dev"], lambda a: a["split"], "dev"),
+    ("split", [], lambda a: a["split"], None),
+    ("data_dir", ["--data-dir", "there"], lambda a: a["data"], Path("there")),
+    ("batch_size", ["--batch-size", "5"], lambda a: a["settings"].eval_batch_size, 5),
+    ("stride", ["--stride", "9"], lambda a: a["settings"].stride, 9),
+    ("stride", [], lambda a: a["settings"].stride, 4),
+    ("precision", ["--precision", "fp32"], lambda a: a["settings"].precision, "fp32"),
+    ("precision", [], lambda a: a["settings"].precision, "bf16"),
+]
+TABLES = {
+    "compare": (["compare", "listops"], COMPARE, commands.compare.compare),
+    "generate": (["generate", "text", "--prompt", "the cat"], GENERATE, commands.generate.generate),
+    "eval": (["eval", "text"], EVAL, commands.evaluate.evaluate),
+}
+ROWS = [
+    pytest.param([*command, *arguments], reach, wanted, id=" ".join([command[0], option, *arguments]))
+    for command, rows, _ in TABLES.values()
+    for option, arguments, reach, wanted in rows
+]
+
+
+@pytest.mark.parametrize(("arguments", "reach", "wanted"), ROWS)
+def test_an_option_arrives(asked, monkeypatch, arguments, reach, wanted):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(commands.app, arguments)
+    assert result.exception is None, result.output
+    assert reach(asked) == wanted
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_option_is_in_the_table(name):
+    _, rows, command = TABLES[name]
+    assert {option for option, *_ in rows} == set(inspect.signature(command).parameters)

@@ -1,0 +1,116 @@
+"""A large forward without gradients goes part after part: the same bits as at once where neither blends components as a
+product, with less held."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mgk._core.calls import MixtureCall
+from mgk.backends import triton
+from mgk.kernels.mixture import launch, launch_config, launch_parts
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+CASES = {
+    "heads": {"B": 1, "H": 4, "Hk": 4},
+    "groups, three heads of four": {"B": 2, "H": 8, "Hk": 4, "at_a_time": 3, "causal": "top-left"},
+    "entries of the batch": {"B": 3, "H": 2, "Hk": 2, "at_a_time": 4, "padding": True},
+    "independent keys": {"B": 2, "H": 2, "Hk": 2, "shifted": False, "mask": (2, 2, 40, 40)},
+    "a scale for each head": {"B": 1, "H": 2, "Hk": 2, "scales": True, "padding": True},
+}
+
+
+def make(B, H, Hk, shifted=True, mask=None, padding=False, scales=False, causal=None, n=40, D=16, M=2):
+    g = torch.Generator(device="cpu").manual_seed(0)
+
+    def randn(*shape, dtype=torch.float16):
+        return torch.randn(*shape, generator=g).to(DEVICE, dtype)
+
+    attn_mask = None if mask is None else randn(*mask, dtype=torch.float32)
+    if padding:
+        attn_mask = (torch.arange(n) < torch.arange(n, n - 6 * B, -6)[:, None]).view(B, 1, 1, n).to(DEVICE)
+    return MixtureCall(
+        query=randn(B, H, n, D),
+        keys=randn(B, Hk, n, D) if shifted else randn(B, Hk, M, n, D),
+        value=randn(B, Hk, n, D),
+        shift=randn(Hk, M, D, dtype=torch.float32) if shifted else None,
+        attn_mask=attn_mask,
+        causal=causal,
+        dropout_p=0.0,
+        scale=torch.linspace(0.2, 0.4, Hk, device=DEVICE).view(1, Hk, 1, 1) if scales else 0.25,
+        log_prior=torch.log_softmax(randn(1, Hk, M, 1, dtype=torch.float32), 2),
+        tau=torch.linspace(0.5, 1.0, Hk, device=DEVICE) if scales else 1.0,
+        hard=False,
+        packed=None,
+        return_weights=False,
+        return_lse=True,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_give_the_same_bits(name, monkeypatch):
+    options = dict(CASES[name])
+    at_a_time = options.pop("at_a_time", 1)
+    call = make(**options)
+    want = triton.run(call)
+    held = []
+
+    def into(out, lse, prepared, *rest):
+        held.append(prepared.shape[1] * prepared.shape[3] // launch_config.SLOT)
+        assert rest[-1] is True, "a part has no room for the blend's operand"
+        launch.forward_into(out, lse, prepared, *rest)
+
+    monkeypatch.setattr(launch_parts, "key_heads_of_part", lambda *_: at_a_time)
+    monkeypatch.setattr(launch_parts, "forward_into", into)
+    got = triton.run(call)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert len(held) > 1
+    assert sum(held) == options["B"] * options["Hk"]
+    assert max(held) <= at_a_time
+
+
+def test_no_lse_where_nobody_asks(monkeypatch):
+    """Others keep it for the backward pass; without one it is not even allocated."""
+    call = make(1, 2, 2)
+    want = triton.run(call)[0]
+    given = []
+
+    def into(out, lse, *rest):
+        given.append(lse)
+        launch.forward_into(out, lse, *rest)
+
+    monkeypatch.setattr(launch_parts, "forward_into", into)
+    got, lse, _ = triton.run(dataclasses.replace(call, return_lse=False))
+    assert torch.equal(got, want)
+    assert lse is None
+    assert given == [None]
+
+
+@pytest.mark.parametrize(("hard", "unblended", "components", "has"), [
+    (False, False, 2, True), (False, False, 1, False), (False, True, 2, False), (True, False, 2, False),
+])  # fmt: skip
+def test_who_holds_the_operand_of_a_blend(hard, unblended, components, has):
+    """Two soft components at width 64, but not in parts."""
+    call = make(1, 2, 2, D=64, M=components)
+    tensors = (call.query, call.keys, call.value, call.shift, *(None,) * 7, call.query)
+    flags = launch_config.Flags(0, hard, False, 40, 40, 1, False, True, "ieee", launch_parts.blocks, unblended)
+    plan = launch_config.forward_plan(launch_config.layouts(*tensors), flags, False, True)
+    assert (plan.operand > 0) == has
+
+
+def test_parts_are_large():
+    """One number for each row and head is held, but no part is too small for the device."""
+    count, block = launch_parts.key_heads_of_part, (64, 64, 4, 3, None, 1)
+    assert count(1, 4, 4, 1 << 17, 1 << 17, 2, block) == 1
+    assert count(1, 4, 4, 1 << 17, 1 << 17, 1, block) == 2
+    assert count(2, 8, 4, 1 << 16, 1 << 16, 2, block) == 4
+    # Parts of 512 programs, of less than a millisecond, of a few rows.
+    assert count(1, 4, 4, 1 << 15, 1 << 15, 2, block) == 4
+    assert count(32, 4, 4, 4096, 4096, 2, block) == 128
+    assert count(1, 4, 4, 128, 1 << 17, 2, block) == 4

@@ -1,0 +1,229 @@
+"""Steps that read their length on the device: what the growing caches give, recorded or not."""
+
+import pytest
+import torch
+
+import mgk
+from mgk.cache import Place
+from mgk.models import DecoderConfig, LanguageModel
+from mgk.models.decoder import FORMS
+from mgk.models.decoding import DecodingStep
+from mgk.models.generation import Sampling, generate
+
+V, ROOM = 30, 12
+FORM = {"paper": {}, "modern": FORMS["modern"], "ref-lm": {"preset": "ref-lm"}, "gqa": {"num_kv_heads": 2}}
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def tiny(variant, device="cpu", dtype=torch.float64, **options):
+    options = {"embed_dim": 8, "ffn_dim": 16, "num_layers": 2, "num_heads": 4, "head_dim": 4, **options}
+    model = LanguageModel(DecoderConfig(V, ROOM, variant=variant, cutoffs=(10, 20), **options)).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    for layer in model.layers:
+        prior = getattr(layer.attention.prior, "prior", None)
+        if prior is not None:
+            prior.copy_(torch.rand_like(prior).softmax(1))
+    return model.to(device, dtype)
+
+
+def scores(model, tokens, caches):
+    return model.table.logits(model.hidden(tokens, caches=caches)[:, -1])
+
+
+def compare(model, batch=2, close=torch.testing.assert_close):
+    """Tokens after a prompt; then, on the same caches, after another one and after none."""
+    device = model.table.weight.device
+    text = torch.randint(V, (batch, ROOM), device=device)
+    plain, stepped = (model.make_caches(batch, ROOM) for _ in range(2))
+    step = DecodingStep(model, stepped)
+    for start, stop in ((4, ROOM), (6, 9), (0, 3), (0, 3)):
+        for caches in (plain, stepped) if start else ():
+            scores(model, text[:, :start], caches)
+        for n in range(start, stop):
+            close(step(text[:, n : n + 1]), scores(model, text[:, n : n + 1], plain))
+            assert stepped[-1].length == plain[-1].length == n + 1
+        for cache in (*plain, *stepped):
+            cache.reset()
+    return step
+
+
+@pytest.mark.parametrize("form", FORM)
+@pytest.mark.parametrize("variant", mgk.VARIANTS)
+def test_a_step_of_fixed_shape_is_the_growing_one(variant, form):
+    compare(tiny(variant, **FORM[form]))
+
+
+@pytest.mark.parametrize("variant", ["mgk", "smgk-em"])
+def test_priors_of_each_position(variant):
+    model = tiny(variant, preset="ref-lm")
+    assert model.layers[0].attention.prior.positions == ROOM
+    compare(model, batch=3)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "smgk-em", "mlk"])
+def test_a_layer_by_itself_finds_its_positions(variant):
+    layer = mgk.Attention(8, 2, variant=variant, rotary=30.0, max_positions=ROOM, is_causal=True).eval().double()
+    x = torch.randn(2, ROOM, 8, dtype=torch.float64)
+    cache, wanted = layer.make_cache(2, ROOM), layer(x)
+    layer(x[:, :5], cache=cache)
+    for n in range(5, ROOM):
+        cache.place = Place(torch.tensor([n]), torch.tensor([n + 1], dtype=torch.int32))
+        torch.testing.assert_close(layer(x[:, n : n + 1], cache=cache), wanted[:, n : n + 1])
+    assert cache.length == 5
+
+
+def test_it_works_in_the_memory_that_there_is():
+    """... or could not be recorded."""
+    for variant in ("smgk", "mlk"):
+        model = tiny(variant)
+        caches = model.make_caches(1, ROOM)
+        scores(model, torch.zeros(1, 3, dtype=torch.long), caches)
+        step, before = DecodingStep(model, caches), [part.data_ptr() for cache in caches for part in cache.memory]
+        for _ in range(4):
+            step(torch.ones(1, 1, dtype=torch.long))
+        assert [part.data_ptr() for cache in caches for part in cache.memory] == before
+
+
+class Remembered:
+    """A recorded step without a GPU: like a graph it knows nothing but the memory that there was when it was made."""
+
+    def __init__(self, step):
+        self.step, self.tokens = step, step._tokens
+
+    def replay(self):
+        assert self.step._tokens is self.tokens
+        for cache, memory in zip(self.step.caches, self.step._memory, strict=True):
+            assert all(a is b for a, b in zip(cache.memory, memory, strict=True))
+        self.step._scores.copy_(self.step._step())
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    def first(self):
+        made.append(self)
+        scores = self._step()
+        self._memory, self._scores = [tuple(cache.memory) for cache in self.caches], scores.clone()
+        self._graph = Remembered(self)
+        return scores
+
+    made = []
+    monkeypatch.setattr(DecodingStep, "_first", first)
+    monkeypatch.setattr(DecodingStep, "recording", property(lambda _: True, lambda *_: None), raising=False)
+    return made
+
+
+@pytest.mark.parametrize("variant", ["softmax", "mgk-em", "mlk"])
+def test_replayed_steps_find_their_memory(variant, without_a_gpu):
+    compare(tiny(variant, preset="ref-lm"))
+    assert len(without_a_gpu) == 1
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mlk"])
+def test_other_rows_or_more_room_are_recorded_anew(variant, without_a_gpu):
+    model = tiny(variant)
+    plain, stepped = (model.make_caches(2, 4) for _ in range(2))
+    step = DecodingStep(model, stepped)
+    for change in (lambda _: None, lambda cache: cache.enlarge(8), lambda cache: cache.take(torch.tensor([1, 0, 1]))):
+        for cache in (*plain, *stepped):
+            change(cache)
+        token = torch.randint(V, (plain[0].batch_size, 1))
+        for _ in range(2):
+            torch.testing.assert_close(step(token), scores(model, token, plain))
+    assert len(without_a_gpu) == (3 if variant == "smgk" else 2)  # a state needs no room
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mlk"])
+def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
+    model, prompt = tiny(variant), torch.randint(V, (2, 5))
+    caches, others = (model.make_caches(2, ROOM) for _ in range(2))
+    for given in (caches, others):
+        scores(model, prompt, given)
+    memory = [tuple(cache.memory) for cache in caches]
+    for cache in caches:
+        cache.reset()
+    scores(model, prompt, caches)
+    assert all(cache.move_to(mine) for cache, mine in zip(caches, memory, strict=True))
+    assert all(
+        a is b for cache, mine in zip(caches, memory, strict=True) for a, b in zip(cache.memory, mine, strict=True)
+    )
+    token = prompt[:, :1]
+    torch.testing.assert_close(scores(model, token, caches), scores(model, token, others))
+    caches[0].take(torch.tensor([1, 0, 1]))
+    assert not caches[0].move_to(memory[0])
+
+
+def test_what_no_step_is_made_of():
+    model = tiny("smgk")
+    caches = model.make_caches(2, 8)
+    for wrong in ([], None, caches[0], caches[:1], [None, None]):
+        with pytest.raises(ValueError, match=r"caches must be 2, one for each layer, as model\.make_caches makes them"):
+            DecodingStep(model, wrong)
+    with pytest.raises(ValueError, match="model must be a LanguageModel, got Linear"):
+        DecodingStep(torch.nn.Linear(2, 2), caches)
+    step, token = DecodingStep(model, caches), torch.zeros(2, 1, dtype=torch.long)
+    step(token)
+    step(token)
+    caches[1].crop(1)
+    with pytest.raises(ValueError, match=r"caches must hold the same tokens .* got lengths \[2, 1\]"):
+        step(token)
+    assert [cache.length for cache in caches] == [2, 1]
+    caches[0].crop(1)
+    model.train()
+    with pytest.raises(ValueError, match="model must be in eval mode"):
+        step(token)
+
+
+def test_what_a_step_refuses_is_not_remembered():
+    model = tiny("smgk")
+    caches = [layer.attention.make_cache(2, room) for layer, room in zip(model.layers, (4, 3), strict=True)]
+    step, token = DecodingStep(model, caches), torch.zeros(2, 1, dtype=torch.long)
+    for wrong in (token[:1], token.expand(2, 2), [[0], [0]]):
+        with pytest.raises(ValueError, match=r"tokens must be an integer tensor \[B, 1\] = \[2, 1\]"):
+            step(wrong)
+    with pytest.raises(ValueError, match="tokens must be an integer tensor"):
+        step(token.float())
+    assert [cache.length for cache in caches] == [0, 0]
+    for _ in range(3):
+        step(token)
+    with pytest.raises(ValueError, match="cache holds 3 of at most 3 tokens: 1 more do not fit"):
+        step(token)
+    assert [cache.length for cache in caches] == [3, 3]
+    padding = torch.zeros(2, 2, dtype=torch.bool)
+    padding[0, 0] = True
+    for cache in caches:
+        cache.reset()
+    model.hidden(token.expand(2, 2), caches=caches, key_padding_mask=padding)
+    with pytest.raises(ValueError, match="key_padding_mask was given for earlier tokens"):
+        step(token)
+
+
+GPU = [("softmax", {}), ("softmax", {"num_kv_heads": 2}), ("smgk", {}), ("mgk", {}), ("linear", {}), ("mlk", {})]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant, options", [*GPU, ("mgk", {"preset": "ref-lm"}), ("smgk", FORMS["modern"])])
+def test_recorded_decoding_is_plain_decoding(variant, options, dtype):
+    model = tiny(variant, "cuda", dtype, head_dim=16, **options)
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
+
+    def close(found, wanted):
+        assert not found.isnan().any()
+        assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+    assert compare(model, close=close).recorded
+
+
+@pytest.mark.gpu
+def test_text_from_a_recorded_model_is_that_of_a_plain_one(monkeypatch):
+    model = tiny("smgk", "cuda", torch.float32)
+    recorded = list(generate(model, [1, 2, 3], max_tokens=3 * ROOM, sampling=Sampling(temperature=0)))
+    monkeypatch.setattr(DecodingStep, "__call__", lambda self, tokens: scores(self.model, tokens, self.caches))
+    assert list(generate(model, [1, 2, 3], max_tokens=3 * ROOM, sampling=Sampling(temperature=0))) == recorded

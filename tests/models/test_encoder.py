@@ -1,0 +1,124 @@
+"""The encoder: packed documents give what padded ones give, and are compiled once for every length."""
+
+import numpy as np
+import pytest
+import torch
+
+from mgk.models import Classifier, EncoderConfig
+from mgk.models.embedding import _Lookup
+from mgk.tasks.base import Split
+from mgk.training.data import Examples
+from mgk.variants import VARIANTS
+
+LONGEST = 32
+
+
+def split(documents: int) -> Split:
+    draw = np.random.default_rng(documents)
+    lengths = draw.integers(1, 2 * LONGEST, 6 * documents)  # some are cut
+    tokens = draw.integers(1, 16, lengths.sum()).astype(np.uint8)
+    return Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 3, 6), documents)
+
+
+def classifier(variant: str, **settings) -> Classifier:
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 16, "head_dim": 8, "num_heads": 2, "dropout": 0.0}
+    return Classifier(EncoderConfig(16, 3, LONGEST, variant=variant, **sizes, **settings))
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+@pytest.mark.parametrize("pooling", ["mean", "mean-padded"])
+@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "mgk-hard", "smgk-hard"])
+def test_packed_is_padded(variant, pooling, documents):
+    examples = Examples(split(documents), LONGEST, torch.device("cpu"))
+    model = classifier(variant, documents=documents, pooling=pooling).double()
+    chosen = np.array([4, 1, 5, 0])
+    tokens, edges, labels = examples.packed(chosen)
+    padded, lengths, same_labels = examples.batch(torch.from_numpy(chosen), LONGEST)
+    assert tokens.shape[0] % LONGEST == 0
+    assert tokens.shape[0] > edges[-1]  # there is padding, and it must not count
+    assert torch.equal(labels, same_labels)
+    found, wanted = model(tokens, cu_seqlens=edges), model(padded, lengths)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weight = torch.randn(found.shape, dtype=found.dtype)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * weight).sum(), parameters),
+        torch.autograd.grad((wanted * weight).sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "mean-padded"])
+def test_a_prediction_does_not_depend_on_the_width_of_its_batch(pooling):
+    model, tokens = classifier("smgk", pooling=pooling).double(), torch.randint(1, 16, (2, 7))
+    wanted, lengths = model(tokens), torch.tensor([7, 7])
+    for width in (7, 9, LONGEST):
+        padded = torch.nn.functional.pad(tokens, (0, width - 7))
+        torch.testing.assert_close(model(padded, lengths), wanted, rtol=0, atol=1e-12)
+
+
+def test_padding_of_a_packed_batch_is_not_seen():
+    examples = Examples(split(1), LONGEST, torch.device("cpu"))
+    model = classifier("smgk").eval()
+    tokens, edges, _ = examples.packed(np.array([4, 1, 5, 0]))
+    other = tokens.clone()
+    other[edges[-1] :] = 7
+    assert torch.equal(model(tokens, cu_seqlens=edges), model(other, cu_seqlens=edges))
+
+
+@pytest.mark.slow
+def test_packed_batches_of_any_length_are_compiled_once():
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    model = torch.compile(classifier("smgk").eval(), backend=count, fullgraph=True)
+    with torch.no_grad():
+        for total in (90, 85, 96, 81):
+            tokens = torch.randint(1, 16, (total,))
+            torch._dynamo.maybe_mark_dynamic(tokens, 0)
+            model(tokens, cu_seqlens=torch.tensor([0, 20, 40, 60, total - 5], dtype=torch.int32))
+    assert len(compiled) == 1
+
+
+# The compiler's own way of tracing a function with a backward.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_gradient_of_a_small_vocabulary_is_that_of_an_embedding():
+    """As a product, which a GPU takes."""
+    tokens = torch.randint(0, 9, (4, 50))
+    tokens[tokens == 3] = 4  # a token that does not occur
+    weight = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    ours, theirs = _Lookup.apply(tokens, weight), torch.nn.functional.embedding(tokens, weight)
+    assert torch.equal(ours, theirs)
+    upstream = torch.randn_like(ours)
+    (found,), (wanted,) = (torch.autograd.grad(each, weight, upstream) for each in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert found[3].abs().max() == 0
+    compiled = torch.compile(lambda *given: _Lookup.apply(*given), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(tokens, weight), weight, upstream)[0], wanted)
+
+
+def test_what_the_padding_would_enter_is_not_packed():
+    """EM counts every key it sees, and linear attention pads anyway."""
+    packs = {name: classifier(name).config.packs for name in VARIANTS}
+    assert packs == {name: name not in ("linear", "mlk", "smlk", "mgk-em", "smgk-em") for name in VARIANTS}
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "message"),
+    [
+        (1, torch.zeros(2, 0).long(), r"at least one token, got \[2, 0\]"),
+        (1, torch.zeros(2, 4), r"an int32 or int64 tensor \[B, L\], got torch.float32 \[2, 4\]"),
+        (1, torch.zeros(4).long(), r"an int32 or int64 tensor \[B, L\], got torch.int64 \[4\]"),
+        (2, torch.zeros(2, 4).long(), r"an int32 or int64 tensor \[B, 2, L\]"),
+        (1, [[1, 2]], "got list"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(documents, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        classifier("smgk", documents=documents)(tokens)

@@ -1,0 +1,122 @@
+"""A training small enough for a test, in a process of its own. TINY_TASK=text: of a language model."""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mgk.cli import end
+from mgk.models import save_model
+from mgk.tasks.base import Split
+from mgk.tasks.corpus import TokenStream
+from mgk.tasks.vocabulary import ByteVocabulary
+from mgk.training import callbacks
+from mgk.training import module as steps
+from mgk.training import trainer as training
+from mgk.training.config import Recipe, Row, Training
+
+
+@dataclass
+class TinyTask:
+    dataset: str = "tiny"
+    vocab_size: int = 16
+    num_classes: int = 4
+    max_length: int = 24
+    documents: int = 1
+    objective: str = "classification"
+
+    def key(self, data_dir: Path) -> str:
+        return "tiny"
+
+    def split(self, data_dir: Path, name: str) -> Split:
+        draw = np.random.default_rng(len(name))
+        examples = 29 if name == "train" else 10
+        lengths = draw.integers(5, 24, examples)
+        tokens = draw.integers(1, 16, lengths.sum()).astype(np.uint8)
+        return Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 4, examples))
+
+
+@dataclass
+class TinyText:
+    max_length: int = 12
+    objective: str = "language-model"
+    unit: str = "byte"
+    splits: tuple[str, ...] = ("train", "dev", "test")
+
+    def key(self, data_dir: Path) -> str:
+        return "tiny"
+
+    def vocabulary(self, data_dir: Path) -> ByteVocabulary:
+        return ByteVocabulary()
+
+    def split(self, data_dir: Path, name: str) -> TokenStream:
+        draw = np.random.default_rng(len(name))
+        # 24 steps of 8 segments: more than one epoch, and a step that spans two.
+        return TokenStream(draw.integers(0, 60, 29 * 12 + 5 if name == "train" else 50).astype(np.uint8), 12)
+
+
+TASKS = {"classes": TinyTask, "text": TinyText}
+MODELS = {
+    "classes": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4},
+    "text": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "num_layers": 2, "cutoffs": [20, 50]},
+}
+TASK = os.environ.get("TINY_TASK", "classes")
+
+
+def run(out: str, **settings) -> training.Run:
+    defaults = {"steps": 24, "batch_size": 8, "lr": 1e-3, "warmup": 4, "eval_every": 6, "precision": "fp32"}
+    recipe = Recipe(
+        "tiny",
+        "tiny",
+        "tiny",
+        model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
+        training=Training(**{**defaults, "compile": False, "padding": "longest", **settings}),
+    )
+    return training.Run(recipe, Row("smgk", 2), "paper", 3, Path("."), Path(out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--kill-at", type=int, default=0)
+    parser.add_argument("--kill-with", type=int, default=9)
+    parser.add_argument("--kill-rank", help="only this one of several processes")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--strategy", default="auto")
+    given = parser.parse_args()
+    if given.kill_at and given.kill_rank in (None, os.environ.get("RANK")):
+        keep_going = callbacks.Record.on_train_batch_end
+
+        def die(self, trainer, *arguments):
+            keep_going(self, trainer, *arguments)
+            if trainer.global_step == given.kill_at:
+                # The signal is heard in the next step.
+                if (given.kill_at + 1) % trainer.val_check_interval:
+                    steps.Fit.validation_step = late
+                os.kill(os.getpid(), given.kill_with)
+
+        def late(*arguments):
+            raise AssertionError("evaluated after it had been asked to leave")
+
+        callbacks.Record.on_train_batch_end = die
+    settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
+    described = run(given.out, dropout=given.dropout, **settings)
+    module, kept = training.fit(
+        described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
+    )
+    weights = callbacks.whole_weights(module.model)
+    training.leave()
+    if kept.stopped_by is None and module.global_rank == 0:
+        save_model(module.model, Path(given.out) / "final", weights)
+    status = 0 if kept.stopped_by is None else 128 + kept.stopped_by
+    if "WORLD_SIZE" in os.environ:
+        end(status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

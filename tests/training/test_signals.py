@@ -1,0 +1,50 @@
+"""Signals are answered while the process is busy in a call that Python's own handlers wait for."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mgk.training.signals import GRACE, SAME, STOPPING, Heard
+
+# hashlib lets other threads run, and no handler: as a backward pass does.
+BUSY = """
+import hashlib, signal, sys
+from mgk.signals import Heard
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: None)
+heard = Heard([signal.SIGINT, signal.SIGTERM])
+print("ready", file=sys.stderr, flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_signal_is_told_at_once_and_the_second_ends_the_process():
+    with subprocess.Popen([sys.executable, "-c", BUSY], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == f"{STOPPING}\n"
+            # As if a launcher passed it on.
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(GRACE + SAME + 0.5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_what_is_closed_hears_nothing_and_other_signals_are_others(capfd):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    heard = Heard([signal.SIGUSR2])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    heard.close()
+    heard.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+    assert signal.set_wakeup_fd(-1) == -1
+    assert capfd.readouterr().err == ""
