@@ -29,11 +29,11 @@ import torch
 
 from mgk._core.io import replacing
 from mgk.models import DecoderConfig, LanguageModel, load_model
-from mgk.models.cuda_graphs import GraphedGradients
+from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.decoding import DecodingStep
 from mgk.models.sliding_window import sliding_losses
 from mgk.training import results
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.evaluate import forward_flops, parameters
 from mgk.variants import VARIANTS
 
@@ -47,7 +47,7 @@ PLAIN, RECORDED = "decode_tokens_per_second", "decode_tokens_per_second_recorded
 TARGETS = {("smgk", 256): 1.0, ("mgk", 256): 1.0, ("smgk", 4096): 1.1, ("mgk", 4096): 0.95}
 
 
-def config_of(row: Row, base: DecoderConfig, length: int) -> DecoderConfig:
+def config_of(row: ModelSpec, base: DecoderConfig, length: int) -> DecoderConfig:
     return replace(
         base,
         variant=row.variant,
@@ -83,9 +83,9 @@ class Bench:
         self.arguments = arguments
         self.device = torch.device(arguments.device)
         self.base = TINY if arguments.tiny else PAPER
-        self.rows = [Row.parse(text) for text in arguments.rows.split(",")]
+        self.rows = [ModelSpec.parse(text) for text in arguments.rows.split(",")]
 
-    def record(self, row: Row, config: DecoderConfig, metric: str, value: float, **more: Any) -> None:
+    def record(self, row: ModelSpec, config: DecoderConfig, metric: str, value: float, **more: Any) -> None:
         line = {
             "recipe": "language-model",
             "task": "tiny" if self.arguments.tiny else "wikitext-103 model",
@@ -147,7 +147,7 @@ class Bench:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=1e-8, weight_decay=0.0, fused=device.type == "cuda")
         texts = [words(config, (batch, length + 1), device) for _ in range(4)]
         rooms = [tuple(model.table.rooms(text[:, 1:])) for text in texts]
-        learn = GraphedGradients(
+        learn = GraphedBackward(
             list(model.parameters()),
             lambda x, y, *rooms: {"loss": model.losses(x, y, rooms).mean()},
             recording=device.type == "cuda" and not self.arguments.plain,
@@ -183,7 +183,7 @@ class Bench:
         else:
             model = LanguageModel(config_of(row, self.base, self.base.max_length)).to(device).eval()
         config = model.config
-        row = Row(str(config.variant), config.num_heads, config.num_kv_heads)
+        row = ModelSpec(str(config.variant), config.num_heads, config.num_kv_heads)
         window = config.max_length
         if self.arguments.tokens is not None:
             text = torch.from_numpy(np.load(self.arguments.tokens, allow_pickle=False).astype(np.int64)).to(device)
@@ -269,7 +269,7 @@ def draw(path: Path, picture: Path) -> None:
     lines: dict[str, dict[str, dict[int, float]]] = {RECORDED: {}, PLAIN: {}, "cache_bytes": {}}
     for row in results.read([path]):
         if row["metric"] in lines:
-            name = str(Row(row["variant"], int(row["heads"]), int(row["kv_heads"])))
+            name = str(ModelSpec(row["variant"], int(row["heads"]), int(row["kv_heads"])))
             name = name.removesuffix(f"/{row['heads']}")
             lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
     figure, both = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)

@@ -22,7 +22,7 @@ from experiments.paper.speed_goals import (
     MEANS,
     NAMES,
     SMALL_SHAPE,
-    Row,
+    Record,
     geometric_mean,
     plain_ratios,
     ratios,
@@ -30,7 +30,7 @@ from experiments.paper.speed_goals import (
     shape_of,
 )
 from mgk._core.io import replacing, write_atomically
-from mgk._core.markdown import markdown, number
+from mgk._core.markdown import markdown_table, number
 from mgk.bench.timing import PASSES
 from mgk.training import results
 
@@ -38,7 +38,7 @@ SHAPES = (*GOAL_SHAPES, SMALL_SHAPE)
 SIDES = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2)}
 
 
-def speed_table(rows: list[Row]) -> str:
+def speed_table(rows: list[Record]) -> str:
     columns = {(name, which): ratios(rows, name, which) for name in NAMES for which in PASSES}
     lines = [["B × H × N × D", *(f"{NAMES[name]} {which}" for name, which in columns)]]
     lines += [[shape, *(number(found.get(shape)) for found in columns.values())] for shape in SHAPES]
@@ -52,7 +52,7 @@ def speed_table(rows: list[Row]) -> str:
     for name, which in columns:
         plain.append(number(speed_goals.mean(plain_ratios(rows, name, which))))
     wanted = ["goal of the mean", *(number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
-    return markdown([*lines, means, largest, wanted, plain])
+    return markdown_table([*lines, means, largest, wanted, plain])
 
 
 # `flex-4` is what `mgk bench` timed as `flex` until commit 7208069.
@@ -62,7 +62,7 @@ FLEX = {
 }
 
 
-def peers_table(rows: list[Row]) -> str:
+def peers_table(rows: list[Record]) -> str:
     lines = [["", *PASSES]]
     for words, (share, key_share) in SIDES.items():
         for backend in ("cudnn", "flash"):
@@ -72,10 +72,10 @@ def peers_table(rows: list[Row]) -> str:
         if any(flex):
             cells = [", ".join(f"{float(row['ratio']):.2f} ({shape_of(row)})" for row in found) for found in flex]
             lines.append([words, *cells])
-    return markdown(lines)
+    return markdown_table(lines)
 
 
-def peer(rows: list[Row], backend: str, share: int, key_share: int, which: str) -> str:
+def peer(rows: list[Record], backend: str, share: int, key_share: int, which: str) -> str:
     found = {
         shape_of(row): float(row["ratio"])
         for row in select(rows, "speed", which, variant="softmax", backend=backend)
@@ -85,14 +85,14 @@ def peer(rows: list[Row], backend: str, share: int, key_share: int, which: str) 
     return number(geometric_mean(values)) if values else "–"
 
 
-def part_table(rows: list[Row], task: str, unit: str) -> str:
+def part_table(rows: list[Record], task: str, unit: str) -> str:
     """Every measurement of one part."""
     lines = [["B × H × N × D", "pass", "variant", "backend", "heads", "M", unit, "ratio", "eager ms"]]
     for row in sorted(select(rows, task), key=lambda r: (int(r["length"]), shape_of(r), r["pass"])):
         heads = row["heads"] if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
         kind = [row["variant"], row["backend"], heads, row["components"]]
         lines.append([shape_of(row), row["pass"], *kind, row["value"], row["ratio"] or "–", row["step_ms"] or "–"])
-    return markdown(lines)
+    return markdown_table(lines)
 
 
 TITLES = {
@@ -107,7 +107,7 @@ TITLES = {
 }
 
 
-def report(rows: list[Row]) -> str:
+def report(rows: list[Record]) -> str:
     last = rows[-1]
     commits, dates = (", ".join(sorted({row[name] for row in rows})) for name in ("commit", "date"))
     reached = [
@@ -125,7 +125,7 @@ def report(rows: list[Row]) -> str:
         "\nThe peers by the same measure, geometric means of the same shapes:\n",
         peers_table(rows),
         "\n## Goals\n",
-        markdown([["what", "measured", "goal, at most", "reached"], *reached]),
+        markdown_table([["what", "measured", "goal, at most", "reached"], *reached]),
     ]
     for task, (title, unit) in TITLES.items():
         if select(rows, task):
@@ -133,7 +133,7 @@ def report(rows: list[Row]) -> str:
     return "\n".join(text) + "\n"
 
 
-def draw_speed(axis: Axes, rows: list[Row], which: str) -> None:
+def draw_speed(axis: Axes, rows: list[Record], which: str) -> None:
     width = 0.2
     for n, name in enumerate(NAMES):
         found = ratios(rows, name, which)
@@ -147,7 +147,7 @@ def draw_speed(axis: Axes, rows: list[Row], which: str) -> None:
     axis.grid(axis="y", alpha=0.3)
 
 
-def draw_linear(axis: Axes, rows: list[Row]) -> None:
+def draw_linear(axis: Axes, rows: list[Record]) -> None:
     found = select(rows, "linear")
     for variant, name in (("mlk", "MLK, H/2 heads"), ("softmax", "best SDPA, H heads")):
         for which, style in zip(PASSES, ("-", "--"), strict=True):
@@ -168,7 +168,7 @@ def draw_linear(axis: Axes, rows: list[Row]) -> None:
     axis.legend(fontsize=7, loc="lower right", handlelength=4)
 
 
-def picture(rows: list[Row], path: Path) -> None:
+def picture(rows: list[Record], path: Path) -> None:
     # One length is no curve: the table has its number.
     linear = len({row["length"] for row in select(rows, "linear")}) > 1
     figure, axes = pyplot.subplots(1, 2 + linear, figsize=(11 + 4 * linear, 4.2), constrained_layout=True)

@@ -27,8 +27,8 @@ from mgk._core.validation import one_of
 from mgk.models import Classifier, EncoderConfig
 from mgk.training import config as recipes
 from mgk.training import results
-from mgk.training.config import Training
-from mgk.training.data import Examples, Order
+from mgk.training.config import TrainConfig
+from mgk.training.data import DeviceDataset, EpochPermutation
 from mgk.training.module import SCHEDULERS
 
 RECIPE, TASK = "retrieval-probe", "retrieval-peerread"
@@ -45,7 +45,7 @@ class Probed:
     metric: str
     split: str
     value: float  # per cent
-    training: Training | None = None
+    training: TrainConfig | None = None
 
 
 class Pairs:
@@ -120,12 +120,12 @@ class Bag(nn.Module):
 def bag(pairs: Pairs, lr: float, steps: int, n: int) -> Iterator[Probed]:
     recipe = recipes.load(TASK)
     share = recipe.training.warmup / recipe.training.steps
-    settings = Training(steps=steps, lr=lr, warmup=round(share * steps), batch_size=recipe.training.batch_size)
+    settings = TrainConfig(steps=steps, lr=lr, warmup=round(share * steps), batch_size=recipe.training.batch_size)
     torch.manual_seed(0)
     model = Bag(EncoderConfig(512, 2, BYTES, variant="softmax", documents=2, dropout=0.0), pairs.counts(n))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=settings.eps, weight_decay=0.0)
     schedule = SCHEDULERS[settings.schedule](optimizer, settings)
-    order = Order(len(pairs.labels["train"]), 0)
+    order = EpochPermutation(len(pairs.labels["train"]), 0)
     for step in range(steps):
         chosen = torch.from_numpy(order.take(step * settings.batch_size, settings.batch_size))
         loss = nn.functional.cross_entropy(model(pairs.places["train"][chosen]), pairs.labels["train"][chosen])
@@ -140,11 +140,11 @@ def bag(pairs: Pairs, lr: float, steps: int, n: int) -> Iterator[Probed]:
             yield Probed(words, name, 100 * float(right.float().mean()), settings)
 
 
-def fit(model: nn.Module, examples: Examples, settings: Training, among: int) -> None:
+def fit(model: nn.Module, examples: DeviceDataset, settings: TrainConfig, among: int) -> None:
     """Trains the matcher on the first `among` pairs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
     schedule = SCHEDULERS[settings.schedule](optimizer, settings)
-    order = Order(among, 0)
+    order = EpochPermutation(among, 0)
     for step in range(settings.steps):
         chosen = torch.from_numpy(order.take(step * settings.batch_size, settings.batch_size))
         tokens, lengths, labels = examples.batch(chosen, examples.max_length)
@@ -156,7 +156,7 @@ def fit(model: nn.Module, examples: Examples, settings: Training, among: int) ->
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, examples: Examples, count: int) -> float:
+def accuracy(model: nn.Module, examples: DeviceDataset, count: int) -> float:
     """In per cent, of the first pairs."""
     right = 0
     for chosen in torch.arange(count).split(128):
@@ -168,9 +168,9 @@ def accuracy(model: nn.Module, examples: Examples, count: int) -> float:
 def by_heart(pairs: Pairs) -> Iterator[Probed]:
     """The matcher itself on a few pairs, cut short: a mistake in packing or labels would show."""
     torch.manual_seed(0)
-    examples = Examples(pairs.splits["train"], BYTES, torch.device("cpu"))
+    examples = DeviceDataset(pairs.splits["train"], BYTES, torch.device("cpu"))
     model = Classifier(EncoderConfig(512, 2, BYTES, variant="softmax", documents=2, num_heads=2, dropout=0.0))
-    settings = Training(steps=150, warmup=0, lr=1e-3, schedule="constant")
+    settings = TrainConfig(steps=150, warmup=0, lr=1e-3, schedule="constant")
     fit(model, examples, settings, PAIRS)
     words = f"the matcher, 2 softmax heads, on {PAIRS} training pairs of {BYTES} bytes, {settings.steps} steps"
     yield Probed(words, "these pairs", accuracy(model, examples, PAIRS), settings)
@@ -186,9 +186,9 @@ class Nothing(nn.Module):
 def short(pairs: Pairs, attends: bool) -> Iterator[Probed]:
     """The matcher on the beginnings of all documents, with attention and positions or with neither."""
     torch.manual_seed(0)
-    examples = {name: Examples(split, SHORT, torch.device("cpu")) for name, split in pairs.splits.items()}
+    examples = {name: DeviceDataset(split, SHORT, torch.device("cpu")) for name, split in pairs.splits.items()}
     model = Classifier(EncoderConfig(512, 2, SHORT, variant="softmax", documents=2, num_heads=1, dropout=0.0))
-    settings = Training(steps=2000, warmup=533, lr=1e-3)
+    settings = TrainConfig(steps=2000, warmup=533, lr=1e-3)
     if not attends:
         model.positions.data.zero_()
         model.positions.requires_grad_(False)

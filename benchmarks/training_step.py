@@ -19,7 +19,7 @@ from torch import nn
 
 from mgk.models import Classifier, EncoderConfig
 from mgk.training import results
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.evaluate import forward_flops, parameters
 from mgk.training.profiling import median_ms, warm_up
 from mgk.variants import VARIANTS
@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     first = None
     for text in arguments.rows.split(","):
-        row = Row.parse(text)
+        row = ModelSpec.parse(text)
         config = EncoderConfig(512, 2, arguments.length, num_heads=row.heads, variant=row.variant, dropout=0.1)
         torch.compiler.reset()
         device = torch.device(arguments.device)

@@ -19,19 +19,19 @@ from mgk._core.calls import (
     LinearCall,
     MixtureCall,
     Packed,
-    autocasted,
-    check_as_many,
+    autocast_inputs,
     check_feature_map,
     check_mask,
     check_query_keys_value,
+    check_same_length,
     check_scale,
     check_state,
 )
 from mgk._core.em import em_statistics
 from mgk._core.from_softmax import from_softmax
-from mgk._core.how import How
+from mgk._core.how import AttentionArgs
 from mgk._core.key_projections import KEYS, KeyLayout, mixed_keys
-from mgk._core.masks import segments
+from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.priors import PRIORS, VARIANCES, EMPrior, EMVariance
 from mgk._core.recomputation import counted_already
 from mgk._core.validation import (
@@ -199,11 +199,18 @@ class Attention(nn.Module):
             [B, L, embed_dim], or with need_weights a tuple of it and the weights.
         """
         flag("need_weights", need_weights)
-        how = How(self.is_causal, key_padding_mask, None, attn_mask, cu_seqlens, cache, need_weights, max_seqlen)
+        how = AttentionArgs(
+            self.is_causal, key_padding_mask, None, attn_mask, cu_seqlens, cache, need_weights, max_seqlen
+        )
         return self.attend(query, key, value, how, position_ids)
 
     def attend(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, how: How, position_ids: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        how: AttentionArgs,
+        position_ids: Tensor | None = None,
     ) -> Any:
         """`forward`, with causality as an argument."""
         check_input("query", query, self.embed_dim)
@@ -228,7 +235,7 @@ class Attention(nn.Module):
             q, keys = nn.functional.normalize(q, dim=-1), nn.functional.normalize(keys, dim=-1)
         if self.rotary is not None:
             q, keys = self.rotary(q, _count(positions, query)), self.rotary(keys, _count(key_positions, key))
-        q, keys, v = autocasted(q, keys, v)
+        q, keys, v = autocast_inputs(q, keys, v)
         # What the layer has made itself needs no look, unless others had a hand in it.
         if not (self.rotary is None or isinstance(self.rotary, Rotary)) or not q.dtype == keys.dtype == v.dtype:
             check_query_keys_value(q, keys, v, to_keys.shift, to_keys.shift is not None)
@@ -249,20 +256,26 @@ class Attention(nn.Module):
             fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
         return key, value
 
-    def _positions(self, x: Tensor, position_ids: Tensor | None, how: How) -> Tensor | None:
+    def _positions(self, x: Tensor, position_ids: Tensor | None, how: AttentionArgs) -> Tensor | None:
         """Positions of the tokens of x, [L] or [B, L]. None counts from 0, or nobody asks for them."""
         if position_ids is not None:
             return check_positions(position_ids, x)
         if self.rotary is None and getattr(self.prior, "positions", None) is None:
             return None
         if how.cu_seqlens is not None:
-            return segments(how.cu_seqlens, x.shape[1])[1]
+            return cu_seqlens_to_segments(how.cu_seqlens, x.shape[1])[1]
         if how.cache is not None:
             return how.cache.next_positions(x)
         return None
 
     def _mixture(
-        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How, self_attention: bool
+        self,
+        query: Tensor,
+        keys: Tensor,
+        value: Tensor,
+        positions: Tensor | None,
+        how: AttentionArgs,
+        self_attention: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if how.cache is not None:
             held = how.cache.length
@@ -275,7 +288,13 @@ class Attention(nn.Module):
         return self._attend_mixture(query, keys, value, positions, how, self_attention)
 
     def _attend_mixture(
-        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How, self_attention: bool
+        self,
+        query: Tensor,
+        keys: Tensor,
+        value: Tensor,
+        positions: Tensor | None,
+        how: AttentionArgs,
+        self_attention: bool,
     ) -> tuple[Tensor, Tensor | None]:
         causal, count = "top-left" if how.is_causal else None, None
         if how.cache is not None:
@@ -316,7 +335,7 @@ class Attention(nn.Module):
         self._update(call, positions, how, self_attention)
         return result if how.need_weights else (result, None)
 
-    def _update(self, call: MixtureCall, positions: Tensor | None, how: How, self_attention: bool) -> None:
+    def _update(self, call: MixtureCall, positions: Tensor | None, how: AttentionArgs, self_attention: bool) -> None:
         """EM: what this training batch says replaces the prior (and variance) that it has used.
 
         Of the queries of cross-attention, and of those that follow on a cache, nobody says which are padding.
@@ -332,7 +351,7 @@ class Attention(nn.Module):
                 part.update(statistics, positions)
 
     def _linear(
-        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: How
+        self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, how: AttentionArgs
     ) -> tuple[Tensor, Tensor | None]:
         if how.attn_mask is not None:
             fail("attn_mask", "does not go with linear attention, which forms no weights: use key_padding_mask")
@@ -357,7 +376,7 @@ class Attention(nn.Module):
         if form.mix_before_map:
             keys, shift, log_prior = mixed_keys(keys, shift, log_prior), None, None
         if how.is_causal:
-            check_as_many("is_causal", query, length)
+            check_same_length("is_causal", query, length)
         call = LinearCall(
             query=query,
             keys=keys,

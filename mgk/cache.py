@@ -14,7 +14,7 @@ from mgk._core.validation import fail
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePosition:
     """Where the next token goes, as numbers on the device: steps that know it from there alone have the same shapes and
     the same memory whatever the length, and can be recorded once for all tokens."""
 
@@ -29,7 +29,7 @@ class Cache(ABC):
         self.batch_size, self.max_length, self.length = batch_size, max_length, 0
         # Where it is set, a forward is of one token: it reads the place, not `length`, works in the memory that there
         # is, and leaves `length` to who set it.
-        self.place: Place | None = None
+        self.place: DevicePosition | None = None
 
     def check_padding(self, given: bool) -> None:  # noqa: B027  (a state has no padding left in it)
         """What an earlier mask asks of this call."""

@@ -65,7 +65,7 @@ def component_logits(
     return (logits if log_prior is None else logits + log_prior.unsqueeze(-3)), left_out
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     output: Tensor  # [B, H, L, E]
     weights: Tensor  # [B, H, L, S], after dropout
     lse: Tensor  # [B, H, L]: log Σ_j exp(ℓ_ij)
@@ -83,7 +83,7 @@ def mixture_attention(
     bias: Tensor | None = None,
     allowed: Tensor | None = None,
     dropout_p: float = 0.0,
-) -> Attended:
+) -> AttentionOutput:
     """Eq. 10 (soft) or 12 (hard): h_i = Σ_j a_ij v_j, a_ij ∝ Σ_r exp ℓ_ijr, or max_r exp ℓ_ijr without π.
 
     bias is added to ℓ_ij; where allowed is False a pair has no weight. Both broadcast to [B, H, L, S].
@@ -101,7 +101,7 @@ def mixture_attention(
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
     # With unequal λ the term is in the logits and this one is zero.
-    return Attended(weights @ value, weights, lse + query_term)
+    return AttentionOutput(weights @ value, weights, lse + query_term)
 
 
 def responsibilities(

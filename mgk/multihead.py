@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.from_softmax import from_softmax
-from mgk._core.how import How
+from mgk._core.how import AttentionArgs
 from mgk._core.validation import fail, flag
 from mgk.attention import Attention
 from mgk.variants import Variant
@@ -166,7 +166,7 @@ class MultiheadAttention(nn.Module):
         if is_causal and mask is not None:
             trusted = not need_weights or self.attention.is_linear
             is_causal, mask = (True, None) if trusted else (False, mask)
-        how = How(is_causal, padding, bias, mask, need_weights=need_weights)
+        how = AttentionArgs(is_causal, padding, bias, mask, need_weights=need_weights)
         result = self.attention.attend(query, key, value, how)
         output, weights = result if need_weights else (result, None)
         output = output if self.batch_first else output.transpose(0, 1)

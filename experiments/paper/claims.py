@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from experiments.paper import verdicts
 from experiments.paper.plan import Experiment
-from experiments.paper.recipe_results import STANDS_FOR, Found, Trained
-from experiments.paper.statistics import Compared, compare
-from mgk._core.markdown import markdown, number, signed
-from mgk.training.config import Row
-from mgk.training.sweep import shown
+from experiments.paper.recipe_results import STANDS_FOR, RecipeResults, TrainedRun
+from experiments.paper.statistics import Difference, compare
+from mgk._core.markdown import markdown_table, number, signed
+from mgk.training.config import ModelSpec
+from mgk.training.sweep import metric_format
 
 # What each mixture takes the place of, and what the two kinds of attention are called.
 BASELINES = {"mgk": "softmax", "smgk": "softmax", "mlk": "linear", "smlk": "linear"}
@@ -23,14 +23,14 @@ CLAIMED_WAY = "smgk-hard"
 
 
 @dataclass(frozen=True)
-class Part:
+class ExperimentResults:
     """An experiment and what results/ has of it."""
 
     experiment: Experiment
-    found: Found
+    found: RecipeResults
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ModelSpec]:
         """Planned or run."""
         return list(dict.fromkeys((*self.experiment.seeds, *self.found.rows)))
 
@@ -43,9 +43,9 @@ class Part:
 class Judged:
     """One comparison and its verdict."""
 
-    ours: Row
-    theirs: Row
-    compared: Compared | None
+    ours: ModelSpec
+    theirs: ModelSpec
+    compared: Difference | None
     verdict: str
     remark: str = ""
     control: bool = False
@@ -58,20 +58,20 @@ class Judged:
         return f"{self.ours} − {self.theirs}"
 
 
-def half(part: Part) -> list[Judged]:
+def half(part: ExperimentResults) -> list[Judged]:
     """Mixtures with half the heads against their baselines, and the baselines with half the heads: controls."""
     rows = [row for row in part.rows if row.kv_heads is None]
-    return _suffice(part, [(row, Row(BASELINES.get(row.variant, row.variant), 2 * row.heads)) for row in rows])
+    return _suffice(part, [(row, ModelSpec(BASELINES.get(row.variant, row.variant), 2 * row.heads)) for row in rows])
 
 
-def half_the_keys(part: Part) -> list[Judged]:
+def half_the_keys(part: ExperimentResults) -> list[Judged]:
     """Models with all query heads and half the key heads against the baselines with all: the baselines' are controls.
     The paper has none."""
     rows = [row for row in part.rows if row.kv_heads is not None and 2 * row.kv_heads == row.heads]
-    return _suffice(part, [(row, Row(BASELINES.get(row.variant, row.variant), row.heads)) for row in rows])
+    return _suffice(part, [(row, ModelSpec(BASELINES.get(row.variant, row.variant), row.heads)) for row in rows])
 
 
-def _suffice(part: Part, pairs: list[tuple[Row, Row]]) -> list[Judged]:
+def _suffice(part: ExperimentResults, pairs: list[tuple[ModelSpec, ModelSpec]]) -> list[Judged]:
     """Mixtures first, then the controls."""
     found = []
     for ours, theirs in sorted(pairs, key=lambda pair: pair[0].variant in FAMILIES):
@@ -82,23 +82,23 @@ def _suffice(part: Part, pairs: list[tuple[Row, Row]]) -> list[Judged]:
     return found
 
 
-def same(part: Part) -> list[Judged]:
+def same(part: ExperimentResults) -> list[Judged]:
     """Mixtures against their baselines with as many heads and key heads."""
     found = []
     for ours in part.rows:
-        theirs = Row(BASELINES.get(ours.variant, ""), ours.heads, ours.kv_heads)
+        theirs = ModelSpec(BASELINES.get(ours.variant, ""), ours.heads, ours.kv_heads)
         if theirs in part.rows:
             result = compare(part.found, ours, theirs)
             found.append(_judged(ours, theirs, result, verdicts.better(result)))
     return found
 
 
-def ways(part: Part) -> list[Judged]:
+def ways(part: ExperimentResults) -> list[Judged]:
     """Mixtures with hard assignments or priors from EM against the same ones with soft assignments and learned
     priors; those of which the paper does not claim that they are as good: controls."""
     found = []
     for ours in part.rows:
-        theirs = Row(WAYS.get(ours.variant, ""), ours.heads, ours.kv_heads)
+        theirs = ModelSpec(WAYS.get(ours.variant, ""), ours.heads, ours.kv_heads)
         if theirs in part.rows:
             result = compare(part.found, ours, theirs)
             verdict = verdicts.suffices(result, part.found.scale.margin)
@@ -106,7 +106,9 @@ def ways(part: Part) -> list[Judged]:
     return found
 
 
-def _judged(ours: Row, theirs: Row, result: Compared | None, verdict: str, control: bool = False) -> Judged:
+def _judged(
+    ours: ModelSpec, theirs: ModelSpec, result: Difference | None, verdict: str, control: bool = False
+) -> Judged:
     return Judged(ours, theirs, result, verdict, result.remark if result else "", control)
 
 
@@ -115,13 +117,13 @@ class Gap:
     """Linear attention, its mixture and softmax, all with as many heads."""
 
     judged: Judged
-    gap: Compared | None
+    gap: Difference | None
 
 
-def gaps(part: Part) -> list[Gap]:
+def gaps(part: ExperimentResults) -> list[Gap]:
     found = []
     for ours in part.rows:
-        linear, softmax = Row("linear", ours.heads), Row("softmax", ours.heads)
+        linear, softmax = ModelSpec("linear", ours.heads), ModelSpec("softmax", ours.heads)
         if BASELINES.get(ours.variant) == "linear" and linear in part.rows and softmax in part.rows:
             result, gap = compare(part.found, ours, linear), compare(part.found, softmax, linear)
             verdict, remark = verdicts.narrows(result, gap)
@@ -129,12 +131,12 @@ def gaps(part: Part) -> list[Gap]:
     return found
 
 
-def paper_difference(part: Part, ours: Row, theirs: Row) -> float | None:
+def paper_difference(part: ExperimentResults, ours: ModelSpec, theirs: ModelSpec) -> float | None:
     worth = [part.found.scale.worth(value) for row in (ours, theirs) if (value := part.found.paper(row)) is not None]
     return worth[0] - worth[1] if len(worth) == 2 else None
 
 
-def line(part: Part, judged: Judged) -> list[str]:
+def line(part: ExperimentResults, judged: Judged) -> list[str]:
     result = judged.compared
     assert result is not None
     interval = "–" if result.low is None else f"{signed(result.low)} to {signed(result.high)}"
@@ -151,7 +153,7 @@ def line(part: Part, judged: Judged) -> list[str]:
     ]
 
 
-def table(part: Part, judged: list[Judged], control: str = "control") -> str:
+def table(part: ExperimentResults, judged: list[Judged], control: str = "control") -> str:
     """What was measured, control comparisons last, and the names of what was not. control: what those are called."""
     unit = part.found.scale.unit
     header = ["pair", f"paper, {unit}", f"ours, {unit}", "seeds", "examples", "95 % interval", "runs that learnt"]
@@ -164,12 +166,12 @@ def table(part: Part, judged: list[Judged], control: str = "control") -> str:
     rest = ", ".join(str(each) for each in judged if each.compared is None)
     splits = " and ".join(sorted({each.compared.split for each in measured if each.compared}))
     text = [f"**{part.title}**" + (f" (`{splits}` examples)" if splits else "")]
-    text += [markdown(lines)] if measured else []
+    text += [markdown_table(lines)] if measured else []
     text += [f"Not measured yet: {rest}."] if rest else []
     return "\n\n".join(text)
 
 
-def gap_table(part: Part, found: list[Gap]) -> str:
+def gap_table(part: ExperimentResults, found: list[Gap]) -> str:
     unit = part.found.scale.unit
     lines = [
         ["models", f"softmax − linear, {unit}", f"mixture − linear, {unit}", "share of the gap", "paper", "verdict"]
@@ -178,7 +180,7 @@ def gap_table(part: Part, found: list[Gap]) -> str:
         judged, gap = each.judged, each.gap
         if judged.compared is None or gap is None:
             continue
-        softmax = Row("softmax", judged.ours.heads)
+        softmax = ModelSpec("softmax", judged.ours.heads)
         theirs = [paper_difference(part, row, judged.theirs) for row in (softmax, judged.ours)]
         paper = "–" if None in theirs else f"{signed(theirs[1])} of {signed(theirs[0])}"
         told = judged.verdict in (verdicts.HOLDS, verdicts.FAILS) and gap.difference > 0
@@ -189,18 +191,18 @@ def gap_table(part: Part, found: list[Gap]) -> str:
         lines.append([f"{judged.ours}, {judged.theirs}, {softmax}", *cells, share, paper, verdict])
     rest = ", ".join(f"{each.judged}" for each in found if each.judged.verdict == verdicts.MISSING)
     text = [f"**{part.title}**"]
-    text += [markdown(lines)] if len(lines) > 1 else []
+    text += [markdown_table(lines)] if len(lines) > 1 else []
     text += [f"Not measured yet: {rest}."] if rest else []
     return "\n\n".join(text)
 
 
-def runs_table(part: Part) -> str:
+def runs_table(part: ExperimentResults) -> str:
     """Each seed by itself."""
     found = part.found
     if not found.runs:
         return f"**{part.title}**: not run yet."
     splits = sorted({split for run in found.runs for split in run.values}, key=lambda name: (name != "test", name))
-    named = [f"{split} {shown(found.recipe).title}" for split in splits]
+    named = [f"{split} {metric_format(found.recipe).title}" for split in splits]
     plateau = found.recipe.plateau is not None
     paper = f"paper, {STANDS_FOR[found.recipe.name]}" if found.recipe.name in STANDS_FOR else "paper"
     lines = [["model", "seeds", *named, *(["left the plateau at step"] if plateau else []), "learnt", paper]]
@@ -210,10 +212,10 @@ def runs_table(part: Part) -> str:
         cells += [" ".join(number(run.values.get(split)) for run in runs) for split in splits]
         cells += [" ".join(f"{run.left_at:,}" if run.left_at else "never" for run in runs)] if plateau else []
         lines.append([*cells, learnt(runs), number(found.paper(row))])
-    return f"**{part.title}**\n\n{markdown(lines)}"
+    return f"**{part.title}**\n\n{markdown_table(lines)}"
 
 
-def learnt(runs: list[Trained]) -> str:
+def learnt(runs: list[TrainedRun]) -> str:
     return f"{sum(run.learnt for run in runs)} of {len(runs)}"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.paper import speed_goals, verdicts
-from experiments.paper.claims import BASELINES, Part
+from experiments.paper.claims import BASELINES, ExperimentResults
 from experiments.paper.recipe_results import PRESET
-from mgk._core.markdown import markdown, number
+from mgk._core.markdown import markdown_table, number
 from mgk.bench.timing import PASSES
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.results import latest
-from mgk.training.sweep import COSTS, matching
+from mgk.training.sweep import COSTS, filter_rows
 
 COUNTS = ("parameters", "FLOPs")
 UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
@@ -19,23 +19,23 @@ MEASURED = dict(zip(COSTS, ("training step", "inference", "memory of the step"),
 
 
 @dataclass(frozen=True)
-class Cost:
+class RowCost:
     """What a model costs, by name; what was not measured is not in it."""
 
-    row: Row
+    row: ModelSpec
     of: dict[str, float]
 
 
-def of_part(part: Part, rows: list[dict[str, str]]) -> list[Cost]:
+def of_part(part: ExperimentResults, rows: list[dict[str, str]]) -> list[RowCost]:
     """Counts from the trainings, times from those that were timed alone."""
     found = []
     for row in part.found.rows:
         run = part.found.of(row)[0]
         values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
-        own = matching(rows, part.found.recipe, row, PRESET, None, run.setup)
+        own = filter_rows(rows, part.found.recipe, row, PRESET, None, run.setup)
         measured = {name: latest(own, metric) for metric, name in MEASURED.items()}
         values |= {name: value for name, value in measured.items() if value is not None}
-        found.append(Cost(row, values))
+        found.append(RowCost(row, values))
     return found
 
 
@@ -45,26 +45,26 @@ def step_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if size.items() <= row.items() and not row["gpu"].startswith("cpu")]
 
 
-def of_steps(rows: list[dict[str, str]]) -> list[Cost]:
+def of_steps(rows: list[dict[str, str]]) -> list[RowCost]:
     """The last measurement of each model by benchmarks/training_step.py on a GPU."""
-    last: dict[Row, Cost] = {}
+    last: dict[ModelSpec, RowCost] = {}
     for each in step_rows(rows):
         if each["metric"] == "step_ms":
-            row = Row(each["variant"], int(each["heads"]))
-            last[row] = Cost(
+            row = ModelSpec(each["variant"], int(each["heads"]))
+            last[row] = RowCost(
                 row, {"training step": float(each["value"]), "memory of the step": float(each["peak_mem_mb"])}
             )
     return list(last.values())
 
 
-def pairs(costs: list[Cost]) -> list[tuple[Cost, Cost]]:
+def pairs(costs: list[RowCost]) -> list[tuple[RowCost, RowCost]]:
     """Each mixture, and its baseline with twice the heads."""
     by_row = {cost.row: cost for cost in costs}
-    wanted = ((cost, Row(BASELINES.get(cost.row.variant, ""), 2 * cost.row.heads)) for cost in costs)
+    wanted = ((cost, ModelSpec(BASELINES.get(cost.row.variant, ""), 2 * cost.row.heads)) for cost in costs)
     return [(ours, by_row[theirs]) for ours, theirs in wanted if theirs in by_row]
 
 
-def ratios(ours: Cost, theirs: Cost) -> dict[str, float]:
+def ratios(ours: RowCost, theirs: RowCost) -> dict[str, float]:
     return {name: ours.of[name] / theirs.of[name] for name in ours.of if name in theirs.of}
 
 
@@ -72,7 +72,7 @@ def judge(name: str, ours: float, theirs: float) -> str:
     return verdicts.cheaper(ours / theirs, _noise(name, min(ours, theirs)))
 
 
-def judged(ours: Cost, theirs: Cost) -> dict[str, str]:
+def judged(ours: RowCost, theirs: RowCost) -> dict[str, str]:
     """The verdict on each quantity that both have."""
     return {name: judge(name, ours.of[name], theirs.of[name]) for name in ratios(ours, theirs)}
 
@@ -85,14 +85,14 @@ def _noise(name: str, smaller: float) -> float:
     return verdicts.SHORT_STEPS if smaller < verdicts.SHORT else verdicts.STEPS
 
 
-def table(costs: list[Cost]) -> str:
+def table(costs: list[RowCost]) -> str:
     used = [name for name in (*COUNTS, *MEASURED.values()) if any(name in cost.of for cost in costs)]
     lines = [["models", *used]]
     for ours, theirs in pairs(costs):
         found = ratios(ours, theirs)
         cells = [_cell(name, ours.of[name], theirs.of[name]) if name in found else verdicts.MISSING for name in used]
         lines.append([f"{ours.row} / {theirs.row}", *cells])
-    return markdown(lines)
+    return markdown_table(lines)
 
 
 def _cell(name: str, ours: float, theirs: float) -> str:
@@ -124,4 +124,4 @@ def operator_table(rows: list[dict[str, str]]) -> str:
             ratio = speed_goals.mean(speed_goals.ratios(measured, variant, which))
             cells.append(f"{number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
         lines.append([name, *cells])
-    return f"**The operator alone** ({machine(measured)})\n\n{markdown(lines)}"
+    return f"**The operator alone** ({machine(measured)})\n\n{markdown_table(lines)}"

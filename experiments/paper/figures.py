@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.paper import verdicts
-from experiments.paper.claims import Part, half, paper_difference, same
+from experiments.paper.claims import ExperimentResults, half, paper_difference, same
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
 from mgk._core.io import replacing
 from mgk.analysis.report.curves import kept_of, read_metrics
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ class Picture:
         return path
 
 
-def curves(parts: list[Part], results: Path) -> Picture:
+def curves(parts: list[ExperimentResults], results: Path) -> Picture:
     """Loss and metric of the development set against the step, as in Fig. 1 and 4, of tasks with several models."""
     panels = []
     for part in parts:
@@ -66,7 +66,7 @@ def curves(parts: list[Part], results: Path) -> Picture:
     return Picture("evidence-curves", panels, draw_curves)
 
 
-def ends(parts: list[Part]) -> Picture:
+def ends(parts: list[ExperimentResults]) -> Picture:
     """Where each seed ended, on the set that decides, beside the paper's number."""
     panels = []
     for part in parts:
@@ -80,7 +80,7 @@ def ends(parts: list[Part]) -> Picture:
     return Picture("evidence-accuracy", panels, draw_ends)
 
 
-def differences(parts: list[Part]) -> Picture:
+def differences(parts: list[ExperimentResults]) -> Picture:
     """Every pair that was measured: the difference with its interval, the margin, and the paper's difference."""
     panels = []
     for title, judge in (("half the heads", half), ("as many heads", same)):
@@ -116,7 +116,7 @@ def draw_curves(panels: list[dict[str, Any]]) -> Figure:
     figure, axes = _pyplot().subplots(count, 2, figsize=(10.5, 2.5 * count), squeeze=False, constrained_layout=True)
     for places, panel in zip(axes, panels, strict=False):
         for line in panel["lines"]:
-            row, metrics = Row.parse(line["row"]), line["metrics"]
+            row, metrics = ModelSpec.parse(line["row"]), line["metrics"]
             colour, style = COLOURS.get(row.variant.split("-")[0], "tab:purple"), STYLES.get(row.heads, "-")
             others = [metric for metric in metrics if metric != "loss"]
             dots = None if row.kv_heads is None else "."

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from experiments.paper import verdicts
 from experiments.paper.claims import BASELINES
-from experiments.paper.statistics import Compared, pooled
-from mgk._core.markdown import markdown, number, signed
+from experiments.paper.statistics import Difference, pooled
+from mgk._core.markdown import markdown_table, number, signed
 from mgk.training import results
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 
 # A model in these tables: "mgk:4 bytes seed 0".
 MODEL = re.compile(r"(?P<row>[\w-]+:[\d/]+) .*seed (?P<seed>\d+)")
@@ -24,7 +24,7 @@ MODEL = re.compile(r"(?P<row>[\w-]+:[\d/]+) .*seed (?P<seed>\d+)")
 class Seen:
     """One analysed run."""
 
-    row: Row
+    row: ModelSpec
     seed: int
     numbers: dict[str, float] = field(default_factory=dict)
 
@@ -49,15 +49,15 @@ def read(folder: Path) -> list[Seen]:
             named = MODEL.fullmatch(model)
             if named is None:
                 continue
-            seen = found.setdefault(model, Seen(Row.parse(named["row"]), int(named["seed"])))
+            seen = found.setdefault(model, Seen(ModelSpec.parse(named["row"]), int(named["seed"])))
             seen.numbers[name] = statistics.mean(statistics.mean(values) for values in by_layer.values())
     return list(found.values())
 
 
-def compare(seen: list[Seen], ours: Row, theirs: Row, measure: str) -> Compared | None:
+def compare(seen: list[Seen], ours: ModelSpec, theirs: ModelSpec, measure: str) -> Difference | None:
     """The interval is over seeds alone: matrices of one model are no sample of models."""
 
-    def values(row: Row) -> list[float]:
+    def values(row: ModelSpec) -> list[float]:
         return [each.numbers[measure] for each in seen if each.row == row and measure in each.numbers]
 
     a, b = values(ours), values(theirs)
@@ -66,16 +66,16 @@ def compare(seen: list[Seen], ours: Row, theirs: Row, measure: str) -> Compared 
     spread = pooled([values(row) for row in dict.fromkeys(each.row for each in seen)])
     width = None if spread is None else spread.half_width(len(a), len(b))
     remark = "one seed each: what another would say is not known" if spread is None else ""
-    return Compared("", statistics.mean(a) - statistics.mean(b), width, 0.0, (len(a), len(b)), remark)
+    return Difference("", statistics.mean(a) - statistics.mean(b), width, 0.0, (len(a), len(b)), remark)
 
 
-def judged(seen: list[Seen]) -> list[tuple[Row, Row, str, Compared, str]]:
+def judged(seen: list[Seen]) -> list[tuple[ModelSpec, ModelSpec, str, Difference, str]]:
     """Mixtures against baselines with the same heads, and against those with twice as many."""
     found = []
     rows = list(dict.fromkeys(each.row for each in seen))
     for ours in rows:
         for heads in (ours.heads, 2 * ours.heads):
-            theirs = Row(BASELINES.get(ours.variant, ""), heads)
+            theirs = ModelSpec(BASELINES.get(ours.variant, ""), heads)
             for measure in MEASURES:
                 result = compare(seen, ours, theirs, measure) if theirs in rows else None
                 if result is not None:
@@ -96,4 +96,4 @@ def table(seen: list[Seen]) -> str:
         remarks = dict.fromkeys(result.remark for result, _ in own.values() if result.remark)
         verdict = verdicts.overall([verdict for _, verdict in own.values()])
         lines.append([f"{ours} − {theirs}", *cells, f"**{verdict}**" + "".join(f" ({each})" for each in remarks)])
-    return markdown(lines)
+    return markdown_table(lines)

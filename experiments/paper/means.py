@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from experiments.paper.claims import Part
+from experiments.paper.claims import ExperimentResults
 from experiments.paper.plan import LRA
-from mgk._core.markdown import markdown, number
+from mgk._core.markdown import markdown_table, number
 
 MISSING = "No model has been run on all three tasks yet, so that there is no average."
 
@@ -17,7 +17,7 @@ def average(values: list[float | None]) -> float | None:
     return statistics.mean(known) if len(known) == len(values) else None
 
 
-def table(parts: list[Part]) -> str:
+def table(parts: list[ExperimentResults]) -> str:
     """Of the models that are planned on, or were run on, all three tasks."""
     own = [next(part for part in parts if part.experiment.recipe == name) for name in LRA]
     lines = [["model", *(part.title for part in own), "average", "paper's average"]]
@@ -27,4 +27,4 @@ def table(parts: list[Part]) -> str:
         averages = average(values), average([part.found.paper(row) for part in own])
         lines.append([str(row), *map(number, (*values, *averages))])
         some = some or averages[0] is not None
-    return markdown(lines) if some else f"{markdown(lines)}\n\n{MISSING}"
+    return markdown_table(lines) if some else f"{markdown_table(lines)}\n\n{MISSING}"

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.paper import claims, costs, figures, heads, means, plan, probe, speed, verdicts
-from experiments.paper.claims import Part
+from experiments.paper.claims import ExperimentResults
 from experiments.paper.figures import Picture
 from experiments.paper.recipe_results import find, own_settings
-from mgk._core.markdown import markdown, number, signed
+from mgk._core.markdown import markdown_table, number, signed
 from mgk._core.validation import fail
 from mgk.training import results as files
 
 MADE = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
-Row = dict[str, str]
+Record = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Evidence:
 def gather(results: Path) -> Evidence:
     measured = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
     rows, left_out = own_settings(measured, [each.recipe for each in plan.EXPERIMENTS])
-    parts = [Part(each, find(rows, each.recipe, results)) for each in plan.EXPERIMENTS]
+    parts = [ExperimentResults(each, find(rows, each.recipe, results)) for each in plan.EXPERIMENTS]
     seen = {folder.name: heads.read(folder) for folder in _analyses(results)}
     seen = {name: found for name, found in seen.items() if heads.judged(found)}
     text = {
@@ -74,7 +74,7 @@ def _joined(texts: Iterable[str]) -> str:
     return "\n\n".join(texts) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
 
 
-def headline(part: Part, rows: list[Row]) -> str:
+def headline(part: ExperimentResults, rows: list[Record]) -> str:
     """The one table that tells most: the largest baseline of a task, and what stands for it with half its heads."""
     found, full = part.found, part.rows[0]
     judged = {each.ours: each for each in claims.half(part) if each.theirs == full and each.compared}
@@ -89,10 +89,10 @@ def headline(part: Part, rows: list[Row]) -> str:
         step = "–" if steps[row] is None else f"{steps[row]:.1f} ms"
         run = found.of(row)[0]
         lines.append([*cells, f"{run.params:,}", f"{run.flops / 1e9:.2f}", step])
-    return markdown(lines)
+    return markdown_table(lines)
 
 
-def half(parts: list[Part]) -> str:
+def half(parts: list[ExperimentResults]) -> str:
     judged = {part.title: claims.half(part) for part in parts}
     text = []
     for baseline, family in claims.FAMILIES.items():
@@ -115,20 +115,20 @@ def half(parts: list[Part]) -> str:
     return _joined([*text, *tables])
 
 
-def same(parts: list[Part]) -> str:
+def same(parts: list[ExperimentResults]) -> str:
     judged = {part.title: claims.same(part) for part in parts}
     text = [claims.sentence(f"{each} with as many heads", _named(judged, each)) for each in claims.FAMILIES.values()]
     return _joined([*text, *(claims.table(part, judged[part.title]) for part in parts if judged[part.title])])
 
 
-def linear(parts: list[Part]) -> str:
+def linear(parts: list[ExperimentResults]) -> str:
     found = {part.title: claims.gaps(part) for part in parts}
     judged = {title: [gap.judged.verdict for gap in own] for title, own in found.items() if own}
     tables = (claims.gap_table(part, found[part.title]) for part in parts if found[part.title])
     return _joined([claims.sentence("MLK narrows the gap", judged), *tables])
 
 
-def ways(parts: list[Part]) -> str:
+def ways(parts: list[ExperimentResults]) -> str:
     judged = {part.title: own for part in parts if (own := claims.ways(part))}
     text = [
         claims.sentence(claim, _verdicts(judged, control))
@@ -149,7 +149,7 @@ def _named(judged: dict[str, list[claims.Judged]], family: str, *, control: bool
     return _verdicts(of_family, control)
 
 
-def cost(parts: list[Part], rows: list[Row]) -> str:
+def cost(parts: list[ExperimentResults], rows: list[Record]) -> str:
     found = {part.title: costs.of_part(part, rows) for part in parts if part.experiment.timed}
     text = [f"**{title}**\n\n{costs.table(each)}" for title, each in found.items() if costs.pairs(each)]
     steps = costs.of_steps(rows)
@@ -160,7 +160,7 @@ def cost(parts: list[Part], rows: list[Row]) -> str:
     return _joined(["Verdict, half the heads cost less. " + ". ".join(said) + ".", *text, costs.operator_table(rows)])
 
 
-def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row]) -> str:
+def summary(parts: list[ExperimentResults], seen: dict[str, list[heads.Seen]], rows: list[Record]) -> str:
     """In brackets how many of the planned pairs have been measured, and what they say where they differ."""
     half = {part.title: claims.half(part) for part in parts}
     same = {part.title: claims.same(part) for part in parts}
@@ -188,7 +188,7 @@ def summary(parts: list[Part], seen: dict[str, list[heads.Seen]], rows: list[Row
     for variant in claims.BASELINES:
         found = cost_verdicts(parts, rows, variant)
         lower.append([f"5. {variant} with half the heads costs less", *(claims.cell(found[name]) for name in names)])
-    return _joined([markdown(lines), markdown(analysed), markdown(lower)])
+    return _joined([markdown_table(lines), markdown_table(analysed), markdown_table(lower)])
 
 
 def _cells(found: dict[str, list[str]]) -> Iterable[tuple[str, str]]:
@@ -201,7 +201,7 @@ def head_verdicts(seen: dict[str, list[heads.Seen]]) -> dict[str, list[str]]:
     return found | {name: [verdicts.MISSING] for name in (each.folder for each in plan.ANALYSES) if name not in found}
 
 
-def cost_verdicts(parts: list[Part], rows: list[Row], variant: str) -> dict[str, list[str]]:
+def cost_verdicts(parts: list[ExperimentResults], rows: list[Record], variant: str) -> dict[str, list[str]]:
     """Of each quantity, over all tasks with models of their own; what was never measured is missing once."""
     timed = [part for part in parts if part.experiment.timed]
     sources = [*(costs.of_part(part, rows) for part in timed), costs.of_steps(rows)]

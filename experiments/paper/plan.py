@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.paper.recipe_results import PRESET
-from mgk._core.markdown import markdown
+from mgk._core.markdown import markdown_table
 from mgk.training import config
-from mgk.training.config import Row
-from mgk.training.sweep import COSTS, finished, matching, timed
+from mgk.training.config import ModelSpec
+from mgk.training.sweep import COSTS, filter_rows, is_timed, is_trained
 
 ALL = 3  # seeds, where a row is to have several
 
@@ -22,15 +22,15 @@ class Experiment:
     item: int
     title: str
     recipe: str
-    seeds: dict[Row, int]
+    seeds: dict[ModelSpec, int]
     timed: bool = True
 
 
-def _models(names: str) -> tuple[Row, ...]:
-    return tuple(map(Row.parse, names.split()))
+def _models(names: str) -> tuple[ModelSpec, ...]:
+    return tuple(map(ModelSpec.parse, names.split()))
 
 
-def _rows(names: str, several: str = "") -> dict[Row, int]:
+def _rows(names: str, several: str = "") -> dict[ModelSpec, int]:
     """Three seeds of the rows in `several`, one of the others."""
     return {row: ALL if row in _models(several) else 1 for row in _models(names)}
 
@@ -44,7 +44,7 @@ EXPERIMENTS = (
         1,
         "ListOps (the paper's schedule)",
         "listops",
-        _rows(_TABLE_1, _TABLE_1) | {Row("linear", 8): 2, Row("mlk", 4): 2},
+        _rows(_TABLE_1, _TABLE_1) | {ModelSpec("linear", 8): 2, ModelSpec("mlk", 4): 2},
         timed=False,
     ),
     Experiment(
@@ -96,7 +96,7 @@ class Looked:
 
     recipe: str
     kind: str  # in the folder's name
-    rows: tuple[Row, ...]
+    rows: tuple[ModelSpec, ...]
     split: str
 
     @property
@@ -106,7 +106,7 @@ class Looked:
     def done(self, results: Path) -> bool:
         return (results / self.folder / "ranks.csv").exists()
 
-    def models(self, runs: Path) -> dict[Row, list[Path]]:
+    def models(self, runs: Path) -> dict[ModelSpec, list[Path]]:
         """The runs of each row that are still there, of all seeds; those that have come to their end."""
         ends = {row: (runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/result.json") for row in self.rows}
         return {row: sorted(end.parent for end in each) for row, each in ends.items()}
@@ -128,33 +128,35 @@ ANALYSES = (
 )
 
 
-def next_seed(rows: list[dict[str, str]], recipe: str, row: Row) -> int:
+def next_seed(rows: list[dict[str, str]], recipe: str, row: ModelSpec) -> int:
     """One that results have no training of, nor the plan."""
     planned = max((each.seeds[row] for each in EXPERIMENTS if each.recipe == recipe and row in each.seeds), default=0)
-    own = matching(rows, config.load(recipe), row, PRESET, None)
+    own = filter_rows(rows, config.load(recipe), row, PRESET, None)
     return max([planned, *(int(each["seed"]) + 1 for each in own)])
 
 
-def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[Row, list[int]]:
+def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
     """The seeds that have not been run, of each row that lacks one."""
     recipe = config.load(experiment.recipe)
     missing = {
-        row: [seed for seed in range(seeds) if not finished(rows, recipe, row, PRESET, seed)]
+        row: [seed for seed in range(seeds) if not is_trained(rows, recipe, row, PRESET, seed)]
         for row, seeds in experiment.seeds.items()
     }
     return {row: seeds for row, seeds in missing.items() if seeds}
 
 
-def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[Row]:
+def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
     """The rows that are to be timed alone and have not been."""
     recipe = config.load(experiment.recipe)
-    return [row for row in experiment.seeds if experiment.timed and not timed(rows, recipe, row, PRESET, metrics=COSTS)]
+    return [
+        row for row in experiment.seeds if experiment.timed and not is_timed(rows, recipe, row, PRESET, metrics=COSTS)
+    ]
 
 
-def trained(rows: list[dict[str, str]], experiment: Experiment) -> list[Row]:
+def trained(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
     """The rows that have results."""
     recipe = config.load(experiment.recipe)
-    return [row for row in experiment.seeds if finished(rows, recipe, row, PRESET, 0)]
+    return [row for row in experiment.seeds if is_trained(rows, recipe, row, PRESET, 0)]
 
 
 def _rest(rows: list[dict[str, str]], experiment: Experiment) -> str:
@@ -186,4 +188,4 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
     figures = [["figure (item 5)", "what", "from models of the size above"]]
     for number, what, needs in FIGURES:
         figures.append([number, what, "yes" if all((results / each).exists() for each in needs) else "no"])
-    return f"{markdown(lines)}\n\n`mgk evidence --run` trains, times and draws what is left.\n\n{markdown(figures)}"
+    return f"{markdown_table(lines)}\n\n`mgk evidence --run` trains, times and draws what is left.\n\n{markdown_table(figures)}"

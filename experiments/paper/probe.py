@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.paper import verdicts
-from mgk._core.markdown import markdown, number
+from mgk._core.markdown import markdown_table, number
 
 PROBE, RECIPE, BASELINE = "retrieval-probe", "retrieval-peerread", "baseline: "
 
@@ -24,4 +24,6 @@ def text(rows: list[dict[str, str]]) -> str:
     others = [
         (name, split, value) for name, each in found.items() if name not in judged for split, value in each.items()
     ]
-    return "\n\n".join([markdown(lines), *(f"{name}: {number(value)} % of {split}." for name, split, value in others)])
+    return "\n\n".join(
+        [markdown_table(lines), *(f"{name}: {number(value)} % of {split}." for name, split, value in others)]
+    )

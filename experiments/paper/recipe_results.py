@@ -16,10 +16,10 @@ import numpy as np
 from mgk import tasks
 from mgk.training import config as recipes
 from mgk.training import predictions
-from mgk.training.config import Recipe, Row
+from mgk.training.config import ModelSpec, Recipe
 from mgk.training.objectives import OBJECTIVES
 from mgk.training.summary import interval
-from mgk.training.sweep import matching, shown
+from mgk.training.sweep import filter_rows, metric_format
 from mgk.variants import VARIANTS
 
 PRESET = "paper"
@@ -56,10 +56,10 @@ SCALES = {
 
 
 @dataclass
-class Trained:
+class TrainedRun:
     """One finished training."""
 
-    row: Row
+    row: ModelSpec
     seed: int
     values: dict[str, float] = field(default_factory=dict)  # by split, as shown
     examples: dict[str, int] = field(default_factory=dict)
@@ -83,22 +83,22 @@ class Trained:
 
 
 @dataclass
-class Found:
+class RecipeResults:
     """All that results/ has of one recipe."""
 
     recipe: Recipe
     scale: Scale
-    runs: list[Trained]
+    runs: list[TrainedRun]
     results: Path
 
-    def of(self, row: Row) -> list[Trained]:
+    def of(self, row: ModelSpec) -> list[TrainedRun]:
         return [run for run in self.runs if run.row == row]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ModelSpec]:
         return list(dict.fromkeys(run.row for run in self.runs))
 
-    def mean(self, row: Row) -> float | None:
+    def mean(self, row: ModelSpec) -> float | None:
         """As shown, over the seeds that have learnt the task if any has, on the largest test set; None: not run."""
         runs = [run for run in self.of(row) if run.learnt] or self.of(row)
         if not runs:
@@ -106,12 +106,12 @@ class Found:
         split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
         return statistics.mean(run.values[split] for run in runs if split in run.values)
 
-    def kept(self, runs: list[Trained], split: str) -> list[np.ndarray]:
+    def kept(self, runs: list[TrainedRun], split: str) -> list[np.ndarray]:
         """The runs' answers, where they were kept."""
-        places = (predictions.Place(self.recipe.name, r.row, PRESET, r.seed, split, r.setup) for r in runs)
+        places = (predictions.PredictionsKey(self.recipe.name, r.row, PRESET, r.seed, split, r.setup) for r in runs)
         return [found for place in places if (found := predictions.read(self.results, place)) is not None]
 
-    def paper(self, row: Row) -> float | None:
+    def paper(self, row: ModelSpec) -> float | None:
         """As shown; for a stand-in the number of the task it stands for."""
         name = STANDS_FOR.get(self.recipe.name)
         known = recipes.load(name).paper if name else self.recipe.paper
@@ -151,19 +151,21 @@ def own_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list
     return kept, list(left)
 
 
-def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
+def find(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
     """rows: of all files of results, none of them with other settings than the recipe's."""
     recipe = recipes.load(name)
-    how = shown(recipe)
-    runs: dict[tuple[Row, int], Trained] = {}
+    how = metric_format(recipe)
+    runs: dict[tuple[ModelSpec, int], TrainedRun] = {}
     own = [each for each in rows if each.get("recipe") == name and each.get("seed", "").isdigit()]
     models = {
-        Row(each["variant"], int(each["heads"]), None if each["kv_heads"] == each["heads"] else int(each["kv_heads"]))
+        ModelSpec(
+            each["variant"], int(each["heads"]), None if each["kv_heads"] == each["heads"] else int(each["kv_heads"])
+        )
         for each in own
     }
     order = {row: number for number, row in enumerate(recipe.rows)}
     for row in sorted(models, key=lambda row: (order.get(row, len(order)), str(row))):
-        mine = matching(own, recipe, row, PRESET, None)
+        mine = filter_rows(own, recipe, row, PRESET, None)
         judged = [each for each in mine if each["metric"] == how.metric]
         setups = {each["setup"] for each in judged}
         if len(setups) > 1:
@@ -173,7 +175,7 @@ def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
             )
         for each in judged:
             key = row, int(each["seed"])
-            run = runs.setdefault(key, Trained(*key))
+            run = runs.setdefault(key, TrainedRun(*key))
             run.values[each["split"]] = how.factor * float(each["value"])
             run.examples[each["split"]] = int(each["n_examples"])
             run.setup, run.params, run.flops = each["setup"], int(each["params"]), int(each["flops"])
@@ -185,4 +187,6 @@ def find(rows: list[dict[str, str]], name: str, results: Path) -> Found:
             if found is not None and each["metric"] == "majority_share":
                 found.majority[each["split"]] = 100 * float(each["value"])
     scale = SCALES[tasks.task(recipe.task).objective]
-    return Found(recipe, scale, sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed)), results)
+    return RecipeResults(
+        recipe, scale, sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed)), results
+    )

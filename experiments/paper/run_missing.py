@@ -14,10 +14,10 @@ from experiments.paper import plan
 from experiments.paper.recipe_results import PRESET
 from mgk import tasks
 from mgk.training import config, results
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.evaluate import parameters
 from mgk.training.job_queue import Job, chosen_at_once, run_jobs
-from mgk.training.sweep import matching, training
+from mgk.training.sweep import filter_rows, train_job
 from mgk.training.trainer import Run
 
 Progress = Callable[[str, int, int], None]
@@ -29,7 +29,7 @@ def known(found: Path) -> list[dict[str, str]]:
     return results.read(sorted(found.glob("*.csv")))
 
 
-def trainings(wanted: dict[str, list[tuple[Row, int]]], found: Path, runs: Path, data: Path) -> list[Job]:
+def trainings(wanted: dict[str, list[tuple[ModelSpec, int]]], found: Path, runs: Path, data: Path) -> list[Job]:
     """What trains these rows and seeds of recipes, large models first, so that what begins last is soon done."""
     jobs: list[tuple[int, Job]] = []
     for name, seeds in wanted.items():
@@ -37,7 +37,7 @@ def trainings(wanted: dict[str, list[tuple[Row, int]]], found: Path, runs: Path,
         first = Run(recipe, seeds[0][0], PRESET, 0, data, Path())
         size = parameters(first.model_config(tasks.task(recipe.task)))
         jobs += [
-            (size, training(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs))
+            (size, train_job(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs))
             for row, seed in seeds
         ]
     return [job for _, job in sorted(jobs, key=lambda sized: -sized[0])]
@@ -52,16 +52,16 @@ def trouble(name: str, rows: list[dict[str, str]], data: Path, progress: Progres
     except ValueError as error:
         return f"{name}: {error}"
     for row in dict.fromkeys(row for each in plan.EXPERIMENTS if each.recipe == name for row in each.seeds):
-        setups = {each["setup"] for each in matching(rows, recipe, row, PRESET, None) if each.get("setup")}
+        setups = {each["setup"] for each in filter_rows(rows, recipe, row, PRESET, None) if each.get("setup")}
         if setups - {Run(recipe, row, PRESET, 0, data, Path()).setup(task)}:
             return f"{name}: results have {row} of other data or settings than {data} and the recipe"
     return None
 
 
-def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[str, list[tuple[Row, int]]]:
+def seeds_to_train(rows: list[dict[str, str]], found: Path, runs: Path) -> dict[str, list[tuple[ModelSpec, int]]]:
     """Rows and seeds by recipe: what the experiments lack, and a further seed of each row that is to be analysed and
     whose trained models are not here: results are kept, weights are not."""
-    wanted: dict[str, list[tuple[Row, int]]] = {}
+    wanted: dict[str, list[tuple[ModelSpec, int]]] = {}
     for experiment in plan.EXPERIMENTS:
         for row, seeds in plan.left(rows, experiment).items():
             wanted.setdefault(experiment.recipe, []).extend((row, seed) for seed in seeds)

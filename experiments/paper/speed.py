@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from experiments.paper import costs, speed_goals, verdicts
-from mgk._core.markdown import markdown, number
+from mgk._core.markdown import markdown_table, number
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 
-Row = dict[str, str]
+Record = dict[str, str]
 Ratio = float | None
 LONG_LINEAR = "16384"  # the length at which causal linear attention is shown
 LENGTHS = ("4096", "256")  # of the language model
@@ -20,7 +20,7 @@ PLAIN, RECORDED = "tokens_per_second_plain", "tokens_per_second"
 
 
 @dataclass(frozen=True)
-class Line:
+class SpeedRow:
     """On the device and in plain calls: forward and with all gradients, or one number. None: not measured."""
 
     what: str
@@ -29,7 +29,7 @@ class Line:
     commits: set[str]
 
 
-def sentence(rows: list[Row]) -> str:
+def sentence(rows: list[Record]) -> str:
     measured = speed_goals.on_gpu(rows)
     forward, both = (speed_goals.mean(speed_goals.ratios(measured, "smgk", which)) for which in PASSES)
     if forward is None or both is None:
@@ -47,7 +47,7 @@ def sentence(rows: list[Row]) -> str:
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Record]) -> str:
     measured = speed_goals.on_gpu(rows)
     lines = [
         *(_operator(measured, variant) for variant in ("smgk", "mgk")),
@@ -58,7 +58,7 @@ def table(rows: list[Row]) -> str:
         *_models(rows),
     ]
     header = ["", "on the device", "in plain calls, with their Python", "commit"]
-    return markdown(
+    return markdown_table(
         [header, *([line.what, _cell(line.device), _cell(line.plain), _commits(line.commits)] for line in lines)]
     )
 
@@ -72,7 +72,7 @@ def _commits(found: set[str]) -> str:
     return ", ".join(sorted(found)) or "–"
 
 
-def _commits_of(rows: list[Row]) -> set[str]:
+def _commits_of(rows: list[Record]) -> set[str]:
     return {row["commit"] for row in rows}
 
 
@@ -80,8 +80,8 @@ def _both(find: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
     return tuple(find(which) for which in PASSES)
 
 
-def _operator(rows: list[Row], variant: str) -> Line:
-    return Line(
+def _operator(rows: list[Record], variant: str) -> SpeedRow:
+    return SpeedRow(
         f"{speed_goals.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
         _both(lambda which: speed_goals.mean(speed_goals.ratios(rows, variant, which))),
         _both(lambda which: speed_goals.mean(speed_goals.plain_ratios(rows, variant, which))),
@@ -89,7 +89,7 @@ def _operator(rows: list[Row], variant: str) -> Line:
     )
 
 
-def _half_softmax(rows: list[Row]) -> Line:
+def _half_softmax(rows: list[Record]) -> SpeedRow:
     """What fewer heads save by themselves."""
 
     half = [row for row in speed_goals.select(rows, "speed", variant="softmax") if speed_goals.has_heads(row, 2, 2)]
@@ -102,13 +102,13 @@ def _half_softmax(rows: list[Row]) -> Line:
         return found
 
     words = "for comparison: softmax with half the heads, the same shapes"
-    return Line(words, _both(lambda which: speed_goals.mean(best(which))), (), _commits_of(half))
+    return SpeedRow(words, _both(lambda which: speed_goals.mean(best(which))), (), _commits_of(half))
 
 
-def _small(rows: list[Row]) -> Line:
+def _small(rows: list[Record]) -> SpeedRow:
     shape = speed_goals.SMALL_SHAPE
     found = [row for row in speed_goals.select(rows, "speed", variant="smgk") if speed_goals.shape_of(row) == shape]
-    return Line(
+    return SpeedRow(
         "sMGK at length 256 and width 16, the paper's language model",
         _both(lambda which: speed_goals.ratios(rows, "smgk", which).get(shape)),
         _both(lambda which: speed_goals.plain_ratios(rows, "smgk", which).get(shape)),
@@ -116,7 +116,7 @@ def _small(rows: list[Row]) -> Line:
     )
 
 
-def _against_best(rows: list[Row], task: str, variant: str, words: str, length: str | None = None) -> list[Line]:
+def _against_best(rows: list[Record], task: str, variant: str, words: str, length: str | None = None) -> list[SpeedRow]:
     """One line for each head width: a part of `mgk bench` whose rows have their ratio to the best SDPA."""
     wanted = {} if length is None else {"length": length}
     lines = []
@@ -135,7 +135,7 @@ def _against_best(rows: list[Row], task: str, variant: str, words: str, length: 
         if not present:
             continue
 
-        def over(column: str, which: str, width: str = width, own: dict[str, list[Row]] = found) -> Ratio:
+        def over(column: str, which: str, width: str = width, own: dict[str, list[Record]] = found) -> Ratio:
             others = [
                 float(row[column])
                 for row in speed_goals.select(rows, task, which, variant="softmax", head_dim=width, **wanted)
@@ -144,17 +144,17 @@ def _against_best(rows: list[Row], task: str, variant: str, words: str, length: 
             return float(own[which][-1][column]) / min(others) if own[which] and others else None
 
         device, plain = (_both(partial(over, column)) for column in ("value", "step_ms"))
-        lines.append(Line(f"{words} {width}", device, plain, _commits_of(present)))
+        lines.append(SpeedRow(f"{words} {width}", device, plain, _commits_of(present)))
     return lines
 
 
-def _models(rows: list[Row]) -> list[Line]:
+def _models(rows: list[Record]) -> list[SpeedRow]:
     lines = []
     for pair in costs.pairs(costs.of_steps(rows)):
         if pair[0].row.variant == "smgk":
             what = "a training step of the paper's encoder at length 4,096, compiled"
             ratio = costs.ratios(*pair)["training step"]
-            lines.append(Line(what, (ratio,), (), _commits_of(costs.step_rows(rows))))
+            lines.append(SpeedRow(what, (ratio,), (), _commits_of(costs.step_rows(rows))))
     for length in LENGTHS:
         ratios: dict[str, float] = {}
         commits: set[str] = set()
@@ -171,5 +171,5 @@ def _models(rows: list[Row]) -> list[Line]:
         what = (
             f"one of its language model at length {int(length):,} (as CUDA graphs, which `mgk train` records; without)"
         )
-        lines.append(Line(what, (ratios.get(RECORDED),), (ratios.get(PLAIN),), commits))
+        lines.append(SpeedRow(what, (ratios.get(RECORDED),), (ratios.get(PLAIN),), commits))
     return lines

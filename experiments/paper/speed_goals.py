@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mgk.bench.suite import SHAPES
 from mgk.bench.timing import PASSES
 
-Row = dict[str, str]
+Record = dict[str, str]
 
 # Shapes in the geometric means; the paper's language model, the last, has a goal of its own.
 GOAL_SHAPES = tuple(map(str, SHAPES[:-1]))
@@ -38,22 +38,22 @@ class Goal:
         return f"{'reached' if self.reached else 'MISSED':8} {self.got:6.3f} of {self.wanted:.2f}   {self.what}"
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
+def latest(rows: Iterable[Record]) -> list[Record]:
     """Of several measurements of the same thing the last."""
     return list({tuple(row[name] for name in KEY): row for row in rows if row["recipe"] == "bench"}.values())
 
 
-def on_gpu(rows: Iterable[Row]) -> list[Row]:
+def on_gpu(rows: Iterable[Record]) -> list[Record]:
     """The latest measurements of operators that were made on a GPU."""
     return latest(row for row in rows if row.get("pass") and not row["gpu"].startswith("cpu"))
 
 
-def shape_of(row: Row) -> str:
+def shape_of(row: Record) -> str:
     mask = "xcausal" if row["causal"] == "True" else ""
     return f"{row['batch']}x{row['full_heads']}x{row['length']}x{row['head_dim']}{mask}"
 
 
-def select(rows: Iterable[Row], task: str, which: str | None = None, **wanted: str) -> list[Row]:
+def select(rows: Iterable[Record], task: str, which: str | None = None, **wanted: str) -> list[Record]:
     return [
         row
         for row in rows
@@ -63,7 +63,7 @@ def select(rows: Iterable[Row], task: str, which: str | None = None, **wanted: s
     ]
 
 
-def has_heads(row: Row, share: int, key_share: int) -> bool:
+def has_heads(row: Record, share: int, key_share: int) -> bool:
     """Whether it was measured with H/share query heads and H/key_share key heads."""
     return int(row["full_heads"]) == share * int(row["heads"]) == key_share * int(row["kv_heads"])
 
@@ -78,19 +78,19 @@ def mean(by_shape: dict[str, float]) -> float | None:
     return geometric_mean(values) if len(values) == len(GOAL_SHAPES) else None
 
 
-def ratios(rows: list[Row], variant: str, which: str, components: str = "2") -> dict[str, float]:
+def ratios(rows: list[Record], variant: str, which: str, components: str = "2") -> dict[str, float]:
     """By shape: the operator's device time over that of the best SDPA with H heads."""
     found = select(rows, "speed", which, variant=variant, components=components, backend="triton")
     return {shape_of(row): float(row["ratio"]) for row in found}
 
 
-def plain_ratios(rows: list[Row], variant: str, which: str) -> dict[str, float]:
+def plain_ratios(rows: list[Record], variant: str, which: str) -> dict[str, float]:
     """As `ratios`, of calls as one writes them, with their Python and their launches."""
     found = select(rows, "speed", which, variant=variant, components="2", backend="triton")
     return {shape_of(row): float(row["eager_ratio"]) for row in found if row["eager_ratio"]}
 
 
-def _speed(rows: list[Row]) -> Iterable[Goal]:
+def _speed(rows: list[Record]) -> Iterable[Goal]:
     for variant, means in MEANS.items():
         for which, mean in zip(PASSES, means, strict=True):
             found = {shape: r for shape, r in ratios(rows, variant, which).items() if shape in GOAL_SHAPES}
@@ -108,12 +108,12 @@ def _speed(rows: list[Row]) -> Iterable[Goal]:
             yield Goal(f"sMGK, {which}: M 4 over M 2, {worst}", 1.25, found[worst])
 
 
-def _times(rows: list[Row], which: str, components: str) -> dict[str, float]:
+def _times(rows: list[Record], which: str, components: str) -> dict[str, float]:
     found = select(rows, "speed", which, variant="smgk", components=components, backend="triton")
     return {shape_of(row): float(row["value"]) for row in found}
 
 
-def _small(rows: list[Row]) -> Iterable[Goal]:
+def _small(rows: list[Record]) -> Iterable[Goal]:
     """Head width 16: not slower than SDPA-flash with H heads, neither on the device nor in plain calls."""
     some = [row for row in rows if shape_of(row) == SMALL_SHAPE]
     for which in PASSES:
@@ -124,7 +124,7 @@ def _small(rows: list[Row]) -> Iterable[Goal]:
                 yield Goal(f"sMGK, {which}: D 16 over SDPA-flash with H heads, {words}", 1.0, ratio)
 
 
-def _memory(rows: list[Row]) -> Iterable[Goal]:
+def _memory(rows: list[Record]) -> Iterable[Goal]:
     for variant in ("smgk", "mgk"):
         for which in PASSES:
             found = [row for row in select(rows, "memory", which, variant=variant) if row["ratio"]]
@@ -134,7 +134,7 @@ def _memory(rows: list[Row]) -> Iterable[Goal]:
                 yield Goal(words, 1.2, float(worst["ratio"]))
 
 
-def _decoding(rows: list[Row]) -> Iterable[Goal]:
+def _decoding(rows: list[Record]) -> Iterable[Goal]:
     for row in (r for r in select(rows, "decoding", variant="smgk", backend="triton") if r["heads"] == r["kv_heads"]):
         yield Goal(f"sMGK, decoding {shape_of(row)} over SDPA with H heads", 0.60, float(row["ratio"]))
         same = [r for r in select(rows, "decoding", variant="softmax") if shape_of(r) == shape_of(row)]
@@ -144,7 +144,7 @@ def _decoding(rows: list[Row]) -> Iterable[Goal]:
             yield Goal(words, 1.1, float(row["value"]) / min(grouped))
 
 
-def _linear(rows: list[Row]) -> Iterable[Goal]:
+def _linear(rows: list[Record]) -> Iterable[Goal]:
     for variant, name in (("mlk", "MLK"), ("smlk", "sMLK")):
         for which in PASSES:
             found = select(rows, "linear", which, variant=variant, backend="triton")
@@ -158,12 +158,12 @@ def _linear(rows: list[Row]) -> Iterable[Goal]:
                 yield Goal(f"{name}, {which}: power of N from 16384 to {last}", 1.05, power)
 
 
-def _em(rows: list[Row]) -> Iterable[Goal]:
+def _em(rows: list[Record]) -> Iterable[Goal]:
     for row in select(rows, "em", variant="smgk-em"):
         yield Goal(f"sMGK-EM over sMGK, training layer {shape_of(row)}", 1.3, float(row["ratio"]))
 
 
-SECTIONS: dict[str, Callable[[list[Row]], Iterable[Goal]]] = {
+SECTIONS: dict[str, Callable[[list[Record]], Iterable[Goal]]] = {
     "speed": _speed,
     "small": _small,
     "memory": _memory,
@@ -173,10 +173,10 @@ SECTIONS: dict[str, Callable[[list[Row]], Iterable[Goal]]] = {
 }
 
 
-def goals(rows: Iterable[Row]) -> list[Goal]:
+def goals(rows: Iterable[Record]) -> list[Goal]:
     rows = latest(rows)
     return [goal for section in SECTIONS.values() for goal in section(rows)]
 
 
-def lines(rows: Iterable[Row]) -> list[str]:
+def lines(rows: Iterable[Record]) -> list[str]:
     return [str(goal) for goal in goals(rows)]

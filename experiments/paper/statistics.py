@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.paper.recipe_results import Found, Scale, Trained
+from experiments.paper.recipe_results import RecipeResults, Scale, TrainedRun
 from mgk.training import predictions
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.summary import interval
 
 # Student's t, two-sided 95 %, for 1, 2, … 30 degrees of freedom; beyond, the last one, which is a little wide.
@@ -42,7 +42,7 @@ def pooled(groups: Sequence[Sequence[float]]) -> Spread | None:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Difference:
     """Ours minus theirs, in the scale's unit; more is better for ours."""
 
     split: str
@@ -68,7 +68,7 @@ class Compared:
         return None if self.half_width is None else self.difference + self.half_width
 
 
-def same_state(ours: list[Trained], theirs: list[Trained]) -> tuple[list[Trained], list[Trained], str]:
+def same_state(ours: list[TrainedRun], theirs: list[TrainedRun]) -> tuple[list[TrainedRun], list[TrainedRun], str]:
     """Runs that have learnt the task against runs that have; all against all where only one of the two models has. And
     why that decides nothing, where chance did."""
     learnt = [run for run in ours if run.learnt], [run for run in theirs if run.learnt]
@@ -84,7 +84,7 @@ def same_state(ours: list[Trained], theirs: list[Trained]) -> tuple[list[Trained
     return ours, theirs, "" if always else told
 
 
-def compare(found: Found, ours: Row, theirs: Row) -> Compared | None:
+def compare(found: RecipeResults, ours: ModelSpec, theirs: ModelSpec) -> Difference | None:
     """None where one of the two has not been run."""
     a, b, remark = same_state(found.of(ours), found.of(theirs))
     splits = [name for name in (a[0].examples if a else {}) if b and name in b[0].examples]
@@ -106,14 +106,14 @@ def compare(found: Found, ours: Row, theirs: Row) -> Compared | None:
     seeds = None if spread is None or mixed else spread.half_width(len(a), len(b))
     if not remark and spread is None:
         remark = "one seed each: what another would say is not known"
-    return Compared(split, means[0] - means[1], seeds, over_examples(found, a, b, split), (len(a), len(b)), remark)
+    return Difference(split, means[0] - means[1], seeds, over_examples(found, a, b, split), (len(a), len(b)), remark)
 
 
-def worths(scale: Scale, runs: list[Trained], split: str) -> list[float]:
+def worths(scale: Scale, runs: list[TrainedRun], split: str) -> list[float]:
     return [scale.worth(run.values[split]) for run in runs if split in run.values]
 
 
-def over_examples(found: Found, a: list[Trained], b: list[Trained], split: str) -> float | None:
+def over_examples(found: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> float | None:
     """Paired over the same examples where every run's answers were kept, otherwise of two separate samples."""
     kept = found.kept(a, split), found.kept(b, split)
     if len(kept[0]) == len(a) and len(kept[1]) == len(b):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from experiments.paper.recipe_results import SCALES
-from experiments.paper.statistics import Compared
+from experiments.paper.statistics import Difference
 
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "cannot be told apart at this size", "not measured yet"
@@ -18,17 +18,17 @@ TIMING, STEPS, SHORT_STEPS, MEMORY = 0.03, 0.06, 0.25, 0.2
 SHORT = 1.6
 
 
-def suffices(found: Compared | None, margin: float) -> str:
+def suffices(found: Difference | None, margin: float) -> str:
     """Ours loses less than the margin."""
     return _beyond(found, -margin)
 
 
-def better(found: Compared | None) -> str:
+def better(found: Difference | None) -> str:
     """Ours is better at all."""
     return _beyond(found, 0.0)
 
 
-def narrows(found: Compared | None, gap: Compared | None) -> tuple[str, str]:
+def narrows(found: Difference | None, gap: Difference | None) -> tuple[str, str]:
     """Ours is better than what it replaces, and there is a gap for it to narrow; with a remark."""
     if found is None or gap is None:
         return MISSING, ""
@@ -46,7 +46,7 @@ def cheaper(ratio: float | None, tolerance: float = 0.0) -> str:
     return HOLDS if ratio < 1 else FAILS
 
 
-def _beyond(found: Compared | None, bound: float) -> str:
+def _beyond(found: Difference | None, bound: float) -> str:
     if found is None:
         return MISSING
     if found.remark or found.low is None or found.high is None:

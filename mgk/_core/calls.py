@@ -33,7 +33,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class AttentionCall:
     """What mixture and linear attention have in common."""
 
     query: Tensor  # [B, H, L, D]
@@ -74,7 +74,7 @@ class _Inputs:
 
 
 @dataclass(frozen=True)
-class MixtureCall(_Inputs):
+class MixtureCall(AttentionCall):
     """A checked call of mgk_attention or smgk_attention."""
 
     attn_mask: Tensor | None  # 4-d, bool (True = attend) or float, broadcastable to [B, H, L, S]
@@ -92,7 +92,7 @@ class MixtureCall(_Inputs):
         if self.count is None:
             return self
         there = (torch.arange(self.keys.shape[-2], device=self.query.device) < self.count)[None, None, None]
-        return replace(self, attn_mask=only(there, self.attn_mask), count=None)
+        return replace(self, attn_mask=and_mask(there, self.attn_mask), count=None)
 
     @property
     def equal_scale(self) -> bool:
@@ -101,7 +101,7 @@ class MixtureCall(_Inputs):
 
 
 @dataclass(frozen=True)
-class LinearCall(_Inputs):
+class LinearCall(AttentionCall):
     """A checked call of mlk_attention or smlk_attention."""
 
     feature_map: Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ class LinearCall(_Inputs):
     normalise: bool = True  # False leaves out Eq. 14's denominator, as the authors' LRA code does
 
 
-def only(attend: Tensor, mask: Tensor | None) -> Tensor:
+def and_mask(attend: Tensor, mask: Tensor | None) -> Tensor:
     """A mask in SDPA's sense, bool or added, with nothing left of it but what `attend`, bool, leaves."""
     if mask is None:
         return attend
@@ -143,7 +143,7 @@ def _broadcasts(tensor: Tensor, target: tuple[int, ...]) -> bool:
     return all(have in (1, want) for have, want in zip(tensor.shape, target, strict=True))
 
 
-def _spread(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Tensor:
+def broadcast_to_4d(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Tensor:
     """The tensor with leading ones up to four dimensions, checked to broadcast to `target`."""
     missing = 4 - tensor.dim()
     if missing >= 0 and _broadcasts(tensor, target[missing:]):
@@ -152,7 +152,7 @@ def _spread(name: str, tensor: Tensor, target: tuple[int, ...], dims: str) -> Te
     fail(name, f"must broadcast to [{dims}] = {list(target)}, got {_shape(tensor)}")
 
 
-def autocasted(query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast_inputs(query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In the type that autocast computes in, where it is on."""
     kind = query.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -168,7 +168,7 @@ def check_query_keys_value(
     query = check_tensor("query", query, "B H L D")
     keys = check_tensor(name, keys, "B Hk S D" if shifted else "B Hk M S D", like=query)
     value = check_tensor("value", value, "B Hk S E", like=query)
-    query, keys, value = autocasted(query, keys, value)
+    query, keys, value = autocast_inputs(query, keys, value)
     dtype = query.dtype
     for which, x in ((name, keys), ("value", value)):
         if x.dtype != dtype:
@@ -195,7 +195,7 @@ def check_query_keys_value(
 def check_log_prior(log_prior: Any, query: Tensor, target: tuple[int, int, int, int]) -> Tensor | None:
     if log_prior is None:
         return None
-    return _spread("log_prior", check_tensor("log_prior", log_prior, like=query), target, "B, Hk, M, S")
+    return broadcast_to_4d("log_prior", check_tensor("log_prior", log_prior, like=query), target, "B, Hk, M, S")
 
 
 def check_scale(scale: Any, query: Tensor, target: tuple[int, int, int, int]) -> float | Tensor:
@@ -241,7 +241,7 @@ def check_mask(attn_mask: Any, query: Tensor, length: int) -> Tensor | None:
     if attn_mask.device != query.device:
         fail("attn_mask", f"is on {attn_mask.device} but query is on {query.device}: move it there")
     batch, heads, queries, _ = query.shape
-    return _spread("attn_mask", attn_mask, (batch, heads, queries, length), "B, H, L, S")
+    return broadcast_to_4d("attn_mask", attn_mask, (batch, heads, queries, length), "B, H, L, S")
 
 
 def check_causal(is_causal: Any) -> str | None:
@@ -273,7 +273,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> 
     return cu_seqlens
 
 
-def check_as_many(name: str, query: Tensor, length: int) -> None:
+def check_same_length(name: str, query: Tensor, length: int) -> None:
     if query.shape[2] != length:
         fail(name, f"needs as many queries as keys, got {query.shape[2]} and {length}")
 
@@ -291,12 +291,12 @@ def check_packed(query: Tensor, keys: Tensor, cu_q: Any, cu_k: Any, max_q: Any, 
     cu_k = check_cu_seqlens("cu_seqlens_k", cu_k, query, keys.shape[-2])
     if cu_q.numel() != cu_k.numel():
         fail("cu_seqlens_k", f"has {cu_k.numel()} offsets but cu_seqlens_q has {cu_q.numel()}")
-    check_longest("max_seqlen_q", max_q, cu_q)
-    check_longest("max_seqlen_k", max_k, cu_k)
+    check_max_seqlen("max_seqlen_q", max_q, cu_q)
+    check_max_seqlen("max_seqlen_k", max_k, cu_k)
     return Packed(cu_q, cu_k, max_q, max_k)
 
 
-def check_longest(name: str, limit: Any, offsets: Tensor) -> None:
+def check_max_seqlen(name: str, limit: Any, offsets: Tensor) -> None:
     if limit is None:
         return
     positive_integer(name, limit)
@@ -386,10 +386,10 @@ def linear_call(
     length = keys.shape[-2]
     causal = flag("is_causal", is_causal)
     if causal:
-        check_as_many("is_causal", query, length)
+        check_same_length("is_causal", query, length)
     if cu_seqlens is not None:
         cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, query, length)
-        check_as_many("cu_seqlens", query, length)
+        check_same_length("cu_seqlens", query, length)
         for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
             if given:
                 fail(name, "does not go with cu_seqlens: packed sequences have no common state")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import HIDDEN, allowed_pairs, block_of_rows
+from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows
 from mgk.backends import triton
 from mgk.backends.eager import prepare, query_blocks, without_autocast
 
@@ -51,7 +51,7 @@ def _count_rows(call: MixtureCall, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attendable(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask >= HIDDEN
+    return mask if mask.dtype == torch.bool else mask >= MASK_VALUE
 
 
 def equations_statistics(call: MixtureCall, counted: Tensor | None = None) -> Statistics:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mgk._core.calls import check_cu_seqlens, check_longest, only
-from mgk._core.masks import HIDDEN
+from mgk._core.calls import and_mask, check_cu_seqlens, check_max_seqlen
+from mgk._core.masks import MASK_VALUE
 from mgk._core.validation import check_padding, fail
 from mgk.cache import Cache
 
 
 @dataclass(frozen=True)
-class How:
+class AttentionArgs:
     """How a layer is to attend this time."""
 
     is_causal: bool
@@ -38,7 +38,7 @@ class How:
             if not self_attention or cache is not None:
                 fail("cu_seqlens", "goes with self-attention without a cache")
             check_cu_seqlens("cu_seqlens", self.cu_seqlens, query, query.shape[1])
-            check_longest("max_seqlen", self.max_seqlen, self.cu_seqlens)
+            check_max_seqlen("max_seqlen", self.max_seqlen, self.cu_seqlens)
         elif self.max_seqlen is not None:
             fail("max_seqlen", "goes with cu_seqlens, which is not given")
 
@@ -53,11 +53,11 @@ class How:
         attend = ~check_padding(self.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
         if mask is not None and not isinstance(mask, Tensor):
             fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
-        return only(attend, mask)
+        return and_mask(attend, mask)
 
     def counted(self) -> Tensor | None:
         """Of self-attention, whose queries are its keys: those that are no padding, bool [B, L]; None: all of them."""
-        counted = None if self.key_bias is None else self.key_bias >= HIDDEN
+        counted = None if self.key_bias is None else self.key_bias >= MASK_VALUE
         if self.key_padding_mask is None:
             return counted
         return ~self.key_padding_mask if counted is None else counted & ~self.key_padding_mask

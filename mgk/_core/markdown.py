@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def markdown(lines: list[list[str]]) -> str:
+def markdown_table(lines: list[list[str]]) -> str:
     header, *rest = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rest])
 

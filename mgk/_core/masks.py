@@ -8,10 +8,10 @@ from torch import Tensor
 from mgk._core.calls import Packed
 
 # Stands for -inf where that would turn a row of it into NaN. Far below any logit, far above fp32's limit.
-HIDDEN = -1e30
+MASK_VALUE = -1e30
 
 
-def segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def cu_seqlens_to_segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The sequence each of `length` rows belongs to, and its position there. Both [length]."""
     rows = torch.arange(length, device=cu_seqlens.device)
     segment = torch.bucketize(rows, cu_seqlens[1:].long(), right=True)
@@ -31,8 +31,8 @@ def allowed_pairs(
     """Bool, broadcastable to [B, H, rows, keys]; None when every pair may attend. Float masks are not looked at."""
     allowed = None
     if packed is not None:
-        q_segment, q_position = segments(packed.cu_seqlens_q, queries)
-        k_segment, k_position = segments(packed.cu_seqlens_k, keys)
+        q_segment, q_position = cu_seqlens_to_segments(packed.cu_seqlens_q, queries)
+        k_segment, k_position = cu_seqlens_to_segments(packed.cu_seqlens_k, keys)
         q_segment, q_position = q_segment[rows, None], q_position[rows, None]
         allowed = q_segment == k_segment
         if causal == "bottom-right":

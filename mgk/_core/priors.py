@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mgk._core.em import Statistics
-from mgk._core.recomputation import History
+from mgk._core.recomputation import CheckpointedStateLog
 from mgk._core.validation import fail
 from mgk.variants import Preset, Variant
 
@@ -34,7 +34,7 @@ class UniformPrior(nn.Module):
         return None
 
 
-class PositionalTable(nn.Module):
+class PerPositionTable(nn.Module):
     """Looks up a table [Hk or 1, M, P or 1], shared over key positions or one column for each."""
 
     def __init__(self, heads: int, components: int, positions: int | None) -> None:
@@ -62,7 +62,7 @@ class PositionalTable(nn.Module):
             fail("key", f"has {length} positions, but the prior has {self.positions} (max_positions)")
 
 
-class LearnedPrior(PositionalTable):
+class LearnedPrior(PerPositionTable):
     """π a parameter: on the simplex through a softmax over components, or (as the authors' code) clamped to [0, 1]."""
 
     def __init__(
@@ -85,7 +85,7 @@ class LearnedPrior(PositionalTable):
         return self.look_up(log_prior, length, positions)
 
 
-class EMPrior(PositionalTable):
+class EMPrior(PerPositionTable):
     """π a buffer: each training batch uses the one from before, then its N_jr/N_j (Eq. 11) replaces it."""
 
     prior: Tensor  # [Hk, M, P or 1]
@@ -96,7 +96,7 @@ class EMPrior(PositionalTable):
         super().__init__(heads, components, positions)
         self.momentum = variant.em_momentum
         self.register_buffer("prior", torch.empty(heads, components, positions or 1, **place))
-        self.history = History()
+        self.history = CheckpointedStateLog()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -157,7 +157,7 @@ class FixedVariance(nn.Module):
         return (self.scale if self.scales is None else self.scales), None
 
 
-class FreeVariance(nn.Module):
+class LogVariance(nn.Module):
     """σ² per head and component, in log space. Free variances need the Gaussians' normaliser, (D/2) log 1/σ², in ℓ."""
 
     log_variance: Tensor  # [Hk, M]
@@ -184,17 +184,17 @@ class FreeVariance(nn.Module):
         return (-log_variance).exp(), (-0.5 * self.head_dim * log_variance).unsqueeze(-1)
 
 
-class LearnedVariance(FreeVariance):
+class LearnedVariance(LogVariance):
     def _hold(self, log_variance: Tensor) -> None:
         self.log_variance = nn.Parameter(log_variance)
 
 
-class EMVariance(FreeVariance):
+class EMVariance(LogVariance):
     """Eq. 13's variance, pooled over positions: Σ γ ‖q − k‖² / (D Σ γ)."""
 
     def _hold(self, log_variance: Tensor) -> None:
         self.register_buffer("log_variance", log_variance)
-        self.history = History()
+        self.history = CheckpointedStateLog()
 
     def used(self) -> Tensor:
         return self.history.use(self.log_variance)

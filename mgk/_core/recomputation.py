@@ -62,7 +62,7 @@ def counted_already() -> bool:
     return True
 
 
-class History:
+class CheckpointedStateLog:
     """The states that forwards have used, each of which replaces it, for as long as they may be run again.
 
     Backwards may come in any order, more than once or never, and inputs may be equal. What does tell forwards apart
@@ -72,9 +72,9 @@ class History:
     def __init__(self) -> None:
         self._used: WeakKeyDictionary[Callable[..., Any], dict[int, Tensor]] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[History], tuple[()]]:
+    def __reduce__(self) -> tuple[type[CheckpointedStateLog], tuple[()]]:
         """Copies start empty: they have run nothing."""
-        return History, ()
+        return CheckpointedStateLog, ()
 
     def __len__(self) -> int:
         return sum(len(states) for states in self._used.values())

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mgk.analysis.capture import Call, Progress, Watch, Watcher, run
+from mgk.analysis.capture import Call, Progress, Watch, Watcher, call_model
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def remove_heads(
 
     def answers(samples: Sequence[Any], watcher: Watcher) -> list[tuple[Tensor, bool]]:
         with watch(model, watcher):
-            return [_answer(run(model, sample)) for sample in samples]
+            return [_answer(call_model(model, sample)) for sample in samples]
 
     def as_it_is(name: str, call: Call, output: Tensor) -> Tensor:
         return output
@@ -55,7 +55,7 @@ def remove_heads(
         change, flipped = np.zeros(number), np.zeros(number)
         for head in range(number):
             with watch(model, _silence(layer, head)):
-                change[head], flipped[head] = _compare(whole, (_answer(run(model, sample)) for sample in tried))
+                change[head], flipped[head] = _compare(whole, (_answer(call_model(model, sample)) for sample in tried))
             done += 1
             tell(f"silencing one head at a time, {count} samples", done, total)
         found[layer] = Removal(change, flipped if whole[0][1] else None)

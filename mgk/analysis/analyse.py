@@ -17,7 +17,7 @@ from mgk._core.calls import LinearCall
 from mgk._core.validation import fail, number, positive_integer
 from mgk.analysis.ablation import Removal, remove_heads
 from mgk.analysis.attention_maps import Maps, MapSums
-from mgk.analysis.capture import Call, Progress, Watch, at_rest, run, watching
+from mgk.analysis.capture import Call, Progress, Watch, call_model, capture_attention, eval_mode
 from mgk.analysis.components import Mixture, MixtureSums
 from mgk.analysis.ranks import THRESHOLD, in_batches, matrices_at_once, spectra
 from mgk.analysis.similarity import PairSums, Similarity
@@ -37,7 +37,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Where:
+class ComponentUsage:
     """Which component answers where on the sample that is shown: shares, [H, M, places]."""
 
     queries: Array
@@ -55,7 +55,7 @@ class Layer:
     similarity: Similarity
     maps: Maps
     mixture: Mixture | None  # None where a key has one component
-    where: Where | None
+    where: ComponentUsage | None
     removal: Removal | None
 
 
@@ -91,7 +91,7 @@ class _Settings:
     tiles: Path | None
 
 
-class _Shown:
+class SampleMaps:
     """The sample that is kept for the reader: its maps, and which component answers where."""
 
     def __init__(self, number: int, sample: SampleWeights, settings: _Settings, device: torch.device) -> None:
@@ -109,13 +109,13 @@ class _Shown:
             self.queries[..., block.rows] += answered.sum(3).transpose(1, 2)
             self.keys += answered.sum(1)
 
-    def where(self) -> Where | None:
+    def where(self) -> ComponentUsage | None:
         if self.queries.shape[1] == 1:
             return None
-        return Where(*(_shares(answers.cpu(), self.maps.factor) for answers in (self.queries, self.keys)))
+        return ComponentUsage(*(_shares(answers.cpu(), self.maps.factor) for answers in (self.queries, self.keys)))
 
 
-class _LayerSums:
+class LayerAccumulator:
     """Everything about a layer that grows with the samples."""
 
     def __init__(self, name: str, number: int, call: Call, settings: _Settings) -> None:
@@ -126,7 +126,7 @@ class _LayerSums:
         self.mixture = MixtureSums(self.heads, self.components, self.device) if self.components > 1 else None
         self.ranks: list[tuple[int, int, int, float]] = []  # head, size, rank, effective rank
         self.maps: Maps | None = None
-        self.where: Where | None = None
+        self.where: ComponentUsage | None = None
         self.lengths: list[int] = []
 
     def add(self, sample: SampleWeights, hard: bool) -> None:
@@ -141,7 +141,7 @@ class _LayerSums:
         whole = None
         if ranked and at_once >= self.heads:
             whole = torch.empty(self.heads, queries, keys, dtype=torch.float64, device=self.device)
-        shown = _Shown(self.number, sample, settings, self.device) if self.maps is None else None
+        shown = SampleMaps(self.number, sample, settings, self.device) if self.maps is None else None
         if self.mixture is not None:
             self.mixture.add_sample(sample)
         for block in sample.blocks(settings.memory // 2, components=self.mixture is not None):
@@ -216,7 +216,7 @@ def analyse(
     removal: int = 16,
     together: int = 1,
     progress: Progress | None = None,
-    watch: Watch = watching,
+    watch: Watch = capture_attention,
 ) -> Analysis:
     """What the heads of a model do on some samples: ranks, redundancy, mixtures, maps.
 
@@ -245,7 +245,7 @@ def analyse(
         fail("inputs", "must hold at least one sample")
     started = time.perf_counter()
     settings = _Settings(matrices, threshold, memory, map_size, tiles)
-    layers: dict[str, _LayerSums] = {}
+    layers: dict[str, LayerAccumulator] = {}
 
     def look(name: str, call: Call, output: Tensor) -> Tensor:
         hard = not isinstance(call, LinearCall) and call.hard
@@ -253,15 +253,15 @@ def analyse(
             sample = sample_weights(call, index)
             if min(sample.shape) > 0:
                 if name not in layers:
-                    layers[name] = _LayerSums(name, len(layers), call, settings)
+                    layers[name] = LayerAccumulator(name, len(layers), call, settings)
                 layers[name].add(sample, hard)
         return output
 
     tell = progress or (lambda stage, done, total: None)
-    with at_rest(model):
+    with eval_mode(model):
         with watch(model, look):
             for done, sample in enumerate(inputs):
-                run(model, sample)
+                call_model(model, sample)
                 tell("looking at the heads", done + 1, len(inputs))
         if not layers:
             fail("model", "has no attention layers that can be looked at")

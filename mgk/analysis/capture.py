@@ -39,7 +39,7 @@ def attention_layers(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
+def capture_attention(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """While it lasts, every call of an operator that `model` makes is shown to the watcher."""
     names = attention_layers(model)
     inside: list[str] = []
@@ -73,7 +73,7 @@ def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
 
 
 @contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """In eval mode and without gradients; every module is left in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -85,7 +85,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def run(model: nn.Module, sample: Any) -> Any:
+def call_model(model: nn.Module, sample: Any) -> Any:
     """model(x), model(*arguments) or model(**arguments)."""
     if isinstance(sample, dict):
         return model(**sample)

@@ -14,7 +14,7 @@ Count = Callable[[Any, int], tuple[int, int]]  # a configuration and a length ->
 
 
 @dataclass(frozen=True)
-class Cost:
+class ModelCost:
     variant: str
     heads: int
     length: int
@@ -28,7 +28,7 @@ class Cost:
 
 def costs(
     config: Any, variants: Sequence[str], heads: Sequence[int], lengths: Sequence[int], count: Count
-) -> list[Cost]:
+) -> list[ModelCost]:
     """The model of `config` with each variant, number of heads (of the same width) and length."""
     found = []
     for variant in variants:
@@ -37,7 +37,7 @@ def costs(
                 changed = dataclasses.replace(
                     config, variant=variant, num_heads=number, num_kv_heads=None, max_length=length
                 )
-                found.append(Cost(variant, number, length, *count(changed, length)))
+                found.append(ModelCost(variant, number, length, *count(changed, length)))
     return found
 
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import eager_mask
 from mgk._core.calls import mixture_call
 from mgk._core.validation import fail
 from mgk.analysis.capture import Watcher, attention_layers
-from mgk.analysis.capture import watching as watching_ours
+from mgk.analysis.capture import capture_attention as capture_native_attention
 from mgk.analysis.inputs import NO_FILE
 
 # As it is before anyone watches it, so that a call is seen once.
@@ -95,8 +95,8 @@ def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
 
 
 @contextmanager
-def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """`mgk.analysis.capture.watching` for a Transformers model, which may have layers of ours inside."""
+def capture_attention(model: nn.Module, watcher: Watcher) -> Iterator[None]:
+    """`mgk.analysis.capture.capture_attention` for a Transformers model, which may have layers of ours inside."""
     assert isinstance(model, PreTrainedModel)
     names = {module: name for name, module in model.named_modules()}
     before = model.config._attn_implementation
@@ -107,7 +107,7 @@ def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
         model.set_attn_implementation(WATCHED)
         if model.config._attn_implementation != WATCHED and not attention_layers(model):
             fail("--hf", f"names a {type(model).__name__}, which does not let its attention be watched")
-        with watching_ours(model, watcher):
+        with capture_native_attention(model, watcher):
             yield
     finally:
         model.set_attn_implementation(before)

@@ -33,24 +33,24 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Reader:
+class TextCodec:
     """Between text and the tokens of a run's model."""
 
     encode: Callable[[str], list[int]] | None  # None where the task has no text
     names: Callable[[Sequence[int]], list[str]]  # what the reader of a report sees for each id
 
 
-def reader_of(task: Task, run: Path) -> Reader:
+def reader_of(task: Task, run: Path) -> TextCodec:
     if isinstance(task, Corpus):
         vocabulary = task.vocabulary_in(run)
-        return Reader(
+        return TextCodec(
             lambda text: vocabulary.encode(text)[0].tolist(),
             lambda ids: [vocabulary.decode([i]).strip() or "␣" for i in ids],
         )
     if task.vocab_size == BYTES:
-        return Reader(lambda text: byte_tokens(text.encode()).tolist(), lambda ids: [_byte(i - 1) for i in ids])
+        return TextCodec(lambda text: byte_tokens(text.encode()).tolist(), lambda ids: [_byte(i - 1) for i in ids])
     symbols = ("·", *SYMBOLS) if isinstance(task, ListOps) else ()
-    return Reader(None, lambda ids: [symbols[i] if i < len(symbols) else str(i) for i in ids])
+    return TextCodec(None, lambda ids: [symbols[i] if i < len(symbols) else str(i) for i in ids])
 
 
 def _byte(value: int) -> str:
@@ -58,7 +58,13 @@ def _byte(value: int) -> str:
 
 
 def from_split(
-    model: nn.Module, split: Split | TokenStream, name: str, count: int, length: int | None, seed: int, reader: Reader
+    model: nn.Module,
+    split: Split | TokenStream,
+    name: str,
+    count: int,
+    length: int | None,
+    seed: int,
+    reader: TextCodec,
 ) -> Samples:
     """`count` samples drawn at random; `length`: only documents at least as long, cut to it, or pieces of that size."""
     config: Any = model.config
@@ -68,7 +74,7 @@ def from_split(
 
 
 def _documents(
-    config: Any, split: Split, name: str, count: int, length: int | None, seed: int, reader: Reader
+    config: Any, split: Split, name: str, count: int, length: int | None, seed: int, reader: TextCodec
 ) -> Samples:
     if length is not None and length > config.max_length:
         fail("--length", f"= {length} is more than the model's {config.max_length} positions")
@@ -90,7 +96,7 @@ def _documents(
 
 
 def _pieces(
-    config: Any, split: TokenStream, name: str, count: int, length: int | None, seed: int, reader: Reader
+    config: Any, split: TokenStream, name: str, count: int, length: int | None, seed: int, reader: TextCodec
 ) -> Samples:
     length = length or config.max_length
     if len(split.tokens) < length:
@@ -122,7 +128,7 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
     return [row[:length] for row in rows]
 
 
-def from_ids(model: nn.Module, rows: list[list[int]], reader: Reader) -> Samples:
+def from_ids(model: nn.Module, rows: list[list[int]], reader: TextCodec) -> Samples:
     """Token ids for one of our own models."""
     config: Any = model.config
     highest, longest = max(max(row) for row in rows), max(len(row) for row in rows)
@@ -135,7 +141,7 @@ def from_ids(model: nn.Module, rows: list[list[int]], reader: Reader) -> Samples
     return Samples(inputs, reader.names(rows[0]), f"{len(rows)} samples of yours")
 
 
-def read_text(model: nn.Module, texts: list[str], length: int | None, reader: Reader) -> list[list[int]]:
+def read_text(model: nn.Module, texts: list[str], length: int | None, reader: TextCodec) -> list[list[int]]:
     """Text as the tokens of one of our own models, cut to `length`, by default to what it was trained at."""
     config: Any = model.config
     if reader.encode is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk._core.calls import LinearCall
-from mgk._core.masks import repeat_heads, segments
+from mgk._core.masks import cu_seqlens_to_segments, repeat_heads
 from mgk.backends.eager import compute_dtype, without_autocast
 
 CHUNK = 64
@@ -125,7 +125,7 @@ def run_eager(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
     queries, length = f.query.shape[2], f.key.shape[2]
     allowed = torch.ones(queries, length, dtype=torch.bool, device=f.query.device)
     if call.cu_seqlens is not None:
-        segment = segments(call.cu_seqlens, length)[0]
+        segment = cu_seqlens_to_segments(call.cu_seqlens, length)[0]
         allowed = segment[:, None] == segment
     if call.causal:
         allowed = allowed.tril()
@@ -271,7 +271,7 @@ def _run_packed(call: LinearCall, f: Features) -> Tensor:
     """Each sequence by itself, as a row of a padded batch."""
     assert call.cu_seqlens is not None
     length = f.key.shape[2]
-    segment, position = segments(call.cu_seqlens, length)
+    segment, position = cu_seqlens_to_segments(call.cu_seqlens, length)
     rows, longest = call.cu_seqlens.numel() - 1, int(call.cu_seqlens.diff().max())
 
     def unpack(x: Tensor, fill: float = 0.0) -> Tensor:

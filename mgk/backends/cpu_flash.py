@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import HIDDEN, allowed_pairs, block_of_rows, repeat_heads
+from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, repeat_heads
 from mgk.backends.eager import compute_dtype, without_autocast
-from mgk.kernels.autograd import no_second_derivatives
+from mgk.kernels.autograd import raise_no_double_backward
 
 # Queries at a time where an explicit mask is needed: the mask is [B, H, TILE, S].
 TILE = 256
@@ -79,7 +79,7 @@ def augment(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     tau = torch.as_tensor(call.tau, dtype=dtype, device=query.device).reshape(1, -1, 1, 1)
     log_prior = -math.log(call.components) if call.log_prior is None else call.log_prior.to(dtype)
     key_term = log_prior - 0.5 * tau * scale * keys.square().sum(-1)  # [B, Hk, M, S]
-    key_term = key_term.clamp(min=HIDDEN).unsqueeze(-1)
+    key_term = key_term.clamp(min=MASK_VALUE).unsqueeze(-1)
     ones = torch.ones_like(query[..., :1])
     if call.equal_scale:
         # λ goes to the query, of which there is less.
@@ -137,9 +137,9 @@ def _pieces(
             bias = query.new_zeros(1, 1, tile.stop - tile.start, seen)
             if local is not None and local.dtype != torch.bool:
                 part = block_of_rows(local, tile)
-                bias = bias + (part if part.shape[-1] == 1 else part[..., :seen]).clamp(min=HIDDEN)
+                bias = bias + (part if part.shape[-1] == 1 else part[..., :seen]).clamp(min=MASK_VALUE)
             if allowed is not None:
-                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :seen]), HIDDEN)
+                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :seen]), MASK_VALUE)
             bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
             yield _offset(tile, rows.start), slice(columns.start, columns.start + seen), False, bias
 
@@ -197,7 +197,7 @@ def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One attention over all components out of those over each: outputs [B, H, L, F] and logsumexps [B, H, L]."""
     lses = torch.stack([lse for _, lse in results])
     total = lses.logsumexp(0)
-    hidden = total < HIDDEN / 2
+    hidden = total < MASK_VALUE / 2
     # Not exp(lse - total): a large lse is rounded, and the shares would not sum to 1.
     shares = lses.softmax(0).masked_fill(hidden, 0).unsqueeze(-1)
     merged = results[0][0].mul_(shares[0])
@@ -229,7 +229,7 @@ def mixture_backward(
     all_keys, all_value = _for_query_heads(keys, group), _for_query_heads(value, group)
     grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
     # Rows without keys: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
-    lse = lse.masked_fill(lse == -math.inf, -HIDDEN)
+    lse = lse.masked_fill(lse == -math.inf, -MASK_VALUE)
     # The kernel uses the output for δ = dO·O alone, and d lse is to be taken from δ: the free last column carries it.
     grad_output, output = grad_output.clone(), output.clone()
     grad_output[..., -1] = 1
@@ -281,4 +281,4 @@ def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor |
 
 
 mixture_forward.register_autograd(_backward, setup_context=_setup_context)
-mixture_backward.register_autograd(no_second_derivatives)
+mixture_backward.register_autograd(raise_no_double_backward)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgk import equations
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import HIDDEN, allowed_pairs, block_of_rows, repeat_heads
+from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, repeat_heads
 
 # Elements of one block's logits [B, H, M, rows, S]: 64 MiB in fp32.
 BLOCK_ELEMENTS = 1 << 24
@@ -69,7 +69,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
             # What other libraries hide by, the least finite number, hides here too, as in the kernels: a row of nothing
             # else is one that sees nothing.
             bias = None if bias.dtype == torch.bool else bias.to(query.dtype)
-            bias = None if bias is None else bias.masked_fill(bias < HIDDEN, -math.inf)
+            bias = None if bias is None else bias.masked_fill(bias < MASK_VALUE, -math.inf)
 
         def block(rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
             output, weights, lse = equations.mixture_attention(

@@ -10,7 +10,7 @@ from torch import Tensor
 from mgk._core.calls import LinearCall
 from mgk.backends.triton import MAX_WIDTH, NO_TRITON, last_contiguous
 from mgk.features import FEATURE_MAPS
-from mgk.kernels.autograd import observed
+from mgk.kernels.autograd import needs_dispatcher
 
 MAX_HEADS = 65_535  # programs along the second axis of a grid
 # The numbers by which the kernels know them.
@@ -49,7 +49,7 @@ def _decodes(call: LinearCall) -> bool:
         return False
     if call.key_mask is not None or call.cu_seqlens is not None:
         return False
-    return call.query.shape[0] > 0 and not observed()
+    return call.query.shape[0] > 0 and not needs_dispatcher()
 
 
 def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import HIDDEN
+from mgk._core.masks import MASK_VALUE
 from mgk.backends import triton
 
 
@@ -56,7 +56,7 @@ def run(call: MixtureCall) -> tuple[Tensor, None, None]:
     mask = call.attn_mask
     empty = None
     if mask is not None:
-        seen = mask if mask.dtype == torch.bool else mask >= HIDDEN
+        seen = mask if mask.dtype == torch.bool else mask >= MASK_VALUE
         empty = ~seen.any(-1, keepdim=True)
         # A row that sees nothing is NaN in some of SDPA's kernels: it sees everything here, and is zeroed below.
         mask = mask | empty if mask.dtype == torch.bool else mask.to(call.query.dtype).masked_fill(empty, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import HIDDEN
+from mgk._core.masks import MASK_VALUE
 
 
 def _unusable_triton() -> str | None:
@@ -143,7 +143,7 @@ def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:
     scale, scale_t, tau, tau_t = _numbers(call)
     mask, packed, seen = call.attn_mask, call.packed, None
     if mask is not None and _is_of_keys(mask, call):
-        seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] >= HIDDEN, None
+        seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] >= MASK_VALUE, None
     count, pairs = em_ops.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
         packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k, scale, tau, CAUSAL[call.causal],

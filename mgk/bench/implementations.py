@@ -46,7 +46,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Implementation:
     """A row of the results: which attention, on which backend, with how many heads and components."""
 
     variant: str
@@ -61,7 +61,7 @@ class Contender:
         return f"{self.variant} {self.backend} {heads} heads{components}"
 
 
-class Problem(NamedTuple):
+class BenchmarkCase(NamedTuple):
     """One call to measure, and what it is differentiated by."""
 
     forward: Callable[[], Tensor]
@@ -106,7 +106,9 @@ def variant_and_components(text: str) -> tuple[str, int]:
     return one_of("--variants", name, OPERATORS), int(components or 2)
 
 
-def draw(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> dict[str, Any]:
+def draw(
+    contender: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
+) -> dict[str, Any]:
     """Fresh random inputs of one of our operators, by name."""
     B, N, D, H, HK, M = *(shape.batch, shape.length, shape.width), contender.heads, contender.kv_heads, (
         contender.components
@@ -126,7 +128,7 @@ def draw(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gr
     return {name: t.requires_grad_(gradients) for name, t in x.items()}
 
 
-def attend(contender: Contender, shape: Shape, x: dict[str, Tensor], backend: str) -> Tensor:
+def attend(contender: Implementation, shape: Shape, x: dict[str, Tensor], backend: str) -> Tensor:
     operator = OPERATORS[contender.variant]
     options: dict[str, Any] = {"backend": backend, "is_causal": shape.causal}
     if operator.hard:
@@ -135,7 +137,9 @@ def attend(contender: Contender, shape: Shape, x: dict[str, Tensor], backend: st
     return output
 
 
-def softmax(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
+def softmax(
+    contender: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
+) -> BenchmarkCase:
     B, N, D = shape.batch, shape.length, shape.width
     query = torch.randn(B, contender.heads, shape.queries or N, D, device=device, dtype=dtype, requires_grad=gradients)
     key, value = (
@@ -147,10 +151,10 @@ def softmax(contender: Contender, shape: Shape, device: str, dtype: torch.dtype,
         with sdpa_kernel(SDPA_BACKENDS[contender.backend]):
             return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=grouped)
 
-    return Problem(forward, [query, key, value])
+    return BenchmarkCase(forward, [query, key, value])
 
 
-def expressed(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+def expressed(contender: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
     """sMGK as a score modification of FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -180,22 +184,24 @@ def expressed(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Calla
     return forward
 
 
-def call_of(contender: Contender, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+def call_of(contender: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
     """Of one of our operators, whoever computes it."""
     if contender.backend == "flex":
         return expressed(contender, shape, x)
     return partial(attend, contender, shape, x, contender.backend)
 
 
-def make(contender: Contender, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True) -> Problem:
+def make(
+    contender: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
+) -> BenchmarkCase:
     if contender.variant == "softmax":
         return softmax(contender, shape, device, dtype, gradients)
     x = draw(contender, shape, device, dtype, gradients)
-    return Problem(call_of(contender, shape, x), list(x.values()))
+    return BenchmarkCase(call_of(contender, shape, x), list(x.values()))
 
 
 @contextlib.contextmanager
-def _kernels_of(contender: Contender, shape: Shape) -> Iterator[None]:
+def _kernels_of(contender: Implementation, shape: Shape) -> Iterator[None]:
     """A short call takes the kernels that one of `shape` takes: small calls have their own."""
     if contender.backend != "triton":
         yield
@@ -211,7 +217,7 @@ def _kernels_of(contender: Contender, shape: Shape) -> Iterator[None]:
         launch.SMALL_PAIRS = limit
 
 
-def wrong(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:
+def wrong(contender: Implementation, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:
     """In words, which of the output and the gradients is not what the equations give in float64, on a short call."""
     # Linear attention has sums of 512 rows.
     timed, shape = shape, replace(shape, batch=2, length=min(shape.length, 700 if contender.variant in LINEAR else 333))

@@ -14,15 +14,24 @@ import torch
 
 from mgk.attention import Attention
 from mgk.bench import timing
-from mgk.bench.implementations import LINEAR, OPERATORS, Contender, Problem, Shape, make, variant_and_components, wrong
+from mgk.bench.implementations import (
+    LINEAR,
+    OPERATORS,
+    BenchmarkCase,
+    Implementation,
+    Shape,
+    make,
+    variant_and_components,
+    wrong,
+)
 from mgk.training import results
 
 # Beyond the columns of all results: pass, mask, head width, the H of the shape, device and eager time over that of the
 # best SDPA with H heads in the same run (em: over the layer without EM), and Triton's version.
 EXTRA = ("pass", "causal", "head_dim", "full_heads", "ratio", "eager_ratio", "triton")
 
-Row = dict[str, Any]
-Contenders = dict[Shape, list[Contender]]
+Record = dict[str, Any]
+Contenders = dict[Shape, list[Implementation]]
 
 # B, H, N, D: the shapes of the goal, and behind them the paper's language model.
 SHAPES = tuple(
@@ -65,13 +74,18 @@ class Setting:
         parsed = [variant_and_components(text) for text in self.variants or names]
         parsed = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
         return {
-            s: [Contender(name, self.backend, s.heads // 2, s.heads // 2, components) for name, components in parsed]
+            s: [
+                Implementation(name, self.backend, s.heads // 2, s.heads // 2, components)
+                for name, components in parsed
+            ]
             for s in shapes
             if parsed
         }
 
 
-def row(task: str, contender: Contender, shape: Shape, which: str, metric: str, value: float, **more: Any) -> Row:
+def row(
+    task: str, contender: Implementation, shape: Shape, which: str, metric: str, value: float, **more: Any
+) -> Record:
     return {
         "recipe": "bench", "task": task, "dataset": "random normal", "variant": contender.variant,
         "components": contender.components, "heads": contender.heads, "kv_heads": contender.kv_heads,
@@ -81,7 +95,7 @@ def row(task: str, contender: Contender, shape: Shape, which: str, metric: str, 
     }  # fmt: skip
 
 
-def _wrong(task: tuple[Contender, Shape, str, torch.dtype]) -> list[str]:
+def _wrong(task: tuple[Implementation, Shape, str, torch.dtype]) -> list[str]:
     try:
         return wrong(*task)
     except Exception as error:
@@ -95,7 +109,7 @@ def without_the_wrong(setting: Setting, asked: dict[str, Contenders]) -> tuple[d
     for what comes next.
     """
 
-    def kind(contender: Contender, shape: Shape) -> tuple[Any, ...]:
+    def kind(contender: Implementation, shape: Shape) -> tuple[Any, ...]:
         return contender, shape.width, shape.causal, shape.queries
 
     every = [(c, s) for contenders in asked.values() for s, some in contenders.items() for c in some]
@@ -117,7 +131,7 @@ def without_the_wrong(setting: Setting, asked: dict[str, Contenders]) -> tuple[d
     return right, [line for some in found for line in some]
 
 
-def _measured(setting: Setting, contender: Contender, shape: Shape, **options: Any) -> dict[str, timing.Cost]:
+def _measured(setting: Setting, contender: Implementation, shape: Shape, **options: Any) -> dict[str, timing.Timing]:
     """Nothing, and a line that says why, where a contender does not manage the shape: the others still do."""
     try:
         problem = make(contender, shape, setting.device, setting.dtype, gradients=options.get("backward", True))
@@ -131,8 +145,13 @@ def _measured(setting: Setting, contender: Contender, shape: Shape, **options: A
 
 
 def timed_rows(
-    setting: Setting, task: str, shape: Shape, baseline: list[Contender], others: list[Contender], **options: Any
-) -> Iterator[Row]:
+    setting: Setting,
+    task: str,
+    shape: Shape,
+    baseline: list[Implementation],
+    others: list[Implementation],
+    **options: Any,
+) -> Iterator[Record]:
     """Everybody's times on one shape, and over the best of `baseline`."""
     costs = {c: _measured(setting, c, shape, **options) for c in [*baseline, *others]}
     for which in timing.PASSES:
@@ -154,15 +173,15 @@ def timed_rows(
             yield row(task, contender, shape, which, "device_ms", cost.device_ms, **more)
 
 
-def _sdpa(heads: int, kv_heads: int, names: Iterable[str]) -> list[Contender]:
-    return [Contender("softmax", name, heads, kv_heads) for name in names]
+def _sdpa(heads: int, kv_heads: int, names: Iterable[str]) -> list[Implementation]:
+    return [Implementation("softmax", name, heads, kv_heads) for name in names]
 
 
 def _fast_sdpa(setting: Setting) -> tuple[str, ...]:
     return ("cudnn", "flash") if setting.device == "cuda" else ("flash", "math")
 
 
-def speed(setting: Setting, contenders: Contenders) -> Iterator[Row]:
+def speed(setting: Setting, contenders: Contenders) -> Iterator[Record]:
     names = _fast_sdpa(setting)
     for shape, some in contenders.items():
         H = shape.heads
@@ -170,7 +189,7 @@ def speed(setting: Setting, contenders: Contenders) -> Iterator[Row]:
         yield from timed_rows(setting, "speed", shape, _sdpa(H, H, names), others)
 
 
-def flex(setting: Setting, contenders: Contenders) -> Iterator[Row]:
+def flex(setting: Setting, contenders: Contenders) -> Iterator[Record]:
     """FlexAttention expressing sMGK, beside the same SDPA."""
     for shape, some in contenders.items():
         yield from timed_rows(setting, "speed", shape, _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)), some)
@@ -178,10 +197,10 @@ def flex(setting: Setting, contenders: Contenders) -> Iterator[Row]:
 
 def _expressed(setting: Setting) -> Contenders:
     shapes = setting.shapes or FLEX_SHAPES
-    return {shape: [Contender("smgk", "flex", shape.heads // 2, shape.heads // 2, 2)] for shape in shapes}
+    return {shape: [Implementation("smgk", "flex", shape.heads // 2, shape.heads // 2, 2)] for shape in shapes}
 
 
-def memory(setting: Setting, contenders: Contenders) -> Iterator[Row]:
+def memory(setting: Setting, contenders: Contenders) -> Iterator[Record]:
     """Against SDPA-flash with the same heads, at growing lengths."""
     for shape, some in contenders.items():
         extras: dict[str, float] = {}
@@ -196,7 +215,7 @@ def memory(setting: Setting, contenders: Contenders) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def decoding(setting: Setting, contenders: Contenders) -> Iterator[Row]:
+def decoding(setting: Setting, contenders: Contenders) -> Iterator[Record]:
     """One query against a long cache."""
     for shape, some in contenders.items():
         H, names = shape.heads, ("cudnn", "flash", "efficient")
@@ -204,22 +223,22 @@ def decoding(setting: Setting, contenders: Contenders) -> Iterator[Row]:
         yield from timed_rows(setting, "decoding", shape, _sdpa(H, H, names), others, backward=False)
 
 
-def linear(task: str, setting: Setting, contenders: Contenders) -> Iterator[Row]:
+def linear(task: str, setting: Setting, contenders: Contenders) -> Iterator[Record]:
     """Linear attention with mixture keys: `linear`, causal at growing lengths, or `whole`, of whole sequences."""
     for shape, some in contenders.items():
         baseline = _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)) if shape.length <= SDPA_LONGEST else []
         yield from timed_rows(setting, task, shape, baseline, some)
 
 
-def _layer(setting: Setting, variant: str, shape: Shape) -> Problem:
+def _layer(setting: Setting, variant: str, shape: Shape) -> BenchmarkCase:
     width = shape.heads * shape.width // 2
     place: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
     layer = Attention(width, shape.heads // 2, variant=variant, is_causal=shape.causal, **place)
     x = torch.randn(shape.batch, shape.length, width, requires_grad=True, **place)
-    return Problem(lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)])
+    return BenchmarkCase(lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)])
 
 
-def em(setting: Setting, _: Contenders) -> Iterator[Row]:
+def em(setting: Setting, _: Contenders) -> Iterator[Record]:
     """A layer in training with priors from EM, over the same with learned priors: plain calls, where EM may look at
     its numbers, and graphs if both can be recorded."""
     for shape in setting.shapes or EM_SHAPES:
@@ -237,7 +256,10 @@ def em(setting: Setting, _: Contenders) -> Iterator[Row]:
             }
         first = costs["smgk"]["forward+backward"]
         for name, found in costs.items():
-            contender, cost = Contender(name, "auto", shape.heads // 2, shape.heads // 2, 2), found["forward+backward"]
+            contender, cost = (
+                Implementation(name, "auto", shape.heads // 2, shape.heads // 2, 2),
+                found["forward+backward"],
+            )
             ratio, eager = cost.device_ms / first.device_ms, cost.eager_ms / first.eager_ms
             setting.say(
                 f"em       {shape!s:24} {'training layer':16} {contender!s:28} {cost.device_ms:9.3f} ms {ratio:6.3f}   "
@@ -249,23 +271,23 @@ def em(setting: Setting, _: Contenders) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
-class Part:
+class Suite:
     """A part of the benchmark: which of ours it is about, and its measurements of those that are right."""
 
-    rows: Callable[[Setting, Contenders], Iterator[Row]]
+    rows: Callable[[Setting, Contenders], Iterator[Record]]
     ours: Callable[[Setting], Contenders] = lambda setting: {}
 
 
-def _also(contenders: Contenders, other: Callable[[Contender, Shape], Contender]) -> Contenders:
+def _also(contenders: Contenders, other: Callable[[Implementation, Shape], Implementation]) -> Contenders:
     return {shape: [*some, *(other(each, shape) for each in some)] for shape, some in contenders.items()}
 
 
-def _sharing(contender: Contender, shape: Shape) -> Contender:
+def _sharing(contender: Implementation, shape: Shape) -> Implementation:
     """With all the query heads, two of which share a key head."""
     return replace(contender, heads=shape.heads)
 
 
-def _by_products(contender: Contender, shape: Shape) -> Contender:
+def _by_products(contender: Implementation, shape: Shape) -> Implementation:
     return replace(contender, backend="chunked")
 
 
@@ -275,32 +297,32 @@ def _growing(shape: tuple[int, int, int]) -> list[Shape]:
 
 
 PARTS = {
-    "speed": Part(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
-    "linear": Part(
+    "speed": Suite(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
+    "linear": Suite(
         partial(linear, "linear"),
         lambda s: s.ours(LINEAR, [replace(x, causal=True) for x in s.shapes] or _growing(LINEAR_SHAPE), linear=True),
     ),
-    "whole": Part(
+    "whole": Suite(
         partial(linear, "whole"),
         lambda s: _also(
             s.ours(LINEAR, [replace(x, causal=False) for x in s.shapes] or WHOLE_SHAPES, linear=True), _by_products
         ),
     ),
-    "decoding": Part(
+    "decoding": Suite(
         decoding,
         lambda s: _also(
             s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES), _sharing
         ),
     ),
-    "em": Part(em),
-    "memory": Part(memory, lambda s: s.ours(("smgk", "mgk"), s.shapes or _growing(MEMORY_SHAPE))),
-    "flex": Part(flex, _expressed),
+    "em": Suite(em),
+    "memory": Suite(memory, lambda s: s.ours(("smgk", "mgk"), s.shapes or _growing(MEMORY_SHAPE))),
+    "flex": Suite(flex, _expressed),
 }
 # Without a GPU there are no fused kernels to measure: the other parts would measure something else.
 CPU_PARTS = ("speed",)
 
 
-def environment(setting: Setting, command: str) -> Row:
+def environment(setting: Setting, command: str) -> Record:
     version = results.version_of("triton") or ""
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
     return {"dtype": name, "triton": version, "command": command, **results.environment()}

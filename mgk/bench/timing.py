@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mgk.bench.implementations import Problem
+from mgk.bench.implementations import BenchmarkCase
 
 PASSES = ("forward", "forward+backward")
 # How long the repeats of one median may take, and how many there are at least and at most.
@@ -17,7 +17,7 @@ BUDGET_MS, FEWEST, MOST = 100.0, 5, 30
 
 
 @dataclass(frozen=True)
-class Cost:
+class Timing:
     device_ms: float  # replays of a CUDA graph: without Python and launches. Where there is no graph, as eager_ms
     eager_ms: float  # plain calls
     peak_mb: float | None  # the largest memory in use beyond the inputs; None on a CPU
@@ -29,7 +29,7 @@ class Memory:
     extra_mb: float  # beyond inputs, outputs and gradients
 
 
-def passes(problem: Problem, backward: bool = True) -> dict[str, Callable[[], object]]:
+def passes(problem: BenchmarkCase, backward: bool = True) -> dict[str, Callable[[], object]]:
     def without_gradients() -> object:
         with torch.no_grad():
             return problem.forward()
@@ -89,12 +89,12 @@ def graph_of(f: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(problem: Problem, device: str, backward: bool = True, graph: bool = True) -> dict[str, Cost]:
+def measure(problem: BenchmarkCase, device: str, backward: bool = True, graph: bool = True) -> dict[str, Timing]:
     found = {}
     for name, f in passes(problem, backward).items():
         if device == "cpu":
             ms = on_cpu(f)
-            found[name] = Cost(ms, ms, None)
+            found[name] = Timing(ms, ms, None)
             continue
         f()
         torch.cuda.synchronize()
@@ -102,11 +102,11 @@ def measure(problem: Problem, device: str, backward: bool = True, graph: bool = 
         before = torch.cuda.memory_allocated()
         eager = on_gpu(f)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        found[name] = Cost(on_gpu(graph_of(f)) if graph else eager, eager, peak)
+        found[name] = Timing(on_gpu(graph_of(f)) if graph else eager, eager, peak)
     return found
 
 
-def memory(problem: Problem) -> dict[str, Memory]:
+def memory(problem: BenchmarkCase) -> dict[str, Memory]:
     """Of one call each, on a GPU."""
     found = {}
     for name, f in passes(problem).items():

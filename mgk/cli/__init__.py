@@ -14,7 +14,7 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def end(status: int) -> None:
+def hard_exit(status: int) -> None:
     """Leaves a process that is one of several of a run, past Python's own end: a thread of their connection that still
     wants something of Python there aborts the process, and torchrun then stops the others."""
     sys.stdout.flush()
@@ -35,7 +35,7 @@ def _missing(name: str | None) -> str:
     return f"{needed}: pip install 'mgk[train]', or '.[train]' in a clone"
 
 
-def _told(error: Exception) -> str | None:
+def format_error(error: Exception) -> str | None:
     """What is wrong with what was asked for, in one line; None for an error of ours."""
     if isinstance(error, ModuleNotFoundError) and _package(error.name) in EXTRA:
         return _missing(error.name)
@@ -98,11 +98,11 @@ def run_app(load: Callable[[], Callable[..., int | None]], program: str, argumen
         load_plugins()
         status = app(arguments, prog_name=program, standalone_mode=False)
     except Exception as error:
-        told = _told(error)
+        told = format_error(error)
         if told is None or os.environ.get("MGK_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"mgk: {told}", file=sys.stderr)
         status = 2
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        end(status or 0)
+        hard_exit(status or 0)
     sys.exit(status)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.cli.common import DataDir, app, check_folder, data_directory, progress, same_data
+from mgk.cli.common import DataDir, app, check_folder, check_same_data, data_directory, progress
 
 if TYPE_CHECKING:
     from mgk.analysis.capture import Progress
-    from mgk.analysis.report.html import Subject
+    from mgk.analysis.report.html import AnalyzedModel
 
 # Longer sequences without a GPU: fewer matrices are ranked unless more are asked for.
 LONG = 512
@@ -147,7 +147,7 @@ def _tiles(out: Path, name: str) -> Path:
     return folder
 
 
-def _named_apart(subjects: list[Subject], runs: list[Path]) -> list[Subject]:
+def _named_apart(subjects: list[AnalyzedModel], runs: list[Path]) -> list[AnalyzedModel]:
     """Runs that have the same row, recipe and seed are called by their directories too."""
     names = [subject.name for subject in subjects]
     return [
@@ -169,13 +169,13 @@ def _default_matrices(asked: int | None, longest: int, device: str) -> int:
 
 def _run(
     run: Path, given: _Given, matrices: int | None, settings: dict[str, Any], tiles: Path, tell: Progress
-) -> Subject:
+) -> AnalyzedModel:
     import torch
 
     from mgk import tasks
     from mgk.analysis import analyse
     from mgk.analysis import inputs as samples
-    from mgk.analysis.report.html import Subject
+    from mgk.analysis.report.html import AnalyzedModel
     from mgk.models import load_model
     from mgk.training.run_dir import best_of, read_run
 
@@ -196,7 +196,7 @@ def _run(
         one_of("--split", given.split, task.splits)
         where = data_directory(given.data, description)
         task.prepare(where, 1, progress)
-        same_data(run, description, task, where)
+        check_same_data(run, description, task, where)
         count = max(-(-wanted // config.num_heads), settings["removal"])
         split, words = task.split(where, given.split), f"{description['task']}, {given.split}"
         found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
@@ -205,12 +205,12 @@ def _run(
     settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
     analysis = analyse(model, inputs, matrices=wanted, together=TOGETHER, **settings)
     costs, own = _costs(config)
-    return Subject(name, found.about, analysis, found.tokens, costs, own, tiles=tiles)
+    return AnalyzedModel(name, found.about, analysis, found.tokens, costs, own, tiles=tiles)
 
 
 def _costs(config: Any) -> tuple[list[Any], Any]:
     """What the model costs with other variants and fewer heads, and as it is; nothing where it cannot be counted."""
-    from mgk.analysis.flops import Cost, costs, smaller
+    from mgk.analysis.flops import ModelCost, costs, smaller
     from mgk.training.evaluate import forward_flops, parameters
     from mgk.variants import VARIANTS
 
@@ -222,7 +222,7 @@ def _costs(config: Any) -> tuple[list[Any], Any]:
     linear = all(VARIANTS[kind].similarity == "linear" for kind in kinds)
     family = ("linear", "mlk", "smlk") if linear else ("softmax", "mgk", "smgk")
     variants = list(dict.fromkeys([*family, *(() if mixed else kinds)]))
-    own = Cost(
+    own = ModelCost(
         "mixed" if mixed else next(iter(kinds)), config.num_heads, config.max_length, *count(config, config.max_length)
     )
     return costs(config, variants, smaller(config.num_heads), [config.max_length], count), own
@@ -230,7 +230,7 @@ def _costs(config: Any) -> tuple[list[Any], Any]:
 
 def _transformers(
     name: str, given: _Given, matrices: int | None, settings: dict[str, Any], tiles: Path, tell: Progress
-) -> Subject:
+) -> AnalyzedModel:
     import torch
 
     try:
@@ -243,7 +243,7 @@ def _transformers(
     from mgk.analysis import analyse
     from mgk.analysis import inputs as samples
     from mgk.analysis.flops import per_head
-    from mgk.analysis.report.html import Subject
+    from mgk.analysis.report.html import AnalyzedModel
 
     # It would tell of each time that it tries a hub it cannot reach.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -268,10 +268,10 @@ def _transformers(
     config = model.config.get_text_config()
     settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
     inputs = samples.to_device(inputs, device)
-    analysis = analyse(model, inputs, matrices=wanted, watch=hf_models.watching, **settings)
+    analysis = analyse(model, inputs, matrices=wanted, watch=hf_models.capture_attention, **settings)
     share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
     one = per_head(config.hidden_size, analysis.layers[0].head_dim, share, analysis.longest)
-    return Subject(Path(name).name, about, analysis, tokens, [], one_head=one, tiles=tiles)
+    return AnalyzedModel(Path(name).name, about, analysis, tokens, [], one_head=one, tiles=tiles)
 
 
 @contextmanager
@@ -301,7 +301,7 @@ def _bar() -> Iterator[Progress]:
         yield tell
 
 
-def _say(subjects: list[Subject]) -> None:
+def _say(subjects: list[AnalyzedModel]) -> None:
     from mgk.analysis.report import findings
 
     for subject in subjects:

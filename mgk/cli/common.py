@@ -12,7 +12,7 @@ import typer
 from mgk import __version__
 from mgk._core.validation import fail, positive_integer
 from mgk.training import config
-from mgk.training.config import Recipe, Row
+from mgk.training.config import ModelSpec, Recipe
 
 if TYPE_CHECKING:
     from mgk.tasks import Task
@@ -36,18 +36,18 @@ def data_directory(given: Path | None, run: dict[str, Any] | None = None) -> Pat
     return given or Path(elsewhere)
 
 
-def same_data(run: Path, description: dict[str, Any], task: Task, data_dir: Path) -> dict[str, bool]:
+def check_same_data(run: Path, description: dict[str, Any], task: Task, data_dir: Path) -> dict[str, bool]:
     """Whether a run was trained on this data, for its line of results; said, where it was not. Runs that do not know
     what they were trained on say nothing."""
     if "data" not in description:
         return {}
-    same = task.key(data_dir) == description["data"]
+    same = task.checksum(data_dir) == description["data"]
     if not same:
         print(f"{data_dir} is not the data that {run} was trained on", file=sys.stderr)
     return {"same_data": same}
 
 
-def tell_if_for_a_gpu(recipe: Recipe, length: int, parameters: int) -> None:
+def warn_if_gpu_recommended(recipe: Recipe, length: int, parameters: int) -> None:
     """Said before a training on a CPU."""
     if length >= LONG or parameters > LARGE:
         size = f"{parameters:,} parameters, sequences of {length:,}"
@@ -60,9 +60,9 @@ def progress(stage: str, done: int, total: int) -> None:
         print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
-def chosen_rows(given: str | None, recipe: Recipe) -> list[Row]:
+def parse_rows(given: str | None, recipe: Recipe) -> list[ModelSpec]:
     """--rows, or all of the recipe's; each once."""
-    rows = list(recipe.rows) if given is None else [Row.parse(text, "--rows") for text in given.split(",")]
+    rows = list(recipe.rows) if given is None else [ModelSpec.parse(text, "--rows") for text in given.split(",")]
     if not rows:
         fail("--rows", f"is needed: recipe {recipe.name} has none of its own")
     return list(dict.fromkeys(rows))
@@ -84,7 +84,7 @@ def check_file(option: str, path: Path) -> None:
         fail(option, f"{path} is a folder, not a file")
 
 
-def with_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:
+def apply_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:
     """The settings given, and --steps as one of them; the warm-up keeps its share of the steps unless it is set too."""
     given = list(settings or [])
     if steps is None:

@@ -17,12 +17,12 @@ from mgk.cli.common import (
     DataDir,
     Settings,
     app,
+    apply_steps,
     check_folder,
-    chosen_rows,
     data_directory,
+    parse_rows,
     progress,
-    tell_if_for_a_gpu,
-    with_steps,
+    warn_if_gpu_recommended,
 )
 from mgk.training import config, results
 from mgk.training.config import run_directory
@@ -69,15 +69,15 @@ def compare(
     from mgk.training.job_queue import chosen_at_once, run_jobs
     from mgk.training.trainer import Run
 
-    overrides = with_steps(recipe, settings, steps)
+    overrides = apply_steps(recipe, settings, steps)
     chosen = config.load(recipe).with_settings(overrides)
-    models = chosen_rows(rows, chosen)
+    models = parse_rows(rows, chosen)
     one_of("--preset", preset, PRESETS)
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
     if redraw:
         found = results.read(sorted(out.glob("*.csv")))
-        _show(chosen, models, preset, out, comparison.known_setups(found, chosen, models, preset))
+        _show(chosen, models, preset, out, comparison.setups_of(found, chosen, models, preset))
         return
     check_folder("--out", out)
     check_folder("--runs", runs)
@@ -92,19 +92,19 @@ def compare(
     own = out / f"{chosen.name}.csv"
     known = results.read(sorted(out.glob("*.csv")))
     wanted = [
-        comparison.training(
+        comparison.train_job(
             chosen, row, seed, preset=preset, data_dir=where, out=out, runs=runs, given=recipe, overrides=overrides
         )
         for seed in range(seeds)
         for row in models
-        if not comparison.finished(known, chosen, row, preset, seed, setups[row])
+        if not comparison.is_trained(known, chosen, row, preset, seed, setups[row])
     ]
     total = len(models) * seeds
     if len(wanted) < total:
         told = f"{total - len(wanted)} of {total} trainings are already in {out} and not run again"
         print(f"{told} (another --out has its own)", file=sys.stderr)
     if wanted and not torch.cuda.is_available():
-        tell_if_for_a_gpu(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
+        warn_if_gpu_recommended(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
     at_once = chosen_at_once(jobs)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     queue = run_jobs(wanted, at_once, minutes)
@@ -119,8 +119,8 @@ def compare(
     done = [job for job in wanted if job not in failed and job not in left]
     if at_once == 1 and alone is None:
         for job in done:
-            mine = comparison.matching(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
-            results.append(own, comparison.as_alone(mine))
+            mine = comparison.filter_rows(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
+            results.append(own, comparison.to_solo_rows(mine))
     # A training by itself has timed its model, unless it was too short.
     untimed = models if alone or at_once > 1 else dict.fromkeys(job.row for job in done)
     if not left and alone is not False:
@@ -128,7 +128,7 @@ def compare(
         # A training by itself has not timed inference; who asks for times wants that too.
         metrics = comparison.COSTS if alone else comparison.ALONE
         asked = [
-            first[row] for row in untimed if not comparison.timed(known, chosen, row, preset, setups[row], metrics)
+            first[row] for row in untimed if not comparison.is_timed(known, chosen, row, preset, setups[row], metrics)
         ]
         for found in _timed_alone(asked, task, at_once, end):
             results.append(own, found)
@@ -159,7 +159,7 @@ def _timed_alone(asked: list[Run], task: Task, at_once: int, end: float) -> Iter
 
 
 def _show(
-    recipe: config.Recipe, models: list[config.Row], preset: str, out: Path, setups: dict[config.Row, str]
+    recipe: config.Recipe, models: list[config.ModelSpec], preset: str, out: Path, setups: dict[config.ModelSpec, str]
 ) -> None:
     """The table on the terminal; it and the picture in out/."""
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import one_of, positive_integer
-from mgk.cli.common import DataDir, app, data_directory, same_data
+from mgk.cli.common import DataDir, app, check_same_data, data_directory
 
 
 @app.command("eval")
@@ -28,7 +28,7 @@ def evaluate(
     import torch
 
     from mgk import tasks
-    from mgk.training.config import PRECISIONS, Training
+    from mgk.training.config import PRECISIONS, TrainConfig
     from mgk.training.evaluate import judge_of
     from mgk.training.run_dir import best_of, read_run
 
@@ -45,11 +45,11 @@ def evaluate(
         raise ValueError(f"--stride is for language models, and {run} is none")
     given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
     chosen = {key: value for key, value in given.items() if value is not None}
-    settings = Training(**{**description["training"], "compile": False, **chosen})
+    settings = TrainConfig(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = data_directory(data_dir, description)
     judge = judge_of(best_of(run), settings, task, data, device, split)
-    same = same_data(run, description, task, data)
+    same = check_same_data(run, description, task, data)
     for name in judge.splits:
         found = list(judge.judge(name, None))
         values = {each.metric: each.value for each in found}

@@ -14,31 +14,44 @@ from mgk.training import config as recipes
 from mgk.variants import VARIANTS
 
 if TYPE_CHECKING:
-    from mgk.analysis.flops import Cost
+    from mgk.analysis.flops import ModelCost
 
 
-class Line(NamedTuple):
+class Series(NamedTuple):
     name: str
     variant: str
     half: bool = False  # half the heads that stand below it
 
 
 # The figures of the paper that need no training: file, title and lines of each panel.
-FIGURES: dict[int, dict[str, tuple[str, list[Line]]]] = {
+FIGURES: dict[int, dict[str, tuple[str, list[Series]]]] = {
     3: {
         "figure-3a": (
             "softmax against MGK with half the heads",
-            [Line("softmax", "softmax"), Line("MGK, half the heads", "mgk", True), Line("sMGK, half", "smgk", True)],
+            [
+                Series("softmax", "softmax"),
+                Series("MGK, half the heads", "mgk", True),
+                Series("sMGK, half", "smgk", True),
+            ],
         ),
         "figure-3b": (
             "linear against MLK with half the heads",
-            [Line("linear", "linear"), Line("MLK, half the heads", "mlk", True), Line("sMLK, half", "smlk", True)],
+            [
+                Series("linear", "linear"),
+                Series("MLK, half the heads", "mlk", True),
+                Series("sMLK, half", "smlk", True),
+            ],
         ),
     },
     7: {
         "figure-7": (
             "ways to learn a mixture",
-            [Line("MGK", "mgk"), Line("sMGK", "smgk"), Line("MGK Hard-E", "mgk-hard"), Line("MGK Soft-E", "mgk-em")],
+            [
+                Series("MGK", "mgk"),
+                Series("sMGK", "smgk"),
+                Series("MGK Hard-E", "mgk-hard"),
+                Series("MGK Soft-E", "mgk-em"),
+            ],
         )
     },
 }
@@ -106,7 +119,7 @@ def _config(recipe: str, settings: list[str], data: Path) -> Any:
     from mgk.training.trainer import Run
 
     chosen = recipes.load(recipe).with_settings(settings)
-    row = chosen.rows[0] if chosen.rows else recipes.Row("softmax", 8)
+    row = chosen.rows[0] if chosen.rows else recipes.ModelSpec("softmax", 8)
     task = tasks.task(chosen.task)
     return Run(chosen, row, "paper", 0, data, Path(".")).model_config(task)
 
@@ -117,12 +130,14 @@ def _count(config: Any, length: int) -> tuple[int, int]:
     return parameters(config), forward_flops(config, length)
 
 
-def _against(name: str, found: list[Cost], counts: list[int], tokens: list[int], out: Path, recipe: str) -> list[Path]:
+def _against(
+    name: str, found: list[ModelCost], counts: list[int], tokens: list[int], out: Path, recipe: str
+) -> list[Path]:
     """The table as a picture, with the other of heads and length at its largest."""
     from mgk.analysis.report.figures import draw_costs
 
     fixed, value = ("length", max(tokens)) if name == "heads" else ("heads", max(counts))
-    lines: dict[str, list[tuple[int, Cost]]] = {}
+    lines: dict[str, list[tuple[int, ModelCost]]] = {}
     for cost in found:
         if getattr(cost, fixed) == value:
             lines.setdefault(cost.variant, []).append((getattr(cost, name), cost))

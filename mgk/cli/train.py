@@ -16,15 +16,15 @@ from mgk.cli.common import (
     DataDir,
     Settings,
     app,
+    apply_steps,
     check_file,
     check_folder,
     data_directory,
     progress,
-    tell_if_for_a_gpu,
-    with_steps,
+    warn_if_gpu_recommended,
 )
 from mgk.training import config, predictions, results
-from mgk.training.config import Row, run_directory
+from mgk.training.config import ModelSpec, run_directory
 from mgk.variants import PRESETS, VARIANTS
 
 
@@ -61,17 +61,17 @@ def train(
     from mgk._core.io import write_atomically
     from mgk.analysis.report import curves
     from mgk.training.evaluate import finish, parameters
-    from mgk.training.trainer import STRATEGIES, Run, fit, leave
+    from mgk.training.trainer import STRATEGIES, Run, fit, shutdown_distributed
 
     own = config.load(recipe)
-    chosen = own.with_settings(with_steps(recipe, settings, steps))
-    first = chosen.rows[0] if chosen.rows else Row("smgk", 4)
+    chosen = own.with_settings(apply_steps(recipe, settings, steps))
+    first = chosen.rows[0] if chosen.rows else ModelSpec("smgk", 4)
     if variant is not None:
         one_of("--variant", variant, VARIANTS)
     for name, count in (("--heads", heads), ("--kv-heads", kv_heads)):
         if count is not None:
             positive_integer(name, count)
-    row = Row(variant or first.variant, heads or first.heads, kv_heads)
+    row = ModelSpec(variant or first.variant, heads or first.heads, kv_heads)
     if row.heads % (row.kv_heads or 1):
         fail("--kv-heads", f"= {row.kv_heads} must divide the number of heads, {row.heads}")
     one_of("--preset", preset, PRESETS)
@@ -98,14 +98,14 @@ def train(
             file=sys.stderr,
         )
         if accelerator == "cpu" or not gpu:
-            tell_if_for_a_gpu(chosen, task.max_length, count)
+            warn_if_gpu_recommended(chosen, task.max_length, count)
     try:
         module, record = fit(
             run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs
         )
     except MisconfigurationException as error:
         raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
-    leave()
+    shutdown_distributed()
     if record.stopped_by is not None:
         again = shlex.join(["mgk", *sys.argv[1:], *(["--resume", "auto"] if resume is None else [])])
         print(f"stopped at step {module.trainer.global_step}; go on with: {again}", file=sys.stderr)
@@ -116,14 +116,16 @@ def train(
     # A run that was already done keeps the times and the memory that were measured while it trained.
     rows = json.loads(known.read_text()) if known.exists() and not record.steps else finish(run, task, module, record)
     if results_file is not None:
-        new = results.missing(results_file, rows)
+        new = results.rows_not_in(results_file, rows)
         if new:
             results.append(results_file, new)
         else:
             print(f"{results_file} has the results of this run already", file=sys.stderr)
         setup = run.setup(task)
         for split, said in module.objective.answers(where):
-            predictions.keep(results_file.parent, predictions.Place(chosen.name, row, preset, seed, split, setup), said)
+            predictions.keep(
+                results_file.parent, predictions.PredictionsKey(chosen.name, row, preset, seed, split, setup), said
+            )
         changed = None if chosen == own else setup
         curve = curves.kept(results_file.parent, chosen.name, row, preset, seed, changed)
         curve.parent.mkdir(parents=True, exist_ok=True)

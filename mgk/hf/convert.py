@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.analysis.capture import at_rest
+from mgk.analysis.capture import eval_mode
 from mgk.analysis.hf_models import class_of
 from mgk.hf.mixture import NAME, MixtureKeys, install, remove, renamed
 from mgk.variants import VARIANTS
@@ -32,7 +32,7 @@ REASONS = {
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionLayerInfo:
     """A layer that looked its attention function up, and what it gave it."""
 
     module: nn.Module
@@ -177,21 +177,21 @@ def _example(model: PreTrainedModel) -> dict[str, Any]:
 def _outputs(model: PreTrainedModel, example: Mapping[str, Any]) -> list[Tensor]:
     """What the model makes of the example, the same whenever it is asked."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with at_rest(model), torch.random.fork_rng(devices):
+    with eval_mode(model), torch.random.fork_rng(devices):
         torch.manual_seed(0)
         output = model(**example)
     parts = output.values() if isinstance(output, Mapping) else output
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
-def _seen(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, Seen]:
+def _seen(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, AttentionLayerInfo]:
     """The layers that look their attention function up, by name, in the order of the modules."""
-    seen: dict[nn.Module, Seen] = {}
+    seen: dict[nn.Module, AttentionLayerInfo] = {}
 
     def note(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **extras: Any
     ) -> tuple[Tensor, None]:
-        layer = Seen(module, key.shape[1], key.shape[3], {"device": key.device, "dtype": key.dtype})
+        layer = AttentionLayerInfo(module, key.shape[1], key.shape[3], {"device": key.device, "dtype": key.dtype})
         first = seen.setdefault(module, layer)
         if (first.key_heads, first.head_dim) != (layer.key_heads, layer.head_dim):
             fail("model", f"has a {type(module).__name__} whose keys change their shape from call to call")

@@ -22,7 +22,7 @@ from mgk._core.validation import fail, positive_integer
 from mgk.hf.cache import MGKCache
 from mgk.hf.configuration import MGKConfig
 from mgk.models import Classifier, LanguageModel, load_model
-from mgk.models.adaptive_softmax import TokenTable
+from mgk.models.adaptive_softmax import TiedEmbedding
 from mgk.models.checkpoint import KINDS
 from mgk.models.decoder import DecoderLayer
 from mgk.models.encoder import EncoderLayer
@@ -175,12 +175,12 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         total = self.model.table.losses(hidden[:, :-1][real], targets[real]).sum()
         return total / (real.sum().clamp(min=1) if count is None else count)
 
-    def get_input_embeddings(self) -> TokenTable:
+    def get_input_embeddings(self) -> TiedEmbedding:
         return self.model.table
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> TokenTable:
+    ) -> TiedEmbedding:
         """Tokens are added or left out at the end: with an adaptive softmax, in its last cluster.
 
         New ones start as the mean of the old, or with mean_resizing False as in a new model.
@@ -192,7 +192,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         if size == old.vocab_size:
             return old
         settings = dataclasses.replace(settings, vocab_size=size)
-        table = TokenTable(size, settings.embed_dim, settings.cutoffs, bias=settings.head_bias).to(old.weight)
+        table = TiedEmbedding(size, settings.embed_dim, settings.cutoffs, bias=settings.head_bias).to(old.weight)
         with torch.no_grad():
             for new, before in zip(table.parameters(), old.parameters(), strict=True):
                 # What belongs to the clusters stays as it is.

@@ -12,14 +12,14 @@ from torch import Tensor
 Tensors = tuple[Tensor, ...]
 
 
-def observed() -> bool:
+def needs_dispatcher() -> bool:
     """Whether someone looks on who must see torch.ops.mgk: a compiler, a dispatch mode, a function transform."""
     if torch.compiler.is_compiling():
         return True
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def no_second_derivatives(ctx: Any, *grads: Any) -> Any:
+def raise_no_double_backward(ctx: Any, *grads: Any) -> Any:
     """The gradient of our gradients, as autograd wants it."""
     raise RuntimeError("second derivatives are not covered by this backend: use backend='eager'")
 
@@ -31,10 +31,10 @@ class _Final(torch.autograd.Function):
     def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if x is None else x.view_as(x) for x in gradients)
 
-    backward = staticmethod(no_second_derivatives)
+    backward = staticmethod(raise_no_double_backward)
 
 
-def differentiable(
+def make_autograd_op(
     operator: Any,
     launch_forward: Callable[..., Tensors],
     launch_backward: Callable[..., tuple[Tensor | None, ...]],
@@ -70,7 +70,7 @@ def differentiable(
     alive = torch._C._functorch.unwrap_if_dead
 
     def call(*args: Any) -> Tensors:
-        if observed():
+        if needs_dispatcher():
             return operator(*args)[:2]
         if not torch.is_grad_enabled():
             return launch_forward(*args)[:2]

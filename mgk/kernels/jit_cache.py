@@ -12,7 +12,7 @@ from triton.knobs import runtime as knobs
 from triton.runtime import driver
 
 
-class Ready(NamedTuple):
+class CompiledKernel(NamedTuple):
     """A compiled kernel, and what of its arguments is known: all but tensors and floats."""
 
     compiled: Any
@@ -23,7 +23,7 @@ class Ready(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchSpec:
     """A launch but for its tensors and floats. One that is kept is for tensors of the same types each time, None where
     they were None."""
 
@@ -37,7 +37,7 @@ class Launch:
     stages: int
     registers: int | None = None
     # By device and by which tensors are not at a multiple of 16 bytes.
-    ready: dict[Any, tuple[Ready, ...]] = field(default_factory=dict, compare=False, repr=False)
+    ready: dict[Any, tuple[CompiledKernel, ...]] = field(default_factory=dict, compare=False, repr=False)
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -56,7 +56,7 @@ def current_device() -> int:
     return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else 0
 
 
-def launch(step: Launch, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
+def launch(step: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
     """Launches the kernel for each of the paths. `tensors` may have None and tensor descriptors."""
     # As numbers: of a tensor the launcher asks its address, and the driver whether that is the device's.
     addresses: list[Any] = []
@@ -96,7 +96,7 @@ def _called(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _key(step: Launch, device: int, tensors: tuple[Any, ...], uneven: list[int]) -> tuple[Any, ...]:
+def _key(step: LaunchSpec, device: int, tensors: tuple[Any, ...], uneven: list[int]) -> tuple[Any, ...]:
     """What Triton specialises on: types and alignment of tensors, divisibility of numbers."""
     types = [x.dtype if isinstance(x, Tensor) else x is None for x in tensors]
     # By its id: a kernel's own hash is one of its text.
@@ -105,22 +105,22 @@ def _key(step: Launch, device: int, tensors: tuple[Any, ...], uneven: list[int])
 
 
 def _found(
-    step: Launch, key: Any, device: int, tensors: tuple[Any, ...], uneven: list[int]
-) -> tuple[Ready, ...] | None:  # fmt: skip
+    step: LaunchSpec, key: Any, device: int, tensors: tuple[Any, ...], uneven: list[int]
+) -> tuple[CompiledKernel, ...] | None:  # fmt: skip
     """The compiled kernels of a launch that is new, but whose like there was; noted on it."""
     like, tail = _key(step, device, tensors, uneven), (*step.numbers, *step.free, *step.switches.values())
     compiled: list[Any] = [_compiled.get((path, like)) for path in step.paths]
     if None in compiled:
         return None
     step.ready[key] = tuple(
-        Ready(kernel, kernel.run, kernel.function, kernel.packed_metadata, (*tail, path))
+        CompiledKernel(kernel, kernel.run, kernel.function, kernel.packed_metadata, (*tail, path))
         for kernel, path in zip(compiled, step.paths, strict=True)
     )
     return step.ready[key]
 
 
 def _examined(
-    step: Launch, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...], uneven: list[int]
+    step: LaunchSpec, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...], uneven: list[int]
 ) -> None:  # fmt: skip
     """Launches through Triton, which compiles what is not yet."""
     like = _key(step, device, tensors, uneven)

@@ -27,7 +27,7 @@ ELEMENTS = 1 << 27
 ALIGNMENT = 64
 
 
-class TokenTable(nn.Module):
+class TiedEmbedding(nn.Module):
     """Vectors [V, d] that embed tokens and score them.
 
     cutoffs: ids at which tail clusters begin, none for a plain softmax. bias: a learned number added to each score.

@@ -22,7 +22,7 @@ MOST = 64
 ATTEMPTS = 2
 
 
-class NotRecorded(Exception):
+class CaptureError(Exception):
     """Work that no graph can hold, why, and what it gave when it ran."""
 
     def __init__(self, reason: str, found: Any) -> None:
@@ -49,12 +49,12 @@ def record(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) ->
         # The generator still thinks that it is being recorded: one that does not takes its place.
         torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda"))
         torch.cuda.set_rng_state(state)
-        raise NotRecorded(str(error).strip().splitlines()[0], found) from error
+        raise CaptureError(str(error).strip().splitlines()[0], found) from error
     return graph, found, written
 
 
 @dataclass(frozen=True)
-class Recorded:
+class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     means: Means
@@ -67,7 +67,7 @@ class Recorded:
         return {name: value.clone() for name, value in self.means.items()}
 
 
-class GraphedMeasure:
+class GraphedForward:
     """measure(*inputs, *fixed) gives means; `fixed` are numbers that decide shapes. A kind of batch, its shapes and
     fixed numbers, is recorded when it first appears.
 
@@ -87,7 +87,7 @@ class GraphedMeasure:
         """buffers: gives what `measure` changes in place; asked for when a batch is recorded, since a module that moves
         to a device has others there. recording: False runs every batch as it comes, to compare with."""
         self.measure, self.buffers, self.recording = measure, buffers, recording
-        self.recorded: dict[tuple[Any, ...], Recorded] = {}
+        self.recorded: dict[tuple[Any, ...], CapturedGraph] = {}
         self.failures = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -112,7 +112,7 @@ class GraphedMeasure:
         self._stream = self._stream or torch.cuda.Stream()
         try:
             graph, _, means = record(lambda: self._run(held, fixed), self._stream, self._pool)
-        except NotRecorded as error:
+        except CaptureError as error:
             self.failures += 1
             # Graphs that know the generator of before would draw the same numbers again and again.
             self.recorded.clear()
@@ -124,14 +124,14 @@ class GraphedMeasure:
                 warnings.warn(words, stacklevel=3)
         else:
             self._pool = graph.pool()
-            self.recorded[kind] = Recorded(graph, held, means)
+            self.recorded[kind] = CapturedGraph(graph, held, means)
         # The run that everything was compiled by does not count.
         torch.cuda.set_rng_state(state)
         for buffer, old in before:
             buffer.copy_(old)
 
 
-class GraphedGradients(GraphedMeasure):
+class GraphedBackward(GraphedForward):
     """measure gives "loss" among the means: called with a batch it leaves the loss's gradients in the parameters."""
 
     what = "a training step"

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk._core.how import How
+from mgk._core.how import AttentionArgs
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.features import NAMED
-from mgk.models.adaptive_softmax import TokenTable, check_cutoffs
+from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
 from mgk.variants import PRESETS, check_layers, layers_of
 
 # Layers that are compiled as one. Calling what is compiled costs the host time: for 16 layers forward and backward
@@ -46,7 +46,7 @@ class Positions:
 POSITIONS = {"sinusoidal": Positions(added=True), "rotary": Positions(rotary=10000.0), "none": Positions()}
 
 
-class Gated(nn.Module):
+class SwiGLU(nn.Module):
     """SwiGLU: silu(gate) ∘ up, then down."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
@@ -61,7 +61,7 @@ class Gated(nn.Module):
         return down
 
 
-class Plain(nn.Sequential):
+class MLP(nn.Sequential):
     """Up, an activation, dropout, down."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Plain(nn.Sequential):
 
 
 def _plain(activation: Callable[[], nn.Module]) -> Callable[[int, int, float], nn.Module]:
-    return lambda width, hidden, dropout: Plain(
+    return lambda width, hidden, dropout: MLP(
         nn.Linear(width, hidden), activation(), nn.Dropout(dropout), nn.Linear(hidden, width)
     )
 
@@ -80,7 +80,7 @@ def _plain(activation: Callable[[], nn.Module]) -> Callable[[int, int, float], n
 MLPS: dict[str, Callable[[int, int, float], nn.Module]] = {
     "relu": _plain(nn.ReLU),
     "gelu": _plain(nn.GELU),
-    "swiglu": Gated,
+    "swiglu": SwiGLU,
 }
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -189,7 +189,7 @@ class DecoderLayer(nn.Module):
         """The layer's output at the last position alone, [B, 1, d]: one query over all keys, nothing to hide."""
         seen = _through(self.before_attention, x)
         position = torch.full((1,), x.shape[1] - 1, device=x.device)
-        attended = self.attention.attend(seen[:, -1:], seen, None, How(is_causal=False), position)
+        attended = self.attention.attend(seen[:, -1:], seen, None, AttentionArgs(is_causal=False), position)
         return self._rest(x[:, -1:], attended)
 
     def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.table = TokenTable(config.vocab_size, config.embed_dim, config.cutoffs, bias=config.head_bias)
+        self.table = TiedEmbedding(config.vocab_size, config.embed_dim, config.cutoffs, bias=config.head_bias)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config, variant) for variant in config.layer_variants)
         # After the last of the layers that have their norms first, nothing has been normalised.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mgk._core.validation import fail
-from mgk.cache import Cache, Place
+from mgk.cache import Cache, DevicePosition
 from mgk.models import LanguageModel
-from mgk.models.cuda_graphs import NotRecorded, record
+from mgk.models.cuda_graphs import CaptureError, record
 
 
 class DecodingStep:
@@ -34,7 +34,7 @@ class DecodingStep:
             fail("caches", f"must be {len(model.layers)}, one for each layer, as model.make_caches makes them")
         self.model, self.caches = model, caches
         device = model.table.weight.device
-        self.place = Place(
+        self.place = DevicePosition(
             torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         )
         self.recording = device.type == "cuda"
@@ -103,7 +103,7 @@ class DecodingStep:
         self._graph = None
         try:
             graph, scores, self._scores = record(self._step, torch.cuda.Stream())
-        except NotRecorded as error:
+        except CaptureError as error:
             self.recording = False
             words = f"a decoding step could not be recorded as a CUDA graph ({error}): steps take longer"
             warnings.warn(words, stacklevel=3)

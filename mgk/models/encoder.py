@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mgk._core.masks import segments
+from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.features import NAMED
@@ -162,7 +162,7 @@ class Classifier(nn.Module):
         """[T] to [N, d] for the N sequences that lie one after another; what lies behind the last one is padding."""
         # The padding is a sequence of its own, so that nothing attends to it.
         edges = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens.shape[0])])
-        sequence, position = segments(edges, tokens.shape[0])
+        sequence, position = cu_seqlens_to_segments(edges, tokens.shape[0])
         x = self.dropout(lookup(tokens, self.tokens.weight) + nn.functional.embedding(position, self.positions))[None]
         for layer in self.layers:
             x = layer(x, None, edges, self.config.max_length)

@@ -37,7 +37,7 @@ class DataError(ValueError):
     """Damaged, truncated or missing data: one line that names the file and says what to do."""
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def no_progress(stage: str, done: int, total: int) -> None:
     """The progress callback of those who do not watch."""
 
 
@@ -120,7 +120,7 @@ class Task(ABC):
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
         """Writes every split to the folder; what it returns is kept for `facts`."""
 
-    def prepare(self, data_dir: Path, workers: int = 1, progress: Progress = silent) -> None:
+    def prepare(self, data_dir: Path, workers: int = 1, progress: Progress = no_progress) -> None:
         """Makes what is missing, and checks source and cache by checksum."""
         self._folder(Path(data_dir), positive_integer("workers", workers), progress, verify=True)
 
@@ -133,20 +133,20 @@ class Task(ABC):
         """A split from its cache."""
         return read_split(folder, name, self.documents)
 
-    def facts(self, data_dir: Path) -> dict[str, Any]:
+    def metadata(self, data_dir: Path) -> dict[str, Any]:
         """What was counted when the examples were made: where they come from, how many, what was left out."""
         return dict(read_manifest(self._folder(Path(data_dir)))["facts"])
 
-    def key(self, data_dir: Path) -> str:
+    def checksum(self, data_dir: Path) -> str:
         """Of the examples themselves, however their source was packed: other data, another key."""
         return checksum_of(read_manifest(self._folder(Path(data_dir)))["files"])[:12]
 
     def baselines(self, data_dir: Path) -> dict[str, dict[str, float]]:
         """Accuracy of simple methods on dev and test, where the task has some."""
-        return dict(self.facts(data_dir).get("baselines", {}))
+        return dict(self.metadata(data_dir).get("baselines", {}))
 
     def _folder(
-        self, data_dir: Path, workers: int | None = None, progress: Progress = silent, verify: bool = False
+        self, data_dir: Path, workers: int | None = None, progress: Progress = no_progress, verify: bool = False
     ) -> Path:
         assert is_dataclass(self)
         # Words on where to get the data make no other data.
@@ -156,7 +156,7 @@ class Task(ABC):
         except DataError as error:
             if not data_dir.is_dir():
                 raise DataError(f"{error} (the folder {data_dir} does not exist)") from None
-            prepared = without_source(data_dir, self.name, settings, verify)
+            prepared = find_prepared(data_dir, self.name, settings, verify)
             if prepared is None:
                 raise
             return prepared
@@ -255,7 +255,7 @@ def cached(
     settings: dict[str, Any],
     files: Sequence[str],
     build: Callable[[Path], dict[str, Any]],
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     verify: bool = False,
 ) -> Path:
     """The folder <data_dir>/.mgk/<name>/<key> with what `build` writes, made if it is not there.
@@ -277,7 +277,7 @@ def cached(
     return folder
 
 
-def without_source(data_dir: Path, name: str, settings: dict[str, Any], verify: bool) -> Path | None:
+def find_prepared(data_dir: Path, name: str, settings: dict[str, Any], verify: bool) -> Path | None:
     """What was prepared with these settings, where its source is not, as on a machine that only .mgk was copied to.
     None unless there is exactly one."""
     wanted = json.loads(json.dumps(settings))
@@ -300,12 +300,12 @@ def _make(root: Path, folder: Path, manifest: dict[str, Any], build: Callable[[P
     making = root / f".making-{uuid.uuid4().hex}"
     making.mkdir()
     try:
-        facts = build(making)
+        metadata = build(making)
         written = {
             path.name: {"bytes": path.stat().st_size, "sha256": file_checksum(path)}
             for path in sorted(making.iterdir())
         }
-        (making / MANIFEST).write_text(json.dumps({**manifest, "facts": facts, "files": written}, indent=1))
+        (making / MANIFEST).write_text(json.dumps({**manifest, "facts": metadata, "files": written}, indent=1))
         if folder.exists():
             # Damaged, or it would have been used. Moved away first: a folder is renamed onto nothing or not at all.
             damaged = root / f".making-{uuid.uuid4().hex}"

@@ -36,7 +36,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitFile:
     """A split: its file in the data directory and, where they are known, how many tokens it has."""
 
     split: str
@@ -74,7 +74,7 @@ class Words(Corpus):
     unit: ClassVar[str] = "word"
     name: str
     dataset: str
-    parts: tuple[Part, ...]
+    parts: tuple[SplitFile, ...]
     source: str  # where to get what is missing
     max_length: int = 256
     version: int = 1  # of the way in which the ids are made
@@ -183,7 +183,7 @@ class Bytes(Corpus):
 def wikitext(name: str, dataset: str, tokens: tuple[int, int, int]) -> Words:
     files = [f"{name}/wiki.{split}.tokens" for split in ("train", "valid", "test")]
     source = f"get https://wikitext.smerity.com/{name}-v1.zip, the word-level one, and unpack it there"
-    return Words(name, dataset, tuple(map(Part, ("train", "dev", "test"), files, tokens)), source)
+    return Words(name, dataset, tuple(map(SplitFile, ("train", "dev", "test"), files, tokens)), source)
 
 
 WIKITEXT_103 = wikitext("wikitext-103", "WikiText-103", (103_227_021, 217_646, 245_569))
@@ -193,9 +193,9 @@ ENWIKI_LM = Words(
     "enwiki-lm",
     "enwiki-lm (a stand-in for WikiText-103)",
     (
-        Part("train", "enwiki-lm/wiki.train.tokens", 51_906_581),
-        Part("dev", "enwiki-lm/wiki.valid.tokens", 227_847),
-        Part("wikitext-103-valid", "wikitext-103/wiki.valid.tokens", 217_646),
+        SplitFile("train", "enwiki-lm/wiki.train.tokens", 51_906_581),
+        SplitFile("dev", "enwiki-lm/wiki.valid.tokens", 227_847),
+        SplitFile("wikitext-103-valid", "wikitext-103/wiki.valid.tokens", 217_646),
     ),
     "it is not published: put a text of your own there in WikiText's form, and WikiText-103's validation set",
 )
@@ -204,7 +204,8 @@ OWN_WORDS = Words(
     "words",
     "own text, words",
     tuple(
-        Part(split, f"wiki.{name}.tokens") for split, name in (("train", "train"), ("dev", "valid"), ("test", "test"))
+        SplitFile(split, f"wiki.{name}.tokens")
+        for split, name in (("train", "train"), ("dev", "valid"), ("test", "test"))
     ),
     "put your corpus there as wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, words between spaces",
 )

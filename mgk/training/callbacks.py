@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from mgk._core.io import write_atomically
 from mgk.models import save_model
-from mgk.training.config import Training
-from mgk.training.module import Fit, in_company
+from mgk.training.config import TrainConfig
+from mgk.training.module import TrainingModule, is_distributed
 from mgk.training.run_dir import CHECKPOINT
-from mgk.training.signals import SAME, STOPPING, Heard
+from mgk.training.signals import SAME, STOPPING, SignalListener
 
 # Steps between two points of the curves that TensorBoard shows.
 LOG_EVERY = 50
@@ -28,10 +28,10 @@ LOG_EVERY = 50
 AGREE_EVERY = {"cpu": 1, "cuda": 10}
 
 
-class Record(pl.Callback):
+class CheckpointCallback(pl.Callback):
     """metrics.csv, step times, the best model, checkpoints, and a clean end on SIGTERM or Ctrl-C."""
 
-    def __init__(self, directory: Path, settings: Training) -> None:
+    def __init__(self, directory: Path, settings: TrainConfig) -> None:
         self.directory, self.settings = directory, settings
         self.stopped_by: int | None = None  # the signal, where all processes know of it
         self._asked: int | None = None  # the one that this process has heard
@@ -41,7 +41,7 @@ class Record(pl.Callback):
         self._stopped_at = 0.0
         self._left = False
         self._old_handlers: dict[int, Any] = {}
-        self._heard: Heard | None = None
+        self._heard: SignalListener | None = None
 
     def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         # Where the model is judged in the end. Lightning leaves it on the CPU when it is done, and a training that is
@@ -57,14 +57,14 @@ class Record(pl.Callback):
             kept = [rows[0], *(row for row in rows[1:] if int(row[0]) <= done)]
             write_atomically(path, "".join(",".join(row) + "\n" for row in kept))
         if trainer.is_global_zero and not path.exists():
-            write_atomically(path, f"step,split,loss,{cast(Fit, module).objective.metric},lr,unix_time\n")
+            write_atomically(path, f"step,split,loss,{cast(TrainingModule, module).objective.metric},lr,unix_time\n")
         # SIGHUP is what a terminal sends when it is closed. Windows has none, and under nohup it stays ignored.
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 self._old_handlers[number] = signal.signal(number, self._stop)
         # Of several processes one tells; all of them end.
-        self._heard = Heard(self._old_handlers, STOPPING if trainer.is_global_zero else "")
+        self._heard = SignalListener(self._old_handlers, STOPPING if trainer.is_global_zero else "")
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self._listen_no_more()
@@ -87,7 +87,7 @@ class Record(pl.Callback):
 
     def _agreed(self) -> int | None:
         """The signal that any of the processes has heard."""
-        if not in_company():
+        if not is_distributed():
             return self._asked
         heard = torch.tensor(self._asked or 0, device=self.device)
         torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
@@ -98,9 +98,9 @@ class Record(pl.Callback):
     ) -> None:
         self.steps += 1
         if trainer.logger is not None and trainer.global_step % LOG_EVERY == 0:
-            latest = cast(Fit, module).latest
+            latest = cast(TrainingModule, module).latest
             trainer.logger.log_metrics({name: float(x) for name, x in latest.items()}, trainer.global_step)
-        if not in_company() or self.steps % AGREE_EVERY.get(self.device.type, 1) == 0:
+        if not is_distributed() or self.steps % AGREE_EVERY.get(self.device.type, 1) == 0:
             self.stopped_by = self._agreed()
         if self.stopped_by is not None and not trainer.should_stop:
             trainer.should_stop = True
@@ -123,15 +123,15 @@ class Record(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self._left:
             dev = {name.removeprefix("dev_"): float(value) for name, value in trainer.callback_metrics.items()}
-            self._record(trainer, cast(Fit, module), dev)
+            self._record(trainer, cast(TrainingModule, module), dev)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # The last step is evaluated also where it is no multiple of eval_every.
         if not self._left and (self._mark is None or self._mark[0] != trainer.global_step):
             module.eval()
-            self._record(trainer, cast(Fit, module), cast(Fit, module).objective.means("dev"))
+            self._record(trainer, cast(TrainingModule, module), cast(TrainingModule, module).objective.means("dev"))
 
-    def _record(self, trainer: pl.Trainer, module: Fit, dev: dict[str, float]) -> None:
+    def _record(self, trainer: pl.Trainer, module: TrainingModule, dev: dict[str, float]) -> None:
         """The last training step, and the development set."""
         objective, step = module.objective, trainer.global_step
         means = {"train": {name: float(value) for name, value in module.latest.items()}, "dev": dev}

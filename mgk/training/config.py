@@ -27,7 +27,7 @@ SAID_BY = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelSpec:
     """A model of a comparison: "smgk:4" is sMGK with 4 heads, "softmax:8/4" softmax with 8 heads and 4 key heads."""
 
     variant: str
@@ -35,7 +35,7 @@ class Row:
     kv_heads: int | None = None
 
     @classmethod
-    def parse(cls, text: str, name: str = "row") -> Row:
+    def parse(cls, text: str, name: str = "row") -> ModelSpec:
         """name: what the text is called where it is given."""
         variant, colon, heads = text.strip().partition(":")
         if colon:
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainConfig:
     """How a model is trained. batch_size counts all processes and accumulated parts together."""
 
     steps: int = 5000
@@ -103,8 +103,8 @@ class Recipe:
     title: str
     task: str
     model: dict[str, Any] = field(default_factory=dict)
-    training: Training = field(default_factory=Training)
-    rows: tuple[Row, ...] = ()
+    training: TrainConfig = field(default_factory=TrainConfig)
+    rows: tuple[ModelSpec, ...] = ()
     paper: dict[str, float] = field(default_factory=dict)
     # Accuracy on the development set, in per cent, above which a run has left the plateau that the task begins with.
     plateau: float | None = None
@@ -118,7 +118,7 @@ class Recipe:
         import yaml
 
         training, model = {}, dict(self.model)
-        known = {f.name for f in dataclasses.fields(Training)}
+        known = {f.name for f in dataclasses.fields(TrainConfig)}
         for setting in settings:
             key, separator, text = setting.partition("=")
             key = key.strip().removeprefix("training.")
@@ -146,7 +146,7 @@ class Recipe:
         return dataclasses.replace(self, model=model, training=changed)
 
 
-def run_directory(runs: Path, recipe: str, row: Row, preset: str, seed: int) -> Path:
+def run_directory(runs: Path, recipe: str, row: ModelSpec, preset: str, seed: int) -> Path:
     """Where a training lies among others."""
     return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
 
@@ -221,7 +221,7 @@ def _fields(name: str) -> dict[str, Any]:
     for row, value in fields.get("paper", {}).items():
         number(f"recipe {name}: paper {row}", value)
     for key in fields.get("training", {}):
-        one_of(f"recipe {name}: training key", key, [field.name for field in dataclasses.fields(Training)])
+        one_of(f"recipe {name}: training key", key, [field.name for field in dataclasses.fields(TrainConfig)])
     return fields
 
 
@@ -236,10 +236,10 @@ def load(name: str, extending: tuple[str, ...] = ()) -> Recipe:
             fail(f"recipe {name}", f"has no {key}")
     given = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
     try:
-        training = Training(**given) if base is None else dataclasses.replace(base.training, **given)
+        training = TrainConfig(**given) if base is None else dataclasses.replace(base.training, **given)
     except ValueError as error:
         raise ValueError(f"recipe {name}: {error}") from None
-    rows = tuple(Row.parse(str(row), f"recipe {name}: row") for row in fields.pop("rows", []))
+    rows = tuple(ModelSpec.parse(str(row), f"recipe {name}: row") for row in fields.pop("rows", []))
     stem = Path(name).stem
     if base is None:
         return Recipe(name=stem, training=training, rows=rows, **fields)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mgk._core.masks import segments
+from mgk._core.masks import cu_seqlens_to_segments
 from mgk.models.adaptive_softmax import room_for
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def seed_of(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-class Order:
+class EpochPermutation:
     """The examples in the order of training: a new permutation every epoch, one after another without gaps."""
 
     def __init__(self, examples: int, seed: int) -> None:
@@ -50,10 +50,12 @@ class Order:
         return np.concatenate([self._epoch(int(e))[places[epochs == e] % self.examples] for e in np.unique(epochs)])
 
 
-class Stream:
+class TrainSampler:
     """The index batches of a run, for one process of several: an iterable that starts where the run stands."""
 
-    def __init__(self, order: Order, batch: int, parts: int, rank: int, world: int, done: Callable[[], int]) -> None:
+    def __init__(
+        self, order: EpochPermutation, batch: int, parts: int, rank: int, world: int, done: Callable[[], int]
+    ) -> None:
         """batch: examples a step over all processes and `parts` accumulated parts. done: parts already trained on."""
         self.order, self.batch, self.parts, self.rank, self.world, self.done = order, batch, parts, rank, world, done
         self.size = batch // (parts * world)
@@ -67,7 +69,7 @@ class Stream:
             part += 1
 
 
-class InOrder:
+class SequentialSampler:
     """The index batches of one pass over a split, for one process of several."""
 
     def __init__(self, examples: int, batch: int, rank: int = 0, world: int = 1) -> None:
@@ -80,7 +82,7 @@ class InOrder:
         return iter(self.batches)
 
 
-class Examples:
+class DeviceDataset:
     """A split in the memory of a device: batches are gathered there."""
 
     def __init__(self, split: Split, max_length: int, device: torch.device) -> None:
@@ -127,14 +129,14 @@ class Examples:
         edges = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device, non_blocking=True)
         rows = chosen if self.documents == 1 else (chosen[:, None] * 2 + torch.arange(2, device=device)).flatten()
         places = torch.arange(total + -total % self.round_to, device=device)
-        document, position = segments(edges, len(places))
+        document, position = cu_seqlens_to_segments(edges, len(places))
         starts = torch.cat([self.offsets[rows], self.offsets[:1]])
         sources = (starts[document] + position).clamp(max=self.tokens.shape[0] - 1)
         tokens = self.tokens[sources].long()
         return tokens.masked_fill(places >= total, 0), edges, self.labels[chosen]
 
 
-class Segments:
+class TokenSegments:
     """A running text in the memory of a device: a batch is some of its segments.
 
     How many targets of each segment lie in each tail cluster of an adaptive softmax is counted here, on the host, so

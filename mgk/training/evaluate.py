@@ -20,10 +20,10 @@ from mgk._core.io import write_atomically
 from mgk.models import Classifier, LanguageModel, load_model
 from mgk.models.checkpoint import KINDS
 from mgk.training import results
-from mgk.training.callbacks import Record
-from mgk.training.config import Training
-from mgk.training.module import Fit
-from mgk.training.objectives import OBJECTIVES, Measured, Objective
+from mgk.training.callbacks import CheckpointCallback
+from mgk.training.config import TrainConfig
+from mgk.training.module import TrainingModule
+from mgk.training.objectives import OBJECTIVES, Metric, Objective
 from mgk.training.trainer import Run
 from mgk.variants import VARIANTS
 
@@ -105,7 +105,7 @@ def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, Any]]:
+def finish(run: Run, task: Any, module: TrainingModule, record: CheckpointCallback) -> list[dict[str, Any]]:
     """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
     config, settings = module.model.config, run.recipe.training
     memory = peak_memory_mb()
@@ -130,7 +130,7 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
     for split in judge.splits:
         known = [(f"baseline: {name}", scores[split]) for name, scores in baselines.items() if split in scores]
         found = list(judge.judge(split, run.directory))
-        found += [Measured(found[0].n_examples, *baseline) for baseline in known]
+        found += [Metric(found[0].n_examples, *baseline) for baseline in known]
         rows += [{**common, "split": split, **each._asdict()} for each in found]
     write_atomically(run.directory / "result.json", json.dumps(rows, indent=2))
     return rows
@@ -138,7 +138,7 @@ def finish(run: Run, task: Any, module: Fit, record: Record) -> list[dict[str, A
 
 def judge_of(
     directory: Path,
-    settings: Training,
+    settings: TrainConfig,
     task: Any,
     data_dir: Path,
     device: torch.device,

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 
 # Off a terminal, seconds between two lines on how the running trainings stand.
 TOLD_EVERY = 30
@@ -31,7 +31,7 @@ class Job:
     """One training in a process of its own."""
 
     recipe: str
-    row: Row
+    row: ModelSpec
     seed: int
     directory: Path
     command: list[str]

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from mgk.training.config import Training
-from mgk.training.data import InOrder, Order, Stream, seed_of
+from mgk.training.config import TrainConfig
+from mgk.training.data import EpochPermutation, SequentialSampler, TrainSampler, seed_of
 from mgk.training.objectives import Objective
 
 
-def one_cycle(optimizer: torch.optim.Optimizer, s: Training) -> LRScheduler:
+def one_cycle(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
     return OneCycleLR(optimizer, s.lr, total_steps=s.steps + 1, pct_start=s.warmup / s.steps, anneal_strategy="linear")
 
 
-def cosine(optimizer: torch.optim.Optimizer, s: Training) -> LRScheduler:
+def cosine(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
     """Up in a line, then down to 0 along a cosine."""
 
     def factor(step: int) -> float:
@@ -34,19 +34,19 @@ def cosine(optimizer: torch.optim.Optimizer, s: Training) -> LRScheduler:
     return LambdaLR(optimizer, factor)
 
 
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, Training], LRScheduler]] = {
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, TrainConfig], LRScheduler]] = {
     "one-cycle": one_cycle,
     "constant": lambda optimizer, s: LambdaLR(optimizer, lambda step: 1.0),
     "cosine": cosine,
 }
 
 
-def in_company() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several of a run."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-class Fit(pl.LightningModule):
+class TrainingModule(pl.LightningModule):
     """Trains the model of an objective."""
 
     def __init__(self, objective: Objective, seed: int, graphs: bool = False) -> None:
@@ -60,7 +60,7 @@ class Fit(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.objective.place(self.device)
-        if self.graphs and not in_company() and self.settings.accumulate == 1:
+        if self.graphs and not is_distributed() and self.settings.accumulate == 1:
             self.recorded = self.objective.recorder()
 
     def configure_model(self) -> None:
@@ -75,19 +75,19 @@ class Fit(pl.LightningModule):
                 register_fsdp_forward_method(self.model, method)
             self._sharded = True
 
-    def train_dataloader(self) -> Stream:
-        order = Order(len(self.splits["train"]), seed_of(self.seed, 1))
+    def train_dataloader(self) -> TrainSampler:
+        order = EpochPermutation(len(self.splits["train"]), seed_of(self.seed, 1))
         world, parts = self.trainer.world_size, self.settings.accumulate
         if self.settings.batch_size % (parts * world):
             raise ValueError(f"batch_size {self.settings.batch_size} does not divide into {world} processes × {parts}")
-        return Stream(
+        return TrainSampler(
             order, self.settings.batch_size, parts, self.global_rank, world, lambda: self.trainer.global_step * parts
         )
 
-    def val_dataloader(self) -> InOrder:
+    def val_dataloader(self) -> SequentialSampler:
         """The development set, every process its share."""
         examples, batch = len(self.splits["dev"]), self.settings.eval_batch_size
-        return InOrder(examples, batch, self.global_rank, self.trainer.world_size)
+        return SequentialSampler(examples, batch, self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         # torch.manual_seed would also keep a call, with its traceback, for every kind of device that is not there.

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from mgk._core.validation import one_of
 from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel
-from mgk.models.cuda_graphs import GraphedGradients
+from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.sliding_window import sliding_losses
-from mgk.training.config import Recipe, Row, Training
-from mgk.training.data import Examples, InOrder, Segments
+from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.data import DeviceDataset, SequentialSampler, TokenSegments
 
 
-class Measured(NamedTuple):
+class Metric(NamedTuple):
     """One number of a finished model."""
 
     n_examples: int
@@ -47,7 +47,7 @@ class Objective(ABC):
     model_class: ClassVar[type[nn.Module]]
     entries: ClassVar[tuple[str, ...]] = ()  # methods beside forward by which training enters the model
 
-    def __init__(self, model: Any, settings: Training, task: Any, splits: dict[str, Any]) -> None:
+    def __init__(self, model: Any, settings: TrainConfig, task: Any, splits: dict[str, Any]) -> None:
         self.model, self.settings, self.task, self.splits = model, settings, task, splits
         self.device = torch.device("cpu")
         self.network: Any = model
@@ -56,11 +56,11 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> Any:
+    def config(cls, recipe: Recipe, row: ModelSpec, preset: str, task: Any, data_dir: Path) -> Any:
         """The model's resolved configuration."""
 
     @classmethod
-    def resolve(cls, recipe: Recipe, row: Row, preset: str, settings: dict[str, Any]) -> Any:
+    def resolve(cls, recipe: Recipe, row: ModelSpec, preset: str, settings: dict[str, Any]) -> Any:
         """The recipe's settings of the model over `settings`, and what the row says over both."""
         known = {field.name for field in fields(cls.config_class)}
         for name in recipe.model:
@@ -114,7 +114,7 @@ class Objective(ABC):
         if not self.compiles:
             return None
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        graphs = GraphedGradients(parameters, self.measure_batch, buffers=self.model.buffers)
+        graphs = GraphedBackward(parameters, self.measure_batch, buffers=self.model.buffers)
         return lambda indices: graphs(*self.batch(indices, "train"))
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Objective(ABC):
         """The metric, from means of `measure` over a split."""
 
     @classmethod
-    def judged_by(cls, settings: Training) -> str:
+    def judged_by(cls, settings: TrainConfig) -> str:
         """The name of the metric among the results of a finished model."""
         return cls.metric
 
@@ -137,7 +137,7 @@ class Objective(ABC):
         """The splits that a finished model is judged on."""
 
     @abstractmethod
-    def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
+    def judge(self, split: str, directory: Path | None) -> Iterator[Metric]:
         """What the model is worth on a split; what each example says goes to the directory."""
 
     def answers(self, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -149,7 +149,7 @@ class Objective(ABC):
     def means(self, split: str) -> dict[str, float]:
         """`measure` over a whole split."""
         totals: dict[str, float] = {}
-        for indices in InOrder(len(self.splits[split]), self.settings.eval_batch_size):
+        for indices in SequentialSampler(len(self.splits[split]), self.settings.eval_batch_size):
             with self.autocast():
                 measured = self.measure(indices, split)
             for name, value in measured.items():
@@ -167,7 +167,7 @@ class Classification(Objective):
     config_class, model_class = EncoderConfig, Classifier
 
     @classmethod
-    def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> EncoderConfig:
+    def config(cls, recipe: Recipe, row: ModelSpec, preset: str, task: Any, data_dir: Path) -> EncoderConfig:
         """Pooling over the padded length is what the authors' code does."""
         settings = {
             "vocab_size": task.vocab_size,
@@ -183,8 +183,8 @@ class Classification(Objective):
     def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
         pass
 
-    def hold(self, split: Any) -> Examples:
-        return Examples(split, self.model.config.max_length, self.device)
+    def hold(self, split: Any) -> DeviceDataset:
+        return DeviceDataset(split, self.model.config.max_length, self.device)
 
     def compiled(self) -> Any:
         return torch.compile(self.model)
@@ -237,19 +237,19 @@ class Classification(Objective):
     def judged_on(task: Any) -> list[str]:
         return [name for name in task.splits if name not in ("train", "dev")]
 
-    def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
+    def judge(self, split: str, directory: Path | None) -> Iterator[Metric]:
         correct = self.correct(split)
         if directory is not None:
             np.save(directory / f"{self.left}-{split}.npy", correct, allow_pickle=False)
         shares = self.splits[split].class_shares(self.task.num_classes)
-        yield Measured(len(correct), "majority_share", float(shares.max()))
-        yield Measured(len(correct), "accuracy", float(correct.mean()))
+        yield Metric(len(correct), "majority_share", float(shares.max()))
+        yield Metric(len(correct), "accuracy", float(correct.mean()))
 
     @torch.no_grad()
     def correct(self, split: str) -> np.ndarray:
         """For every example of a split, whether the prediction is right."""
         parts = []
-        for indices in InOrder(len(self.splits[split]), self.settings.eval_batch_size):
+        for indices in SequentialSampler(len(self.splits[split]), self.settings.eval_batch_size):
             with self.autocast():
                 logits, labels = self.logits(indices, split)
             parts.append(logits.argmax(-1) == labels)
@@ -263,7 +263,7 @@ class LanguageModelling(Objective):
     config_class, model_class, entries = DecoderConfig, LanguageModel, ("losses",)
 
     @classmethod
-    def config(cls, recipe: Recipe, row: Row, preset: str, task: Any, data_dir: Path) -> DecoderConfig:
+    def config(cls, recipe: Recipe, row: ModelSpec, preset: str, task: Any, data_dir: Path) -> DecoderConfig:
         size = len(task.vocabulary(data_dir))
         config: DecoderConfig = cls.resolve(recipe, row, preset, {"vocab_size": size, "max_length": task.max_length})
         return config
@@ -272,8 +272,8 @@ class LanguageModelling(Objective):
     def keep(cls, task: Any, data_dir: Path, directory: Path) -> None:
         task.vocabulary(data_dir).save(directory)
 
-    def hold(self, split: Any) -> Segments:
-        return Segments(split, self.model.config.cutoffs, self.device)
+    def hold(self, split: Any) -> TokenSegments:
+        return TokenSegments(split, self.model.config.cutoffs, self.device)
 
     def compiled(self) -> Any:
         self.model.compile_layers()
@@ -302,7 +302,7 @@ class LanguageModelling(Objective):
         return math.exp(min(means["loss"], 100.0))
 
     @classmethod
-    def judged_by(cls, settings: Training) -> str:
+    def judged_by(cls, settings: TrainConfig) -> str:
         """Anything but the paper's evaluation says so in its name."""
         return cls.metric if settings.stride == 1 else f"{cls.metric}_stride_{settings.stride}"
 
@@ -314,7 +314,7 @@ class LanguageModelling(Objective):
     def judged_on(task: Any) -> list[str]:
         return [name for name in task.splits if name != "train"]
 
-    def judge(self, split: str, directory: Path | None) -> Iterator[Measured]:
+    def judge(self, split: str, directory: Path | None) -> Iterator[Metric]:
         tokens = self.examples[split].tokens
         window = self.model.config.max_length
         with self.autocast():
@@ -325,11 +325,11 @@ class LanguageModelling(Objective):
         if directory is not None:
             np.save(directory / f"{self.left}-{split}.npy", losses.cpu().numpy(), allow_pickle=False)
         suffix = self.judged_by(self.settings).removeprefix(self.metric)
-        yield Measured(count, f"perplexity{suffix}", math.exp(min(mean, 100.0)))
-        yield Measured(count, f"loss{suffix}", mean)
-        yield Measured(count, "unknown_share", self.splits[split].unknown_share)
+        yield Metric(count, f"perplexity{suffix}", math.exp(min(mean, 100.0)))
+        yield Metric(count, f"loss{suffix}", mean)
+        yield Metric(count, "unknown_share", self.splits[split].unknown_share)
         if self.task.unit == "byte":
-            yield Measured(count, f"bits_per_byte{suffix}", mean / math.log(2))
+            yield Metric(count, f"bits_per_byte{suffix}", mean / math.log(2))
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"classification": Classification, "language-model": LanguageModelling}

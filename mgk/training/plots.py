@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mgk._core.io import replacing
 from mgk.training.config import Recipe
 from mgk.training.summary import Summary, all_splits
-from mgk.training.sweep import shown
+from mgk.training.sweep import metric_format
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ def figure_of(summaries: list[Summary], recipe: Recipe, chance: float | None = N
 def _reached(
     axes: Any, summaries: list[Summary], recipe: Recipe, colours: dict[str, str], chance: float | None
 ) -> None:
-    how, split = shown(recipe), all_splits(summaries)[0]
+    how, split = metric_format(recipe), all_splits(summaries)[0]
     for place, summary in enumerate(summaries):
         values, colour = summary.of(split), colours[summary.row.variant]
         every = list(summary.values.get(split, {}).values())

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from mgk._core.io import replacing
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 
 # Positions of a text whose losses are averaged into one number: neighbours depend on one another.
 BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Place:
+class PredictionsKey:
     """Which run's answers, on which split."""
 
     recipe: str
-    row: Row
+    row: ModelSpec
     preset: str
     seed: int
     split: str
@@ -34,7 +34,7 @@ class Place:
         return results / "answers" / self.recipe / f"{named}.npz"
 
 
-def keep(results: Path, place: Place, answers: np.ndarray) -> None:
+def keep(results: Path, place: PredictionsKey, answers: np.ndarray) -> None:
     """Writes right or wrong as bits, losses as means of blocks."""
     path = place.path(results)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def keep(results: Path, place: Place, answers: np.ndarray) -> None:
             np.savez_compressed(file, means=means.astype(np.float32))
 
 
-def read(results: Path, place: Place) -> np.ndarray | None:
+def read(results: Path, place: PredictionsKey) -> np.ndarray | None:
     """One number an example (or block), None if it was not kept."""
     path = place.path(results)
     if not path.exists():

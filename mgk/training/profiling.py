@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk.models.cuda_graphs import GraphedMeasure
-from mgk.training.data import Order, seed_of
+from mgk.models.cuda_graphs import GraphedForward
+from mgk.training.data import EpochPermutation, seed_of
 from mgk.training.evaluate import description, peak_memory_mb
-from mgk.training.module import Fit
+from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES
 from mgk.training.sweep import COSTS
 from mgk.training.trainer import Run
@@ -29,7 +29,7 @@ WARM_UP, WINDOWS, STEPS = 5, 5, 10
 COUNT = WARM_UP + WINDOWS * STEPS
 
 
-class Subject:
+class StepProfiler:
     """The model of a run, which is trained and asked on the same few of its task's own batches."""
 
     def __init__(self, run: Run, task: Any, device: torch.device) -> None:
@@ -43,12 +43,12 @@ class Subject:
         self.config = run.model_config(task)
         splits = {"train": task.split(run.data_dir, "train")}
         objective = self.kind(self.kind.model_class(self.config), self.settings, task, splits)
-        self.module = Fit(objective, run.seed, graphs=True).to(device)
+        self.module = TrainingModule(objective, run.seed, graphs=True).to(device)
         self.module.setup("fit")
         self.optimizer = self.module.configure_optimizers()["optimizer"]
-        self.order = Order(len(splits["train"]), seed_of(run.seed, 1))
+        self.order = EpochPermutation(len(splits["train"]), seed_of(run.seed, 1))
         self.size = self.settings.batch_size // self.settings.accumulate
-        self.asked = GraphedMeasure(objective.measure_batch, recording=objective.compiles)
+        self.asked = GraphedForward(objective.measure_batch, recording=objective.compiles)
         self.memory_mb = 0.0
         self.batches: list[Any] = []  # of forwards, on the device
 
@@ -95,7 +95,7 @@ class Subject:
 
 def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
     """Rows of results."""
-    subject = Subject(run, task, device)
+    subject = StepProfiler(run, task, device)
     subject.warm_up()
     return subject.timed()
 
@@ -152,7 +152,7 @@ def _received(end: Connection) -> Any:
 def _wait_for_turn(end: Connection, run: Run, task: Any, device: torch.device) -> None:
     # An interrupt on the terminal reaches all; the process that started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    subject = Subject(run, task, device)
+    subject = StepProfiler(run, task, device)
     subject.warm_up()
     end.send(True)
     end.recv()

@@ -23,7 +23,7 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-class Told(pl.Callback):
+class ProgressBar(pl.Callback):
     """Tells the first process's terminal or log. What others print meanwhile appears above the bar."""
 
     def __init__(

@@ -6,13 +6,13 @@ import statistics
 from pathlib import Path
 
 from mgk._core.io import write_atomically
-from mgk._core.markdown import markdown
+from mgk._core.markdown import markdown_table
 from mgk.training import results
-from mgk.training.config import Recipe, Row
+from mgk.training.config import ModelSpec, Recipe
 from mgk.training.plots import draw
 from mgk.training.predictions import Difference
 from mgk.training.summary import Summary, all_splits, compare_answers, summarise
-from mgk.training.sweep import Shown, shown
+from mgk.training.sweep import MetricFormat, metric_format
 
 NOT_MEASURED = "—"
 MAJORITY = "always the most frequent class"
@@ -20,7 +20,7 @@ MAJORITY = "always the most frequent class"
 
 def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list[list[str]]:
     """Header and rows, as text."""
-    splits, how = all_splits(summaries), shown(recipe)
+    splits, how = all_splits(summaries), metric_format(recipe)
     header = ["model", *(f"{split} {how.title}" for split in splits), "each seed"]
     header += [f"minus {summaries[0].row}, {paired_on}{how.unit}"] if paired_on else []
     header += [] if recipe.plateau is None else ["left the plateau at step"]
@@ -42,7 +42,7 @@ def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list
     return lines
 
 
-def _mean(summary: Summary, split: str, how: Shown) -> str:
+def _mean(summary: Summary, split: str, how: MetricFormat) -> str:
     values, width = summary.of(split), summary.spread(split, how)
     if not values:
         return ""
@@ -65,7 +65,7 @@ def without_a_network(rows: list[dict[str, str]], recipe: Recipe) -> dict[str, f
 
 def notes(summaries: list[Summary], recipe: Recipe) -> list[str]:
     """What the numbers are."""
-    how = shown(recipe)
+    how = metric_format(recipe)
     cells = [(len(values), summary.spread(split, how)) for summary in summaries for split, values in _counted(summary)]
     several = any(count > 1 for count, _ in cells)
     meant = ["the standard deviation over seeds"] if several else []
@@ -87,7 +87,7 @@ def remarks(summaries: list[Summary], recipe: Recipe, paired_on: str) -> list[st
     if any(len(summary.counted) < len(summary.seeds) for summary in summaries):
         said.append("(n of m seeds): of the n that left the plateau; the others stand in `each seed` alone.")
     if paired_on:
-        said.append(f"Minus {summaries[0].row}: {shown(recipe).paired}, with its 95 % interval over examples.")
+        said.append(f"Minus {summaries[0].row}: {metric_format(recipe).paired}, with its 95 % interval over examples.")
         said.append("Other seeds would widen it.")
     if any(isinstance(summary.difference, str) and summary.difference for summary in summaries):
         said.append("n/a where one of the two learned and the other stayed on the plateau.")
@@ -98,16 +98,16 @@ def remarks(summaries: list[Summary], recipe: Recipe, paired_on: str) -> list[st
 
 
 def page(lines: list[list[str]], recipe: Recipe, said: list[str]) -> str:
-    return "\n".join([f"# {recipe.title}", "", markdown(lines), "", " ".join(said), ""])
+    return "\n".join([f"# {recipe.title}", "", markdown_table(lines), "", " ".join(said), ""])
 
 
 def report(
     recipe: Recipe,
-    models: list[Row],
+    models: list[ModelSpec],
     preset: str,
     files: list[Path],
     out: Path,
-    setups: dict[Row, str] | None = None,
+    setups: dict[ModelSpec, str] | None = None,
 ) -> list[list[str]]:
     """Writes NAME.md and NAME.png beside the results; the table comes back for the terminal.
 

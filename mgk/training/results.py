@@ -67,7 +67,7 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
     return rows
 
 
-def missing(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of the rows that a file of results does not have, as they are, already."""
     known = {tuple(row.get(column) or "" for column in COLUMNS) for row in read([path])}
 

@@ -19,7 +19,7 @@ SAME = 1.0
 STOPPING = "stopping after this step, and saving; once more ends it now"
 
 
-class Heard:
+class SignalListener:
     """While it is open: at the first of these signals it tells what will happen, and at the second the process ends,
     unless Python's own handlers come to close this first. To be made in the main thread."""
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from mgk.training import predictions
-from mgk.training.config import Recipe, Row
+from mgk.training.config import ModelSpec, Recipe
 from mgk.training.results import latest
-from mgk.training.sweep import Shown, matching, shown
+from mgk.training.sweep import MetricFormat, filter_rows, metric_format
 
 
 @dataclass
 class Summary:
     """A row of the table."""
 
-    row: Row
+    row: ModelSpec
     values: dict[str, dict[int, float]] = field(default_factory=dict)  # split -> seed -> as shown
     examples: dict[str, int] = field(default_factory=dict)
     params: int = 0
@@ -48,7 +48,7 @@ class Summary:
         values = self.values.get(split, {})
         return [values[seed] for seed in self.counted if seed in values]
 
-    def spread(self, split: str, how: Shown) -> float | None:
+    def spread(self, split: str, how: MetricFormat) -> float | None:
         """Over seeds; with one, what the size of the test set leaves open, where that is known."""
         values = self.of(split)
         if len(values) > 1:
@@ -62,12 +62,12 @@ def interval(percent: float, examples: int) -> float:
     return float(196 * (share * (1 - share) / examples) ** 0.5)
 
 
-def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> list[Summary]:
+def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> list[Summary]:
     """Of the models that there are results of."""
-    how = shown(recipe)
+    how = metric_format(recipe)
     summaries = []
     for row in models:
-        measured = matching(rows, recipe, row, preset, None)
+        measured = filter_rows(rows, recipe, row, preset, None)
         found = [each for each in measured if each["metric"] == how.metric]
         if not found:
             continue
@@ -93,19 +93,23 @@ def all_splits(summaries: list[Summary]) -> list[str]:
     return sorted(names, key=lambda name: (name != "test", name != "dev", name))
 
 
-def compare_answers(summaries: list[Summary], recipe: Recipe, preset: str, out: Path, setups: dict[Row, str]) -> str:
+def compare_answers(
+    summaries: list[Summary], recipe: Recipe, preset: str, out: Path, setups: dict[ModelSpec, str]
+) -> str:
     """Fills in the differences to the first row; returns the split they are of, "" if there are none.
 
     It is the largest of the splits, of equal ones the one that the table leads with. A row that never left
     the plateau stands against one that never did either.
     """
     first, *others = summaries
-    factor = shown(recipe).factor
+    factor = metric_format(recipe).factor
     split = max(all_splits([first]), key=lambda name: first.examples[name])
 
     def kept(summary: Summary) -> list[np.ndarray]:
         setup = setups.get(summary.row, "")
-        places = (predictions.Place(recipe.name, summary.row, preset, seed, split, setup) for seed in summary.counted)
+        places = (
+            predictions.PredictionsKey(recipe.name, summary.row, preset, seed, split, setup) for seed in summary.counted
+        )
         return [found for place in places if (found := predictions.read(out, place)) is not None]
 
     for summary in others:

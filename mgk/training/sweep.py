@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mgk import tasks
-from mgk.training.config import Recipe, Row, run_directory
+from mgk.training.config import ModelSpec, Recipe, run_directory
 from mgk.training.job_queue import Job
 from mgk.training.objectives import OBJECTIVES
 
@@ -19,7 +19,7 @@ ALONE = ("step_ms_alone", "peak_mem_mb_alone")
 
 
 @dataclass(frozen=True)
-class Shown:
+class MetricFormat:
     """How the metric of an objective is shown."""
 
     metric: str
@@ -33,7 +33,7 @@ class Shown:
 
 
 SHOWN = {
-    "classification": Shown(
+    "classification": MetricFormat(
         "accuracy",
         "accuracy, %",
         100.0,
@@ -43,7 +43,7 @@ SHOWN = {
         "",
         "GFLOPs are one example's forward",
     ),
-    "language-model": Shown(
+    "language-model": MetricFormat(
         "perplexity",
         "perplexity",
         1.0,
@@ -56,15 +56,15 @@ SHOWN = {
 }
 
 
-def shown(recipe: Recipe) -> Shown:
+def metric_format(recipe: Recipe) -> MetricFormat:
     objective, stride = tasks.task(recipe.task).objective, recipe.training.stride
     how = replace(SHOWN[objective], metric=OBJECTIVES[objective].judged_by(recipe.training))
     # How far the window moves belongs to the number.
     return how if how.metric == SHOWN[objective].metric else replace(how, title=f"{how.title} at stride {stride}")
 
 
-def matching(
-    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int | None, setup: str | None = None
+def filter_rows(
+    rows: list[dict[str, str]], recipe: Recipe, row: ModelSpec, preset: str, seed: int | None, setup: str | None = None
 ) -> list[dict[str, str]]:
     """The rows of results that belong to this recipe, model and schedule; setup: of `Run`, settings and data too."""
     settings = recipe.training
@@ -83,31 +83,31 @@ def matching(
     return [each for each in rows if all(each.get(key) == value for key, value in wanted.items())]
 
 
-def finished(
-    rows: list[dict[str, str]], recipe: Recipe, row: Row, preset: str, seed: int, setup: str | None = None
+def is_trained(
+    rows: list[dict[str, str]], recipe: Recipe, row: ModelSpec, preset: str, seed: int, setup: str | None = None
 ) -> bool:
     """Whether the results already have this training."""
-    own = matching(rows, recipe, row, preset, seed, setup)
-    return any(each["metric"] == shown(recipe).metric for each in own)
+    own = filter_rows(rows, recipe, row, preset, seed, setup)
+    return any(each["metric"] == metric_format(recipe).metric for each in own)
 
 
-def timed(
+def is_timed(
     rows: list[dict[str, str]],
     recipe: Recipe,
-    row: Row,
+    row: ModelSpec,
     preset: str,
     setup: str | None = None,
     metrics: Iterable[str] = ALONE,
 ) -> bool:
     """Whether the results already have what the row costs by itself."""
-    return set(metrics) <= {each["metric"] for each in matching(rows, recipe, row, preset, None, setup)}
+    return set(metrics) <= {each["metric"] for each in filter_rows(rows, recipe, row, preset, None, setup)}
 
 
-def known_setups(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], preset: str) -> dict[Row, str]:
+def setups_of(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> dict[ModelSpec, str]:
     """The setup that each model's results have, where they have one: without the data it cannot be worked out."""
-    setups: dict[Row, str] = {}
+    setups: dict[ModelSpec, str] = {}
     for row in models:
-        found = {each.get("setup", "") for each in matching(rows, recipe, row, preset, None)}
+        found = {each.get("setup", "") for each in filter_rows(rows, recipe, row, preset, None)}
         if len(found) > 1:
             raise ValueError(f"{row} has results of {len(found)} settings or versions of the data: leave out --redraw")
         if found:
@@ -115,7 +115,7 @@ def known_setups(rows: list[dict[str, str]], recipe: Recipe, models: list[Row], 
     return setups
 
 
-def as_alone(own: list[dict[str, str]]) -> list[dict[str, str]]:
+def to_solo_rows(own: list[dict[str, str]]) -> list[dict[str, str]]:
     """What a training that had the machine to itself has measured, under the names that say so; own: its results."""
     known = next((each for each in own if each["step_ms"] not in ("", "nan")), None)
     if known is None:
@@ -124,9 +124,9 @@ def as_alone(own: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{**known, "split": "train", "metric": metric, "value": value} for metric, value in values]
 
 
-def training(
+def train_job(
     recipe: Recipe,
-    row: Row,
+    row: ModelSpec,
     seed: int,
     *,
     preset: str,

@@ -22,12 +22,12 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from mgk._core.io import write_atomically
 from mgk._core.validation import one_of
 from mgk.training import results
-from mgk.training.callbacks import LOG_EVERY, Record
-from mgk.training.config import Recipe, Row
+from mgk.training.callbacks import LOG_EVERY, CheckpointCallback
+from mgk.training.config import ModelSpec, Recipe
 from mgk.training.data import seed_of
-from mgk.training.module import Fit, in_company
+from mgk.training.module import TrainingModule, is_distributed
 from mgk.training.objectives import OBJECTIVES
-from mgk.training.progress import Told
+from mgk.training.progress import ProgressBar
 from mgk.training.run_dir import CHECKPOINT
 
 STRATEGIES = ("auto", "ddp", "fsdp")
@@ -40,7 +40,7 @@ class Run:
     """One training: a recipe, a model of it, a seed, and where it lies."""
 
     recipe: Recipe
-    row: Row
+    row: ModelSpec
     preset: str
     seed: int
     data_dir: Path
@@ -59,7 +59,7 @@ class Run:
             "row": str(self.row),
             "preset": self.preset,
             "seed": self.seed,
-            "data": task.key(self.data_dir),
+            "data": task.checksum(self.data_dir),
             "layers": list(config.layer_variants),
             "model": asdict(config),
             "training": asdict(self.recipe.training),
@@ -73,9 +73,9 @@ class Run:
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def leave() -> None:
+def shutdown_distributed() -> None:
     """Ends the connection between the processes of a run in order: otherwise the first to go may abort another."""
-    if in_company():
+    if is_distributed():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
@@ -119,7 +119,7 @@ def _check_whole(checkpoint: Path) -> None:
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 
 
-def _tell_start(directory: Path, device: torch.device) -> None:
+def write_environment(directory: Path, device: torch.device) -> None:
     """Adds to environment.json, a list of the run's starts, where and with what it starts now."""
     path = directory / "environment.json"
     try:
@@ -139,7 +139,7 @@ def _tell_start(directory: Path, device: torch.device) -> None:
 
 def fit(
     run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto", graphs: bool = False
-) -> tuple[Fit, Record]:
+) -> tuple[TrainingModule, CheckpointCallback]:
     """Trains, or goes on from the last checkpoint, and leaves everything in the run's directory.
 
     graphs: steps are recorded as CUDA graphs, where that is possible.
@@ -167,8 +167,8 @@ def fit(
     kind.keep(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
     torch.manual_seed(seed_of(run.seed, 0))
-    module = Fit(kind(kind.model_class(config), settings, task, splits), run.seed, graphs)
-    record = Record(run.directory, settings)
+    module = TrainingModule(kind(kind.model_class(config), settings, task, splits), run.seed, graphs)
+    record = CheckpointCallback(run.directory, settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = pl.Trainer(
@@ -186,7 +186,7 @@ def fit(
         gradient_clip_val=settings.clip or None,
         logger=pl.loggers.TensorBoardLogger(run.directory, name="", version="tensorboard"),
         log_every_n_steps=LOG_EVERY,
-        callbacks=[record, Told(settings.steps)],
+        callbacks=[record, ProgressBar(settings.steps)],
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
@@ -195,6 +195,6 @@ def fit(
         inference_mode=False,
     )
     if trainer.is_global_zero:
-        _tell_start(run.directory, trainer.strategy.root_device)
+        write_environment(run.directory, trainer.strategy.root_device)
     trainer.fit(module, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
     return module, record

@@ -11,7 +11,7 @@ import mgk
 from mgk._core.priors import EMPrior, LearnedPrior
 from mgk.analysis import analyse
 from mgk.analysis.ablation import remove_heads
-from mgk.analysis.capture import at_rest, watching
+from mgk.analysis.capture import capture_attention, eval_mode
 from mgk.analysis.ranks import matrices_at_once
 from mgk.analysis.weights import sample_weights
 from mgk.models import Classifier, EncoderConfig
@@ -39,7 +39,7 @@ def seen_weights(model, *inputs, memory=1 << 30, **options):
             found.append((weights, torch.cat([block.weights for block in weights.blocks(memory)], 1)))
         return output
 
-    with at_rest(model), watching(model, look):
+    with eval_mode(model), capture_attention(model, look):
         model(*inputs, **options)
     return found
 
@@ -234,7 +234,7 @@ def test_samples_are_tried_together_and_as_many_as_there_is_memory_for():
     @torch.no_grad()
     def removal(inputs, **more):
         heads = {"layers.0.attention": 4, "layers.1.attention": 4}
-        found = remove_heads(model, inputs, heads, watching, lambda *stage: told.append(stage[0]), **more)
+        found = remove_heads(model, inputs, heads, capture_attention, lambda *stage: told.append(stage[0]), **more)
         return [found[name] for name in heads]
 
     wanted = removal(inputs, memory=1 << 20)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mgk.analysis.flops import Cost
+from mgk.analysis.flops import ModelCost
 from mgk.analysis.report import findings
 from mgk.analysis.similarity import Similarity
 
@@ -84,8 +84,8 @@ def test_layers_that_are_told_the_same_number_are_not_ranked():
 
 
 def test_what_costs_the_same_is_not_fewer():
-    own = Cost("linear", 8, 100, 1000, 10**9)
-    half = [Cost("linear", 4, 100, 1001, 5 * 10**8), Cost("smlk", 4, 100, 1200, 6 * 10**8)]
+    own = ModelCost("linear", 8, 100, 1000, 10**9)
+    half = [ModelCost("linear", 4, 100, 1001, 5 * 10**8), ModelCost("smlk", 4, 100, 1200, 6 * 10**8)]
     _, sentences = told(layer(8), costs=half, own=own)
     said = next(each for each in sentences if each.startswith("Half the heads"))
     assert "linear with 4 has as many parameters and 50 % fewer FLOPs" in said

@@ -19,7 +19,7 @@ from mgk import tasks
 from mgk.analysis import analyse
 from mgk.analysis.report import html
 from mgk.analysis.report.curves import read_curves
-from mgk.analysis.report.html import Subject, write_report
+from mgk.analysis.report.html import AnalyzedModel, write_report
 from mgk.cli import commands, main
 from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel, save_model
 
@@ -114,7 +114,7 @@ def test_names_cannot_end_the_script(tmp_path):
     config = EncoderConfig(vocab_size=8, num_classes=2, max_length=16, num_heads=2, head_dim=4)
     found = analyse(Classifier(config), [torch.randint(0, 8, (1, 12))], removal=0)
     evil = "</script><script>alert(1)</script>"
-    write_report(tmp_path / "report.html", [Subject(evil, evil, found, [evil], [])], [], [], evil)
+    write_report(tmp_path / "report.html", [AnalyzedModel(evil, evil, found, [evil], [])], [], [], evil)
     assert evil not in (tmp_path / "report.html").read_text()
 
 
@@ -246,7 +246,7 @@ def test_tapping_a_large_map_shows_that_part_in_full(open_page, tmp_path, monkey
     found = analyse(
         Classifier(config), [torch.randint(0, 8, (1, 1100))], removal=0, tiles=tmp_path / "maps", threshold=1e-3
     )
-    write_report(tmp_path / "report.html", [Subject("m", "", found, [], [], tiles=tmp_path / "maps")], [], [], "")
+    write_report(tmp_path / "report.html", [AnalyzedModel("m", "", found, [], [], tiles=tmp_path / "maps")], [], [], "")
     page = open_page(tmp_path / "report.html")
     assert page.inner_text("#tile-title") == "In full: queries 1–512, keys 1–512"
     before = page.get_attribute("#tile", "src")

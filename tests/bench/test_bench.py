@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.paper import speed_goals
 from mgk.bench import implementations, suite, timing
-from mgk.bench.implementations import Contender, Shape
+from mgk.bench.implementations import Implementation, Shape
 from mgk.cli import commands
 from mgk.training import results
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_not_timed(name, monkeypatch, tmp_path):
 
 def test_what_is_right_is_never_called_wrong():
     """Also where next to nothing is left of the sum that is the prior's gradient: it was, in 6 of these 300 draws."""
-    contender, shape = Contender("smgk", "auto", 1, 1, 2), Shape(1, 2, 40, 8, False)
+    contender, shape = Implementation("smgk", "auto", 1, 1, 2), Shape(1, 2, 40, 8, False)
     for seed in range(300):
         torch.manual_seed(seed)
         assert implementations.wrong(contender, shape, "cpu", torch.float32) == []
@@ -103,7 +103,7 @@ def test_shapes_are_read_as_they_are_written():
 
 
 def rows_of(ratio, task="speed", shapes=None, **contender):
-    contender = Contender(
+    contender = Implementation(
         **{"variant": "smgk", "backend": "triton", "heads": 4, "kv_heads": 4, "components": 2} | contender
     )
     return [
@@ -177,7 +177,7 @@ def test_the_check_takes_the_kernels_that_are_timed(monkeypatch):
 
     original = implementations.attend
     monkeypatch.setattr(implementations, "attend", attend)
-    ours = implementations.Contender("smgk", "triton", 2, 2, 2)
+    ours = implementations.Implementation("smgk", "triton", 2, 2, 2)
     for length in (1 << 14, 16):
         assert implementations.wrong(ours, implementations.Shape(1, 4, length, 8, True), "cpu", torch.float32) == []
     assert seen == [0, before]
@@ -194,7 +194,9 @@ def test_decoding_is_checked_without_gradients(monkeypatch):
     original = implementations.attend
     monkeypatch.setattr(implementations, "attend", attend)
     shape = implementations.Shape(1, 4, 64, 8, False, 1)
-    (line,) = implementations.wrong(implementations.Contender("smgk", "plain", 2, 2, 2), shape, "cpu", torch.float32)
+    (line,) = implementations.wrong(
+        implementations.Implementation("smgk", "plain", 2, 2, 2), shape, "cpu", torch.float32
+    )
     assert "output" in line
     assert not enabled[0]
 
@@ -203,7 +205,7 @@ def test_decoding_is_checked_without_gradients(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_expresses_smgk(causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    contender, shape = Contender("smgk", "flex", 2, 2, 2), Shape(2, 4, 40, 16, causal)
+    contender, shape = Implementation("smgk", "flex", 2, 2, 2), Shape(2, 4, 40, 16, causal)
     x = implementations.draw(contender, shape, "cpu", torch.float32, gradients=False)  # it has no gradients on a CPU
     flex, ours = (implementations.call_of(c, shape, x)() for c in (contender, replace(contender, backend="eager")))
     torch.testing.assert_close(flex, ours, rtol=1e-5, atol=1e-5)

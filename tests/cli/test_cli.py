@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from mgk import __version__, cli, tasks
 from mgk.analysis.report.curves import kept_of
 from mgk.cli import commands
-from mgk.cli.common import data_directory, with_steps
+from mgk.cli.common import apply_steps, data_directory
 from mgk.models import Classifier
 from mgk.training import config, results
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def mapped(asked):
 OPTIONS = [
     ("variant", ["--variant", "mgk-em"], lambda a: a["run"].row.variant, "mgk-em"),
     ("heads", ["--heads", "3"], lambda a: a["run"].row.heads, 3),
-    ("kv_heads", ["--heads", "4", "--kv-heads", "2"], lambda a: a["run"].row, Row("softmax", 4, 2)),
+    ("kv_heads", ["--heads", "4", "--kv-heads", "2"], lambda a: a["run"].row, ModelSpec("softmax", 4, 2)),
     ("preset", ["--preset", "ref-lra"], lambda a: a["run"].model_config(a["task"]).pooling, "mean-padded"),
     ("seed", ["--seed", "7"], lambda a: a["run"].seed, 7),
     ("steps", ["--steps", "2000"], lambda a: a["run"].recipe.training.steps, 2000),
@@ -104,7 +104,7 @@ def test_the_curve_of_a_run_is_kept_beside_its_results(finished, tmp_path):
     command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(kept / "found.csv")]
     for more in ([], ["--seed", "1"], ["--seed", "1", "--steps", "100"]):
         assert CliRunner().invoke(commands.app, command + more).exception is None
-    found = kept_of(kept, "listops", Row("softmax", 4), "paper")
+    found = kept_of(kept, "listops", ModelSpec("softmax", 4), "paper")
     assert list(found) == [0, 1]
     assert {path.read_text() for path in found.values()} == {(run / "metrics.csv").read_text()}
     # With other settings it is another model's.
@@ -341,10 +341,10 @@ def test_without_the_extra_the_command_says_so(tmp_path):
 
 
 def test_fewer_steps_keep_the_share_of_the_warm_up_unless_it_is_set():
-    assert with_steps("listops", None, None) == []
-    assert with_steps("listops", ["lr=1"], 50) == ["lr=1", "warmup=10", "steps=50"]
-    assert with_steps("listops", ["training.warmup=3"], 50) == ["training.warmup=3", "steps=50"]
-    assert config.load("listops").with_settings(with_steps("listops", None, 50)).training.warmup == 10
+    assert apply_steps("listops", None, None) == []
+    assert apply_steps("listops", ["lr=1"], 50) == ["lr=1", "warmup=10", "steps=50"]
+    assert apply_steps("listops", ["training.warmup=3"], 50) == ["training.warmup=3", "steps=50"]
+    assert config.load("listops").with_settings(apply_steps("listops", None, 50)).training.warmup == 10
 
 
 def test_data_lies_where_it_is_said_to_or_where_the_run_found_it(monkeypatch):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mgk import tasks
 from mgk.cli import commands
 from mgk.tasks.vocabulary import ByteVocabulary
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.job_queue import Queue
 
 
@@ -68,7 +68,7 @@ def places(asked):
 
 COMPARE = [
     ("recipe", [], lambda a: a["recipe"].name, "listops"),
-    ("rows", ["--rows", "smgk:4,softmax:8/4"], lambda a: a["models"], [Row("smgk", 4), Row("softmax", 8, 4)]),
+    ("rows", ["--rows", "smgk:4,softmax:8/4"], lambda a: a["models"], [ModelSpec("smgk", 4), ModelSpec("softmax", 8, 4)]),
     ("seeds", ["--rows", "smgk:4", "--seeds", "2"], lambda a: [job.seed for job in a["jobs"]], [0, 1]),
     ("preset", ["--preset", "ref-lra"], lambda a: "--preset ref-lra" in " ".join(a["command"]), True),
     ("steps", ["--steps", "2000"], lambda a: "--set steps=2000" in " ".join(a["command"]), True),

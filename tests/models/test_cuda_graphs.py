@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mgk.models.cuda_graphs import GraphedGradients, GraphedMeasure
+from mgk.models.cuda_graphs import GraphedBackward, GraphedForward
 from mgk.training import trainer
-from mgk.training.config import Recipe, Row, Training
+from mgk.training.config import ModelSpec, Recipe, TrainConfig
 from mgk.training.objectives import Objective
 from tests.support import tiny_training
 
@@ -32,18 +32,18 @@ def without_a_gpu(monkeypatch):
         self.recorded[kind] = Remembered(self, fixed)
 
     def recorder(self):
-        graphs = GraphedGradients(list(self.model.parameters()), self.measure_batch)
+        graphs = GraphedBackward(list(self.model.parameters()), self.measure_batch)
         return lambda indices: graphs(*self.batch(indices, "train"))
 
-    monkeypatch.setattr(GraphedGradients, "_record", record)
+    monkeypatch.setattr(GraphedBackward, "_record", record)
     monkeypatch.setattr(Objective, "recorder", recorder)
 
 
 def trained(task, tmp_path, graphs):
     """The weights after a few steps, with two evaluations, for which Lightning drops all gradients."""
-    settings = Training(steps=6, warmup=1, eval_every=2, precision="fp32", clip=0.5, padding="longest")
+    settings = TrainConfig(steps=6, warmup=1, eval_every=2, precision="fp32", clip=0.5, padding="longest")
     recipe = Recipe("tiny", "", "tiny", model=tiny_training.MODELS[task], training=settings)
-    run = trainer.Run(recipe, Row("smgk", 2), "paper", 0, tmp_path, tmp_path / str(graphs))
+    run = trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 0, tmp_path, tmp_path / str(graphs))
     module, _ = trainer.fit(run, tiny_training.TASKS[task](), resume=False, accelerator="cpu", graphs=graphs)
     assert (module.recorded is not None) == graphs
     rows = (tmp_path / str(graphs) / "metrics.csv").read_text().splitlines()
@@ -68,7 +68,7 @@ def test_gradients_arrive_however_they_lie(turned):
         pairs = zip(parameters, factors, turned, strict=True)
         return {"loss": sum((x * (p.t() if each else p) * f).sum() for p, f, each in pairs)}
 
-    GraphedGradients(parameters, measure, recording=False)((torch.ones(()),))
+    GraphedBackward(parameters, measure, recording=False)((torch.ones(()),))
     for parameter, factor, each in zip(parameters, factors, turned, strict=True):
         assert torch.equal(parameter.grad, factor.t() if each else factor)
 
@@ -93,7 +93,7 @@ def batch(size, seed):
 def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
     network, measure = network_and_loss(0.0)
     parameters = list(network.parameters())
-    graphs = GraphedGradients(parameters, measure)
+    graphs = GraphedBackward(parameters, measure)
     for step, size in enumerate((5, 7, 5, 5, 7)):
         x = batch(size, step)
         with torch.autocast("cuda", torch.bfloat16):
@@ -113,7 +113,7 @@ def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
 @pytest.mark.gpu
 def test_a_graph_without_gradients_follows_the_weights_and_the_batch():
     network, measure = network_and_loss(0.0)
-    graphs = GraphedMeasure(measure)
+    graphs = GraphedForward(measure)
     for step, size in enumerate((5, 7, 5, 7)):
         x = batch(size, step)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
@@ -128,7 +128,7 @@ def test_a_graph_without_gradients_follows_the_weights_and_the_batch():
 def test_recording_draws_no_random_numbers():
     """The first step of a size, which is recorded, is the step that any other would be with that seed."""
     network, measure = network_and_loss(0.5)
-    graphs = GraphedGradients(list(network.parameters()), measure)
+    graphs = GraphedBackward(list(network.parameters()), measure)
     losses = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def test_recording_changes_no_buffers():
         seen.add_(len(x))
         return measure(x, labels)
 
-    graphs = GraphedGradients(list(network.parameters()), counts, buffers=lambda: [seen])
+    graphs = GraphedBackward(list(network.parameters()), counts, buffers=lambda: [seen])
     for step, size in enumerate((5, 7, 5)):
         graphs(batch(size, step))
     assert float(seen) == 17
@@ -161,7 +161,7 @@ def test_what_cannot_be_recorded_runs_and_says_so():
         float(x.sum())  # the host waits for the device, which no graph can hold
         return measure(x, labels)
 
-    graphs = GraphedGradients(list(network.parameters()), waits)
+    graphs = GraphedBackward(list(network.parameters()), waits)
     x = batch(4, 0)
     with pytest.warns(UserWarning, match="could not be recorded"):
         means = [graphs(x), graphs(x), graphs(x)]
@@ -180,8 +180,8 @@ def test_a_run_on_a_gpu_is_the_same_with_recorded_steps(tmp_path, row, task):
     losses = []
     for graphs in (True, False):
         model = {**tiny_training.MODELS[task], "dropout": 0.0}
-        recipe = Recipe("tiny", "", "tiny", model=model, training=Training(steps=24, warmup=1, eval_every=4))
-        run = trainer.Run(recipe, Row.parse(row), "paper", 0, tmp_path, tmp_path / str(graphs))
+        recipe = Recipe("tiny", "", "tiny", model=model, training=TrainConfig(steps=24, warmup=1, eval_every=4))
+        run = trainer.Run(recipe, ModelSpec.parse(row), "paper", 0, tmp_path, tmp_path / str(graphs))
         module, _ = trainer.fit(run, tiny_training.TASKS[task](), resume=False, graphs=graphs)
         assert (module.recorded is not None) == graphs
         rows = (tmp_path / str(graphs) / "metrics.csv").read_text().splitlines()[1:]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mgk
 from mgk.models import DecoderConfig, LanguageModel, adaptive_softmax, decoder, load_model, save_model
-from mgk.models.adaptive_softmax import TokenTable, room_for
+from mgk.models.adaptive_softmax import TiedEmbedding, room_for
 from mgk.models.decoder import FORMS
 
 CUTOFFS = {"paper": (10, 30), "modern": ()}
@@ -86,7 +86,7 @@ def test_a_later_token_changes_nothing_before_it(tokens):
     assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-6
 
 
-def dense(table: TokenTable, hidden: torch.Tensor) -> torch.Tensor:
+def dense(table: TiedEmbedding, hidden: torch.Tensor) -> torch.Tensor:
     """Log probabilities of every token, word by word from the definition."""
     first = [*range(table.cutoffs[0])] if table.cutoffs else [*range(table.vocab_size)]
     weight = torch.cat([table.weight[first], table.cluster_weight])
@@ -107,7 +107,7 @@ def test_adaptive_softmax_against_the_definition(cutoffs, room, monkeypatch):
     """With the room that it finds, with just enough, and with some to spare."""
     # Three rows at a time, so that chunks end inside.
     monkeypatch.setattr(adaptive_softmax, "ELEMENTS", 40)
-    table = TokenTable(50, 6, cutoffs).double()
+    table = TiedEmbedding(50, 6, cutoffs).double()
     with torch.no_grad():
         for parameter in table.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -130,7 +130,7 @@ def test_adaptive_softmax_against_the_definition(cutoffs, room, monkeypatch):
 
 
 def test_no_target_is_lost_for_want_of_room():
-    table = TokenTable(50, 6, (7, 20))
+    table = TiedEmbedding(50, 6, (7, 20))
     hidden, targets = torch.randn(9, 6), torch.tensor([1, 2, 8, 9, 10, 30, 31, 3, 4])
     assert table.rooms(targets) == [64, 64]
     assert table.losses(hidden, targets, (3, 2)).isfinite().all()
@@ -143,7 +143,7 @@ def test_no_target_is_lost_for_want_of_room():
 
 @pytest.mark.parametrize("cutoffs", [(), (7, 20)])
 def test_targets_that_are_no_tokens(cutoffs, monkeypatch):
-    table, hidden = TokenTable(50, 6, cutoffs), torch.randn(2, 3, 6)
+    table, hidden = TiedEmbedding(50, 6, cutoffs), torch.randn(2, 3, 6)
     targets = torch.tensor([[1, 2, 49], [8, 30, 0]])
     for wrong in (50, 1000, -1, -100):
         changed = targets.clone()
@@ -152,7 +152,7 @@ def test_targets_that_are_no_tokens(cutoffs, monkeypatch):
             table.losses(hidden, changed)
         # On a GPU the host does not wait to see it.
         with monkeypatch.context() as patched:
-            patched.setattr(TokenTable, "_check", lambda *_: None)
+            patched.setattr(TiedEmbedding, "_check", lambda *_: None)
             found = table.losses(hidden, changed)
         assert found.isnan().tolist() == [[False, True, False], [False, False, False]]
     for wrong in (targets.float(), targets.tolist(), targets.flatten(), targets[:, :2]):
@@ -167,14 +167,14 @@ def test_room_is_one_of_few_numbers_and_no_more_than_a_quarter_stays_empty():
 
 
 def test_a_cluster_without_targets_has_no_gradient_but_its_own_output():
-    table = TokenTable(50, 6, (7, 20))
+    table = TiedEmbedding(50, 6, (7, 20))
     table.losses(torch.randn(9, 6), torch.randint(7, (9,))).sum().backward()
     assert table.weight.grad[7:].abs().max() == 0
     assert table.cluster_weight.grad.abs().min() > 0
 
 
 def test_mixed_precision_keeps_the_gradient_of_the_table_in_fp32():
-    table = TokenTable(50, 8, (7, 20))
+    table = TiedEmbedding(50, 8, (7, 20))
     hidden = torch.randn(400, 8)
     targets = torch.randint(50, (400,))
     gradients = []
@@ -191,7 +191,7 @@ def test_mixed_precision_keeps_the_gradient_of_the_table_in_fp32():
 def test_wrong_cutoffs():
     for cutoffs in ((20, 7), (50,), (0,), (7, 7)):
         with pytest.raises(ValueError, match="cutoffs"):
-            TokenTable(50, 6, cutoffs)
+            TiedEmbedding(50, 6, cutoffs)
 
 
 def test_parameters_of_the_papers_model_with_the_breakdown():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mgk
-from mgk.cache import Place
+from mgk.cache import DevicePosition
 from mgk.models import DecoderConfig, LanguageModel
 from mgk.models.decoder import FORMS
 from mgk.models.decoding import DecodingStep
@@ -74,7 +74,7 @@ def test_a_layer_by_itself_finds_its_positions(variant):
     cache, wanted = layer.make_cache(2, ROOM), layer(x)
     layer(x[:, :5], cache=cache)
     for n in range(5, ROOM):
-        cache.place = Place(torch.tensor([n]), torch.tensor([n + 1], dtype=torch.int32))
+        cache.place = DevicePosition(torch.tensor([n]), torch.tensor([n + 1], dtype=torch.int32))
         torch.testing.assert_close(layer(x[:, n : n + 1], cache=cache), wanted[:, n : n + 1])
     assert cache.length == 5
 

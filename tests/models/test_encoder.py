@@ -7,7 +7,7 @@ import torch
 from mgk.models import Classifier, EncoderConfig
 from mgk.models.embedding import _Lookup
 from mgk.tasks.base import Split
-from mgk.training.data import Examples
+from mgk.training.data import DeviceDataset
 from mgk.variants import VARIANTS
 
 LONGEST = 32
@@ -30,7 +30,7 @@ def classifier(variant: str, **settings) -> Classifier:
 @pytest.mark.parametrize("pooling", ["mean", "mean-padded"])
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "mgk-hard", "smgk-hard"])
 def test_packed_is_padded(variant, pooling, documents):
-    examples = Examples(split(documents), LONGEST, torch.device("cpu"))
+    examples = DeviceDataset(split(documents), LONGEST, torch.device("cpu"))
     model = classifier(variant, documents=documents, pooling=pooling).double()
     chosen = np.array([4, 1, 5, 0])
     tokens, edges, labels = examples.packed(chosen)
@@ -60,7 +60,7 @@ def test_a_prediction_does_not_depend_on_the_width_of_its_batch(pooling):
 
 
 def test_padding_of_a_packed_batch_is_not_seen():
-    examples = Examples(split(1), LONGEST, torch.device("cpu"))
+    examples = DeviceDataset(split(1), LONGEST, torch.device("cpu"))
     model = classifier("smgk").eval()
     tokens, edges, _ = examples.packed(np.array([4, 1, 5, 0]))
     other = tokens.clone()

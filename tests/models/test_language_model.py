@@ -15,7 +15,7 @@ from mgk.models.generation import Sampling, generate
 from mgk.models.sliding_window import sliding_losses
 from mgk.training import config as recipes
 from mgk.training import report, sweep
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.summary import summarise
 from tests.models.test_decoder import tiny
 
@@ -180,7 +180,7 @@ def test_eval_says_when_the_data_is_not_what_the_run_was_trained_on(tmp_path):
         result = CliRunner().invoke(commands.app, arguments)
         return json.loads(result.stdout).get("same_data"), result.stderr
 
-    key = tasks.task("bytes").key(tmp_path / "here")
+    key = tasks.task("bytes").checksum(tmp_path / "here")
     assert judged("here", data=key) == (True, "")
     assert judged("there", data=key) == (False, f"{tmp_path / 'there'} is not the data that {run} was trained on\n")
     # Of a run that does not know, nothing is said.
@@ -247,15 +247,15 @@ def test_comparisons_of_language_models_show_perplexity(tmp_path):
         }
         for split, value in (("dev", 80.25), ("wikitext-103-valid", 90.5))
     ]
-    lines = report.table(summarise(rows, recipe, [Row("softmax", 8)], "paper"), recipe)
+    lines = report.table(summarise(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
     assert lines[0][:4] == ["model", "dev perplexity", "wikitext-103-valid perplexity", "each seed"]
     assert lines[1][:4] == ["softmax:8", "80.25", "90.50", "80.2"]
 
 
 def test_a_recipe_with_a_stride_says_so_beside_its_numbers():
-    how = sweep.shown(recipes.load("bytes"))
+    how = sweep.metric_format(recipes.load("bytes"))
     assert (how.metric, how.title) == ("perplexity_stride_64", "perplexity at stride 64")
-    assert sweep.shown(recipes.load("enwiki-lm")).metric == "perplexity"
+    assert sweep.metric_format(recipes.load("enwiki-lm")).metric == "perplexity"
 
 
 def test_the_paper_s_table_3_is_all_there():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mgk.cli import end
+from mgk.cli import hard_exit
 from mgk.models import save_model
 from mgk.tasks.base import Split
 from mgk.tasks.corpus import TokenStream
@@ -16,7 +16,7 @@ from mgk.tasks.vocabulary import ByteVocabulary
 from mgk.training import callbacks
 from mgk.training import module as steps
 from mgk.training import trainer as training
-from mgk.training.config import Recipe, Row, Training
+from mgk.training.config import ModelSpec, Recipe, TrainConfig
 
 
 @dataclass
@@ -28,7 +28,7 @@ class TinyTask:
     documents: int = 1
     objective: str = "classification"
 
-    def key(self, data_dir: Path) -> str:
+    def checksum(self, data_dir: Path) -> str:
         return "tiny"
 
     def split(self, data_dir: Path, name: str) -> Split:
@@ -46,7 +46,7 @@ class TinyText:
     unit: str = "byte"
     splits: tuple[str, ...] = ("train", "dev", "test")
 
-    def key(self, data_dir: Path) -> str:
+    def checksum(self, data_dir: Path) -> str:
         return "tiny"
 
     def vocabulary(self, data_dir: Path) -> ByteVocabulary:
@@ -73,9 +73,9 @@ def run(out: str, **settings) -> training.Run:
         "tiny",
         "tiny",
         model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
-        training=Training(**{**defaults, "compile": False, "padding": "longest", **settings}),
+        training=TrainConfig(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
-    return training.Run(recipe, Row("smgk", 2), "paper", 3, Path("."), Path(out))
+    return training.Run(recipe, ModelSpec("smgk", 2), "paper", 3, Path("."), Path(out))
 
 
 def main() -> None:
@@ -89,32 +89,32 @@ def main() -> None:
     parser.add_argument("--strategy", default="auto")
     given = parser.parse_args()
     if given.kill_at and given.kill_rank in (None, os.environ.get("RANK")):
-        keep_going = callbacks.Record.on_train_batch_end
+        keep_going = callbacks.CheckpointCallback.on_train_batch_end
 
         def die(self, trainer, *arguments):
             keep_going(self, trainer, *arguments)
             if trainer.global_step == given.kill_at:
                 # The signal is heard in the next step.
                 if (given.kill_at + 1) % trainer.val_check_interval:
-                    steps.Fit.validation_step = late
+                    steps.TrainingModule.validation_step = late
                 os.kill(os.getpid(), given.kill_with)
 
         def late(*arguments):
             raise AssertionError("evaluated after it had been asked to leave")
 
-        callbacks.Record.on_train_batch_end = die
+        callbacks.CheckpointCallback.on_train_batch_end = die
     settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
     described = run(given.out, dropout=given.dropout, **settings)
     module, kept = training.fit(
         described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
     )
     weights = callbacks.whole_weights(module.model)
-    training.leave()
+    training.shutdown_distributed()
     if kept.stopped_by is None and module.global_rank == 0:
         save_model(module.model, Path(given.out) / "final", weights)
     status = 0 if kept.stopped_by is None else 128 + kept.stopped_by
     if "WORLD_SIZE" in os.environ:
-        end(status)
+        hard_exit(status)
     sys.exit(status)
 
 

@@ -13,7 +13,7 @@ from mgk.tasks.base import DataError
 from mgk.tasks.corpus import OWN_WORDS, Bytes, TokenStream
 from mgk.tasks.vocabulary import ByteVocabulary, WordVocabulary
 from mgk.training import config
-from mgk.training.data import Segments
+from mgk.training.data import TokenSegments
 
 TRAIN = " = Title = \n \n the cat , the <unk> . \n the dog and a cat \n"
 VALID = "the bird and a cat\n"
@@ -97,7 +97,7 @@ def test_own_text_as_bytes_with_and_without_splits_of_its_own(tmp_path):
 def test_segments_predict_the_next_token_and_know_their_clusters():
     stream = TokenStream(np.arange(0, 60, 2).astype(np.uint16), 7)
     assert len(stream) == 4
-    segments = Segments(stream, (10, 40), torch.device("cpu"))
+    segments = TokenSegments(stream, (10, 40), torch.device("cpu"))
     tokens, targets, rooms = segments.batch(torch.tensor([3, 0]))
     assert tokens.tolist() == [[42, 44, 46, 48, 50, 52, 54], [0, 2, 4, 6, 8, 10, 12]]
     assert targets.tolist() == [[44, 46, 48, 50, 52, 54, 56], [2, 4, 6, 8, 10, 12, 14]]
@@ -124,10 +124,10 @@ def test_missing_and_damaged_corpora(own_words, tmp_path_factory):
 
 
 def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path_factory):
-    key, tmp_path = OWN_WORDS.key(own_words), tmp_path_factory.mktemp("other")
+    key, tmp_path = OWN_WORDS.checksum(own_words), tmp_path_factory.mktemp("other")
     shutil.copytree(own_words / ".mgk", tmp_path / ".mgk")
     OWN_WORDS.prepare(tmp_path)
-    assert OWN_WORDS.key(tmp_path) == key
+    assert OWN_WORDS.checksum(tmp_path) == key
     (ids,) = tmp_path.glob(".mgk/words/*/train.ids.npy")
     # Damaged, of other settings, or one of two: then the source is asked for.
     ids.write_bytes(ids.read_bytes()[:-1] + b"!")

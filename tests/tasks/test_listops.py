@@ -166,7 +166,7 @@ def test_lra_files_are_read_as_they_are(lra):
     assert rows(train) == [tokens.tobytes() for tokens, _ in examples[:6]]
     assert train.labels.tolist() == [label for _, label in examples[:6]]
     assert rows(listops.split(data, "test")) == [tokens.tobytes() for tokens, _ in examples[9:]]
-    assert listops.facts(data)["source"] == "LRA's tsv files"
+    assert listops.metadata(data)["source"] == "LRA's tsv files"
     # The files hold the beginning of the very stream that the fresh examples come from.
     assert not {tokens.tobytes() for tokens, _ in examples} & set(rows(listops.split(data, "fresh")))
 

@@ -66,7 +66,7 @@ def test_text(tmp_path, make):
             assert label == ("/pos/" in path)
             seen.append(path)
     assert len(set(seen)) == 32
-    assert TEXT.facts(tmp_path)["examples"] == sizes
+    assert TEXT.metadata(tmp_path)["examples"] == sizes
 
 
 def test_dev_takes_neighbouring_reviews_and_never_changes():

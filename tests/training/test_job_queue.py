@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.job_queue import Job, Queue, run_jobs
 
 
 def job(directory, seed, script="", process=None):
     arguments = ["--seed", str(seed), "--out", str(directory)]
-    return Job("listops", Row("smgk", 4), seed, directory, [sys.executable, "-c", script, *arguments], process)
+    return Job("listops", ModelSpec("smgk", 4), seed, directory, [sys.executable, "-c", script, *arguments], process)
 
 
 def test_a_crash_of_one_is_survived_and_said(tmp_path, capsys):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mgk.cli import analyze
 from mgk.training.objectives import Classification, LanguageModelling
-from mgk.training.progress import LINE_EVERY, Told, clock_time
+from mgk.training.progress import LINE_EVERY, ProgressBar, clock_time
 
 
 class Fake:
@@ -17,7 +17,7 @@ class Fake:
     def __init__(self, terminal=False, objective=Classification, width=120):
         self.file, self.now = io.StringIO(), 1000.0
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None)
-        self.told = Told(100, console, lambda: self.now)
+        self.told = ProgressBar(100, console, lambda: self.now)
         self.trainer = SimpleNamespace(global_step=0, is_global_zero=True, callback_metrics={}, num_val_batches=[7])
         self.module = SimpleNamespace(objective=objective(None, None, None, {}), device="cpu", latest={})
 

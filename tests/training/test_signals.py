@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mgk.training.signals import GRACE, SAME, STOPPING, Heard
+from mgk.training.signals import GRACE, SAME, STOPPING, SignalListener
 
 # hashlib lets other threads run, and no handler: as a backward pass does.
 BUSY = """
@@ -40,7 +40,7 @@ def test_the_first_signal_is_told_at_once_and_the_second_ends_the_process():
 
 def test_what_is_closed_hears_nothing_and_other_signals_are_others(capfd):
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    heard = Heard([signal.SIGUSR2])
+    heard = SignalListener([signal.SIGUSR2])
     os.kill(os.getpid(), signal.SIGUSR1)
     heard.close()
     heard.close()

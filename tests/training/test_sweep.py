@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from mgk.training import config, plots, predictions, report, results, summary, sweep
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.evaluate import plateau_left
 
 
 def measured(row: str, seed: int, value: float, split: str = "test", metric: str = "accuracy") -> dict:
-    recipe, model = config.load("listops"), Row.parse(row)
+    recipe, model = config.load("listops"), ModelSpec.parse(row)
     settings = recipe.training
     return {
         "recipe": "listops",
@@ -63,11 +63,11 @@ def test_what_is_known_is_recognised_by_everything_that_makes_a_run(tmp_path):
     path = tmp_path / "results.csv"
     results.append(path, [measured("smgk:4", 0, 0.37)])
     rows, recipe = results.read([path]), config.load("listops")
-    assert sweep.matching(rows, recipe, Row("smgk", 4), "paper", 0)
-    assert not sweep.matching(rows, recipe, Row("smgk", 4), "paper", 1)
-    assert not sweep.matching(rows, recipe, Row("smgk", 4), "ref-lra", 0)
-    assert not sweep.matching(rows, recipe, Row("smgk", 4, 2), "paper", 0)
-    assert not sweep.matching(rows, recipe.with_settings(["lr=4e-4"]), Row("smgk", 4), "paper", 0)
+    assert sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "paper", 0)
+    assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "paper", 1)
+    assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "ref-lra", 0)
+    assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4, 2), "paper", 0)
+    assert not sweep.filter_rows(rows, recipe.with_settings(["lr=4e-4"]), ModelSpec("smgk", 4), "paper", 0)
 
 
 def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
@@ -78,7 +78,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     again = tmp_path / "again.csv"
     results.append(again, [measured("softmax:8", 1, 0.38)])
     results.append(path, [measured("softmax:8", 0, 0.687, metric="baseline: bag of words")])
-    models, files = [Row("softmax", 8), Row("smgk", 4)], [path, again]
+    models, files = [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], [path, again]
     lines = report.report(config.load("listops"), models, "paper", files, tmp_path)
     table = (tmp_path / "listops.md").read_text()
     assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "750 751", "37.03"]
@@ -88,7 +88,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     assert "| smgk:4 |" in table
     assert (tmp_path / "listops.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no results"):
-        report.report(config.load("listops"), [Row("mgk", 1)], "paper", [path], tmp_path)
+        report.report(config.load("listops"), [ModelSpec("mgk", 1)], "paper", [path], tmp_path)
 
 
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
@@ -102,35 +102,35 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     path = tmp_path / "listops.csv"
     results.append(path, [measured("smgk:4", 0, 12.5, "train", "step_ms_alone")])
     results.append(path, [measured("smgk:4", 0, 77, "train", "peak_mem_mb_alone")])
-    recipe, row = config.load("listops"), Row("smgk", 4)
-    assert sweep.timed(results.read([path]), recipe, row, "paper")
-    assert not sweep.finished(results.read([path]), recipe, row, "paper", 0)
+    recipe, row = config.load("listops"), ModelSpec("smgk", 4)
+    assert sweep.is_timed(results.read([path]), recipe, row, "paper")
+    assert not sweep.is_trained(results.read([path]), recipe, row, "paper", 0)
     results.append(path, [measured("smgk:4", 0, 0.37)])
-    assert sweep.finished(results.read([path]), recipe, row, "paper", 0)
+    assert sweep.is_trained(results.read([path]), recipe, row, "paper", 0)
     lines = report.report(recipe, [row], "paper", [path], tmp_path)
     assert lines[1][-2:] == ["12.5", "77"]
     assert "Step time: one model after another" in (tmp_path / "listops.md").read_text()
     # Who asks for every time gets the forward's too, and what was measured last counts.
-    assert not sweep.timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
+    assert not sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
     results.append(
         path,
         [measured("smgk:4", 0, value, "train", name) for name, value in zip(sweep.COSTS, (9, 4, 70), strict=True)],
     )
-    assert sweep.timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
+    assert sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
     assert report.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["9.0", "70"]
 
 
 def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
-    path, recipe, row = tmp_path / "listops.csv", config.load("listops"), Row("smgk", 4)
+    path, recipe, row = tmp_path / "listops.csv", config.load("listops"), ModelSpec("smgk", 4)
     results.append(path, [measured("smgk:4", 0, 0.37)])
     assert report.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["—", "100"]
     assert "not timed alone" in (tmp_path / "listops.md").read_text()
     # A training that nothing ran beside.
-    results.append(path, sweep.as_alone(results.read([path])))
-    assert sweep.timed(results.read([path]), recipe, row, "paper")
+    results.append(path, sweep.to_solo_rows(results.read([path])))
+    assert sweep.is_timed(results.read([path]), recipe, row, "paper")
     assert report.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["5.0", "100"]
     # A run that was done before it was asked for has measured nothing.
-    assert sweep.as_alone([{**results.read([path])[0], "step_ms": "nan"}]) == []
+    assert sweep.to_solo_rows([{**results.read([path])[0], "step_ms": "nan"}]) == []
 
 
 def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
@@ -141,13 +141,17 @@ def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
         for seed, accuracy in enumerate(accuracies):
             results.append(path, [measured(row, seed, accuracy), left_plateau(row, seed, 500 if accuracy > 0.3 else 0)])
             right = np.arange(2000) < 2000 * accuracy
-            predictions.keep(tmp_path, predictions.Place("listops", Row.parse(row), "paper", seed, "test"), right)
-    first, second, third = report.report(recipe, [Row.parse(row) for row in shares], "paper", [path], tmp_path)[1:]
+            predictions.keep(
+                tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", seed, "test"), right
+            )
+    first, second, third = report.report(recipe, [ModelSpec.parse(row) for row in shares], "paper", [path], tmp_path)[
+        1:
+    ]
     assert first[1:3] == ["36.00 ± 2.10 (1 of 2 seeds)", "20.0 36.0"]
     assert second[3].startswith("+1.00 ± ")
     assert third[1:4] == ["20.50 ± 0.71", "20.0 21.0", "n/a: linear:8 stayed on the plateau"]
     # The other way round: against a model that learned nothing there is no difference either.
-    turned = report.report(recipe, [Row("linear", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+    turned = report.report(recipe, [ModelSpec("linear", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
     assert turned[2][3] == "n/a: linear:8 stayed on the plateau"
 
 
@@ -159,7 +163,7 @@ def test_nothing_in_the_picture_crosses_a_frame_or_another_label(tmp_path, rows)
     for n, row in enumerate(rows):
         results.append(path, [measured(row, seed, 0.2 + 0.006 * n + seed / 100) for seed in (0, 1)])
         results.append(path, [measured(row, 0, 12345.678, "train", "step_ms_alone")])
-    found = summary.summarise(results.read([path]), recipe, [Row.parse(row) for row in rows], "paper")
+    found = summary.summarise(results.read([path]), recipe, [ModelSpec.parse(row) for row in rows], "paper")
     figure = plots.figure_of(found, recipe, chance=17.6)
     figure.draw_without_rendering()
     first, *others = figure.axes
@@ -184,8 +188,10 @@ def test_models_are_compared_on_the_same_examples(tmp_path):
     said["smgk:4"][:20] = True
     for row, right in said.items():
         results.append(path, [measured(row, 0, right.mean())])
-        predictions.keep(tmp_path, predictions.Place("listops", Row.parse(row), "paper", 0, "test"), right)
-    lines = report.report(recipe, [Row.parse(row) for row in said], "paper", [path], tmp_path)
+        predictions.keep(
+            tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", 0, "test"), right
+        )
+    lines = report.report(recipe, [ModelSpec.parse(row) for row in said], "paper", [path], tmp_path)
     column = lines[0].index("minus softmax:8, test")
     gained = (said["smgk:4"] & hard).sum()
     assert lines[1][column] == ""
@@ -195,12 +201,12 @@ def test_models_are_compared_on_the_same_examples(tmp_path):
 
 
 def test_redrawing_needs_one_setup_of_each_model(tmp_path):
-    path, recipe, rows = tmp_path / "listops.csv", config.load("listops"), [Row("smgk", 4), Row("mgk", 4)]
+    path, recipe, rows = tmp_path / "listops.csv", config.load("listops"), [ModelSpec("smgk", 4), ModelSpec("mgk", 4)]
     results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
-    assert sweep.known_setups(results.read([path]), recipe, rows, "paper") == {rows[0]: "these"}
+    assert sweep.setups_of(results.read([path]), recipe, rows, "paper") == {rows[0]: "these"}
     results.append(path, [{**measured("smgk:4", 1, 0.37), "setup": "those"}])
     with pytest.raises(ValueError, match="smgk:4 has results of 2 settings"):
-        sweep.known_setups(results.read([path]), recipe, rows, "paper")
+        sweep.setups_of(results.read([path]), recipe, rows, "paper")
 
 
 @pytest.mark.parametrize(
@@ -234,8 +240,10 @@ def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
     for row in ("softmax:8", "smgk:4"):
         for split in ("dev", "test"):
             results.append(path, [measured(row, 0, right.mean(), split)])
-            predictions.keep(tmp_path, predictions.Place("listops", Row.parse(row), "paper", 0, split), right)
-    lines = report.report(recipe, [Row("softmax", 8), Row("smgk", 4)], "paper", [path], tmp_path)
+            predictions.keep(
+                tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", 0, split), right
+            )
+    lines = report.report(recipe, [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
     assert "minus softmax:8, test" in lines[0]
 
 
@@ -256,17 +264,19 @@ def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
     recipe, path = config.load("bytes"), tmp_path / "bytes.csv"
     settings = recipe.training
     for row in ("softmax:2", "smgk:2"):
-        found = measured(row, 0, 100.0, "test", sweep.shown(recipe).metric)
+        found = measured(row, 0, 100.0, "test", sweep.metric_format(recipe).metric)
         found |= {"recipe": "bytes", "steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size}
         results.append(path, [found])
-        predictions.keep(tmp_path, predictions.Place("bytes", Row.parse(row), "paper", 0, "test"), np.full(2000, 4.6))
-    lines = report.report(recipe, [Row("softmax", 2), Row("smgk", 2)], "paper", [path], tmp_path)
+        predictions.keep(
+            tmp_path, predictions.PredictionsKey("bytes", ModelSpec.parse(row), "paper", 0, "test"), np.full(2000, 4.6)
+        )
+    lines = report.report(recipe, [ModelSpec("softmax", 2), ModelSpec("smgk", 2)], "paper", [path], tmp_path)
     assert "minus softmax:2, test, nats a token" in lines[0]
 
 
 def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
     right = np.random.default_rng(1).random(1003) < 0.5
-    place = predictions.Place("a", Row("softmax", 8, 4), "paper", 2, "fresh")
+    place = predictions.PredictionsKey("a", ModelSpec("softmax", 8, 4), "paper", 2, "fresh")
     assert predictions.read(tmp_path, place) is None
     predictions.keep(tmp_path, place, right)
     assert (predictions.read(tmp_path, place) == right).all()
@@ -278,13 +288,15 @@ def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
 
 
 def test_other_settings_or_other_data_are_another_experiment(tmp_path):
-    path, recipe, row = tmp_path / "listops.csv", config.load("listops"), Row("smgk", 4)
+    path, recipe, row = tmp_path / "listops.csv", config.load("listops"), ModelSpec("smgk", 4)
     results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
     rows = results.read([path])
-    assert sweep.finished(rows, recipe, row, "paper", 0, "these")
-    assert not sweep.finished(rows, recipe, row, "paper", 0, "those")
+    assert sweep.is_trained(rows, recipe, row, "paper", 0, "these")
+    assert not sweep.is_trained(rows, recipe, row, "paper", 0, "those")
     assert report.report(recipe, [row], "paper", [path], tmp_path, {row: "these"})[1][1].startswith("37.00")
     with pytest.raises(ValueError, match="no results"):
         report.report(recipe, [row], "paper", [path], tmp_path, {row: "those"})
-    predictions.keep(tmp_path, predictions.Place("listops", row, "paper", 0, "test", "these"), np.ones(5, bool))
-    assert predictions.read(tmp_path, predictions.Place("listops", row, "paper", 0, "test", "those")) is None
+    predictions.keep(
+        tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "these"), np.ones(5, bool)
+    )
+    assert predictions.read(tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "those")) is None

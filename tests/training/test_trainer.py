@@ -22,9 +22,9 @@ from mgk.models import LanguageModel, load_model, save_model
 from mgk.tasks.base import Split
 from mgk.training import config as recipes
 from mgk.training import run_dir, trainer
-from mgk.training.callbacks import Record
-from mgk.training.config import Recipe, Row, Training
-from mgk.training.data import Examples, Order, Stream
+from mgk.training.callbacks import CheckpointCallback
+from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.data import DeviceDataset, EpochPermutation, TrainSampler
 from mgk.training.evaluate import finish, judge_of
 from mgk.training.objectives import OBJECTIVES
 from tests.support import tiny_training
@@ -149,23 +149,25 @@ def test_two_nodes_are_one_process(tmp_path, alone):
 
 
 def test_order_is_a_permutation_every_epoch_and_a_function_of_seed_and_place():
-    order = Order(10, seed=5)
+    order = EpochPermutation(10, seed=5)
     taken = order.take(0, 30)
     for epoch in range(3):
         assert sorted(taken[10 * epoch : 10 * epoch + 10]) == list(range(10))
     assert (taken[:10] != taken[10:20]).any()
-    assert (Order(10, seed=5).take(7, 16) == taken[7:23]).all()
-    assert (Order(10, seed=6).take(0, 30) != taken).any()
+    assert (EpochPermutation(10, seed=5).take(7, 16) == taken[7:23]).all()
+    assert (EpochPermutation(10, seed=6).take(0, 30) != taken).any()
 
 
 @pytest.mark.parametrize(("parts", "world"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_streams_of_all_processes_and_parts_make_up_the_batch(parts, world):
-    whole = Order(20, seed=1).take(0, 24)
-    streams = [iter(Stream(Order(20, seed=1), 8, parts, rank, world, lambda: 0)) for rank in range(world)]
+    whole = EpochPermutation(20, seed=1).take(0, 24)
+    streams = [
+        iter(TrainSampler(EpochPermutation(20, seed=1), 8, parts, rank, world, lambda: 0)) for rank in range(world)
+    ]
     seen = [next(stream).tolist() for _ in range(3 * parts) for stream in streams]
     assert [index for part in seen for index in part] == whole.tolist()
     # A stream that starts later goes on where the other stands.
-    later = iter(Stream(Order(20, seed=1), 8, parts, 0, world, lambda: 2 * parts))
+    later = iter(TrainSampler(EpochPermutation(20, seed=1), 8, parts, 0, world, lambda: 2 * parts))
     assert next(later).tolist() == seen[2 * parts * world]
 
 
@@ -175,7 +177,7 @@ def test_batches_on_the_device_are_those_of_the_split(documents):
     lengths = draw.integers(1, 12, 6 * documents)
     tokens = draw.integers(1, 200, lengths.sum()).astype(np.uint8)
     split = Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 3, 6), documents)
-    examples = Examples(split, 9, torch.device("cpu"))
+    examples = DeviceDataset(split, 9, torch.device("cpu"))
     indices = [4, 0, 5]
     for found, wanted in zip(examples.batch(torch.tensor(indices), 9), split.batch(indices, 9), strict=True):
         assert torch.equal(found, wanted)
@@ -183,7 +185,7 @@ def test_batches_on_the_device_are_those_of_the_split(documents):
 
 def test_tokens_of_all_16_bits():
     tokens = np.array([0, 32767, 32768, 65535, 5], dtype=np.uint16)
-    examples = Examples(Split(tokens, np.array([0, 4, 5]), np.array([0, 1])), 4, torch.device("cpu"))
+    examples = DeviceDataset(Split(tokens, np.array([0, 4, 5]), np.array([0, 1])), 4, torch.device("cpu"))
     assert examples.batch(torch.tensor([0]), 4)[0].tolist() == [[0, 32767, 32768, 65535]]
     assert examples.packed(np.array([0]))[0].tolist() == [0, 32767, 32768, 65535]
 
@@ -220,12 +222,12 @@ def test_wrong_settings(setting, says):
 @pytest.mark.parametrize("text", ["smgk", "smgk:", "smgk:0", "smgk:x", "smgk:4/2/1", "sgmk:4"])
 def test_wrong_rows(text):
     with pytest.raises(ValueError, match="row"):
-        Row.parse(text)
+        ModelSpec.parse(text)
 
 
 def test_rows_read_as_they_are_written():
     for text in ("smgk:4", "softmax:8/4"):
-        assert str(Row.parse(text)) == text
+        assert str(ModelSpec.parse(text)) == text
 
 
 def test_unknown_recipe_lists_the_known():
@@ -240,9 +242,9 @@ def test_an_unknown_name_that_is_nearly_a_known_one():
 
 def test_recipe_is_checked_as_a_whole():
     with pytest.raises(ValueError, match="warmup"):
-        Training(steps=10, warmup=10)
+        TrainConfig(steps=10, warmup=10)
     with pytest.raises(ValueError, match="accumulate"):
-        Training(batch_size=8, accumulate=3)
+        TrainConfig(batch_size=8, accumulate=3)
     assert Recipe("a", "b", "c").rows == ()
 
 
@@ -261,12 +263,12 @@ def test_a_run_shorter_than_an_evaluation_still_has_a_best_model(tmp_path):
 
 def test_gradients_are_clipped_also_for_a_fused_optimizer():
     from mgk.models import Classifier, EncoderConfig
-    from mgk.training.module import Fit
+    from mgk.training.module import TrainingModule
     from mgk.training.objectives import Classification
     from tests.support.tiny_training import TinyTask
 
     model = Classifier(EncoderConfig(16, 4, 24, embed_dim=8))
-    fit = Fit(Classification(model, Training(clip=0.25), TinyTask(), {}), seed=0)
+    fit = TrainingModule(Classification(model, TrainConfig(clip=0.25), TinyTask(), {}), seed=0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     fit.configure_gradient_clipping(torch.optim.AdamW(model.parameters(), fused=True), 0.25)
@@ -315,7 +317,7 @@ def test_the_directions_of_random_features_are_state_of_a_run(tmp_path, monkeypa
     """FAVOR draws them once: a run goes on, and its best model is loaded, with those that it was begun with."""
     given = tiny_training.run(str(tmp_path), steps=2, eval_every=2, warmup=1)
     recipe = replace(given.recipe, model={**given.recipe.model, "feature_map": "favor"})
-    given = replace(given, recipe=recipe, row=Row("mlk", 2))
+    given = replace(given, recipe=recipe, row=ModelSpec("mlk", 2))
 
     def directions(model):
         return torch.stack([layer.attention.feature_map.directions for layer in model.layers])
@@ -339,7 +341,7 @@ def test_a_run_tells_where_each_of_its_starts_was_before_it_trains(tmp_path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "on_train_batch_end", stop)
+        patched.setattr(CheckpointCallback, "on_train_batch_end", stop)
         with pytest.raises(SystemExit):
             fit_here(tmp_path)
     assert not (tmp_path / run_dir.CHECKPOINT).exists()
@@ -369,7 +371,7 @@ def test_what_is_wrong_with_a_checkpoint_is_told_in_one_sentence(tmp_path):
 
 def test_a_model_is_judged_where_it_trained(tmp_path):
     """Also by a training that is gone on with after its last step, which Lightning does not even start."""
-    kept, device = Record(tmp_path, Training()), torch.device("meta")
+    kept, device = CheckpointCallback(tmp_path, TrainConfig()), torch.device("meta")
     kept.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=device)), None, "fit")
     assert kept.device == device
 
@@ -385,8 +387,8 @@ def test_the_best_model_is_judged_not_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_training.TinyText, "baselines", lambda self, data_dir: {}, raising=False)
     monkeypatch.setattr(tiny_training.TinyText, "dataset", "tiny", raising=False)
     task, config = tiny_training.TinyText(), tiny_training.MODELS["text"]
-    recipe = Recipe("tiny", "", "tiny", model=config, training=Training(steps=4, warmup=1, eval_every=2, stride=6))
-    described = trainer.Run(recipe, Row("smgk", 2), "paper", 0, tmp_path, tmp_path / "run")
+    recipe = Recipe("tiny", "", "tiny", model=config, training=TrainConfig(steps=4, warmup=1, eval_every=2, stride=6))
+    described = trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 0, tmp_path, tmp_path / "run")
     module, kept = trainer.fit(described, task, resume=False, accelerator="cpu")
     torch.manual_seed(1)
     save_model(LanguageModel(module.model.config), described.directory / "best")

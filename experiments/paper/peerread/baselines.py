@@ -22,7 +22,7 @@ RARE_SHARE = 0.01
 MOST_YEARS = 6
 
 
-class Corpus:
+class TfidfIndex:
     """TF-IDF vectors in whole numbers, so that similarities are the same on every machine."""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Corpus:
         return shared / np.maximum(count[first] + count[second] - shared, 1)
 
 
-def topic_features(corpus: Corpus, first: Array, second: Array) -> Array:
+def topic_features(corpus: TfidfIndex, first: Array, second: Array) -> Array:
     cosine, overlap = corpus.cosines(first, second), corpus.overlaps(first, second)
     return np.stack([cosine, cosine**2, np.log(cosine + 0.01), overlap, overlap**2], axis=1)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.paper.peerread.baselines import Corpus, score, string_features, topic_features, year_features
+from experiments.paper.peerread.baselines import TfidfIndex, score, string_features, topic_features, year_features
 from experiments.paper.peerread.citations import Titles, strip_citations
 from experiments.paper.peerread.communities import communities
 from mgk.tasks.base import Array, DataError, Example, Progress, Task, byte_tokens, write_split
@@ -120,7 +120,7 @@ def assign(papers: Sequence[Paper], links: Sequence[Link], held_out: float) -> d
 
 
 def negatives(
-    links: Sequence[Link], papers: Sequence[Paper], taken: Mapping[int, set[int]], corpus: Corpus | None
+    links: Sequence[Link], papers: Sequence[Paper], taken: Mapping[int, set[int]], corpus: TfidfIndex | None
 ) -> list[Link]:
     """The citing papers of the links with each other's cited papers: pairs that are not `taken`, each once.
 
@@ -184,7 +184,7 @@ def exchange(cost: Array, row: Array, column: Array) -> Array:
 
 
 def make_pairs(
-    links: Sequence[Link], papers: Sequence[Paper], taken: Mapping[int, set[int]], corpus: Corpus, hard: bool
+    links: Sequence[Link], papers: Sequence[Paper], taken: Mapping[int, set[int]], corpus: TfidfIndex, hard: bool
 ) -> Array:
     """First paper, second paper and kind of each pair, in random order and either way round, [n, 3]."""
     links = sorted(links, key=lambda link: place("half", *(papers[paper].key for paper in link)))
@@ -237,7 +237,7 @@ class PeerRead(Task):
             taken[a].add(b)
             taken[b].add(a)
         progress("compare topics", 0, 1)
-        corpus = Corpus(texts)
+        corpus = TfidfIndex(texts)
         pairs = {}
         tokens = [byte_tokens(text.encode()) for text in texts]
         for done, split in enumerate(self.splits):
@@ -289,7 +289,7 @@ def examples(pairs: Array, tokens: Sequence[Array]) -> Iterator[Example]:
 
 
 def baselines(
-    papers: Sequence[Paper], texts: Sequence[str], corpus: Corpus, pairs: Mapping[str, Array], length: int
+    papers: Sequence[Paper], texts: Sequence[str], corpus: TfidfIndex, pairs: Mapping[str, Array], length: int
 ) -> dict[str, dict[str, float]]:
     splits = {split: (rows[:, 0], rows[:, 1], rows[:, 2]) for split, rows in pairs.items()}
     keys, years = [paper.key for paper in papers], [paper.year for paper in papers]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgk._core.validation import fail
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 
 # Columns of metrics.csv that are no metric; `seconds` is what unix_time was called at first.
 OTHERS = ("step", "split", "lr", "unix_time", "seconds")
@@ -23,13 +23,13 @@ class Curve:
     values: list[float]
 
 
-def kept(results: Path, recipe: str, row: Row, preset: str, seed: int, setup: str | None = None) -> Path:
+def kept(results: Path, recipe: str, row: ModelSpec, preset: str, seed: int, setup: str | None = None) -> Path:
     """Where a run's curve is kept. setup: of a run with other settings than its recipe's."""
     named = "-".join(part for part in (recipe, row.file_name, preset, f"s{seed}", setup) if part)
     return results / "curves" / f"{named}.csv"
 
 
-def kept_of(results: Path, recipe: str, row: Row, preset: str) -> dict[int, Path]:
+def kept_of(results: Path, recipe: str, row: ModelSpec, preset: str) -> dict[int, Path]:
     """By seed, those of the recipe's own settings."""
     first = kept(results, recipe, row, preset, 0)
     found = (re.fullmatch(rf"{re.escape(first.stem[:-1])}(\d+)\.csv", path.name) for path in first.parent.glob("*.csv"))

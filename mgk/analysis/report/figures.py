@@ -13,7 +13,7 @@ import numpy as np
 from mgk._core.io import replacing
 from mgk.analysis.analyse import Analysis
 from mgk.analysis.attention_maps import PALETTE
-from mgk.analysis.flops import Cost
+from mgk.analysis.flops import ModelCost
 from mgk.analysis.report.curves import Curve
 
 matplotlib.use("Agg")
@@ -152,7 +152,7 @@ def draw_curves(curves: list[Curve], directory: Path, name: str) -> list[str]:
 
 
 def draw_costs(
-    lines: dict[str, list[tuple[int, Cost]]], directory: Path, name: str, title: str, label: str
+    lines: dict[str, list[tuple[int, ModelCost]]], directory: Path, name: str, title: str, label: str
 ) -> list[str]:
     """FLOPs (left) and parameters (right), a line of (place, cost) for each name: Fig. 3 and 7 of the paper."""
     figure, axes = _grid(1, 2, 3.8, 2.9)

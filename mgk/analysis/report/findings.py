@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mgk.analysis.analyse import Analysis, Layer
-from mgk.analysis.flops import Cost, PerHead
+from mgk.analysis.flops import ModelCost, PerHead
 
 # Of all heads, the share that is effectively different, and what it is called.
 GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))
@@ -33,7 +33,9 @@ def headline(analysis: Analysis) -> str:
     return f"About {different:.1f} of {analysis.heads} heads are effectively different: {grade(analysis)}."
 
 
-def sentences(analysis: Analysis, costs: Sequence[Cost], own: Cost | None, one_head: PerHead | None) -> list[str]:
+def sentences(
+    analysis: Analysis, costs: Sequence[ModelCost], own: ModelCost | None, one_head: PerHead | None
+) -> list[str]:
     """What follows the headline; `own` is the model itself among `costs`, `one_head` an estimate without them."""
     layers = analysis.layers
     several = any(layer.heads > 1 for layer in layers)
@@ -159,7 +161,7 @@ def _mixtures(layers: Sequence[Layer]) -> str:
     )
 
 
-def _savings(costs: Sequence[Cost], own: Cost) -> str:
+def _savings(costs: Sequence[ModelCost], own: ModelCost) -> str:
     half = own.heads // 2
     named = [
         f"{cost.variant} with {half} has {_change(own.params, cost.params)} parameters and "

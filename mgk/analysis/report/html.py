@@ -15,7 +15,7 @@ from mgk import __version__
 from mgk._core.io import write_atomically
 from mgk.analysis.analyse import Analysis, Layer
 from mgk.analysis.attention_maps import LOWEST, PALETTE, TILE, Maps, png
-from mgk.analysis.flops import Cost, PerHead
+from mgk.analysis.flops import ModelCost, PerHead
 from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
 from mgk.analysis.similarity import SAME_GROUP
@@ -25,20 +25,22 @@ EMBEDDED = 12 << 20
 
 
 @dataclass(frozen=True)
-class Subject:
+class AnalyzedModel:
     """A model of the report."""
 
     name: str
     about: str  # what it was run on
     analysis: Analysis
     tokens: list[str]  # of the sample whose maps are shown
-    costs: list[Cost]
-    own: Cost | None = None  # the model itself among `costs`
+    costs: list[ModelCost]
+    own: ModelCost | None = None  # the model itself among `costs`
     one_head: PerHead | None = None  # an estimate, where nothing could be counted
     tiles: Path | None = None  # where those of large maps lie
 
 
-def write_report(path: Path, subjects: list[Subject], curves: list[Curve], files: list[str], command: str) -> None:
+def write_report(
+    path: Path, subjects: list[AnalyzedModel], curves: list[Curve], files: list[str], command: str
+) -> None:
     """Writes the page. `files` are named at its end."""
     data = {
         "version": __version__,
@@ -65,7 +67,7 @@ def _page(name: str) -> str:
     return (resources.files("mgk.analysis") / "report" / "assets" / name).read_text(encoding="utf-8")
 
 
-def _subject(subject: Subject, folder: Path) -> dict[str, Any]:
+def _subject(subject: AnalyzedModel, folder: Path) -> dict[str, Any]:
     analysis = subject.analysis
     return {
         "name": subject.name,

@@ -10,7 +10,7 @@ from typing import Any
 
 from mgk._core.io import write_atomically
 from mgk.analysis.analyse import Analysis, Layer
-from mgk.analysis.flops import Cost
+from mgk.analysis.flops import ModelCost
 from mgk.analysis.report.curves import Curve
 
 Rows = Iterable[Sequence[Any]]
@@ -81,7 +81,7 @@ def _components(analyses: dict[str, Analysis]) -> Rows:
 
 
 def write_tables(
-    directory: Path, analyses: dict[str, Analysis], costs: dict[str, list[Cost]], curves: list[Curve]
+    directory: Path, analyses: dict[str, Analysis], costs: dict[str, list[ModelCost]], curves: list[Curve]
 ) -> list[str]:
     """Writes what there is; returns the names of the files."""
     tables: dict[str, tuple[str, Rows]] = {

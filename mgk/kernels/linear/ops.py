@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mgk.kernels.autograd import differentiable, no_second_derivatives
+from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
 from mgk.kernels.jit_cache import NO_GPU, current_device, kinds_of
 from mgk.kernels.linear import kernels as kernels
 from mgk.kernels.linear.decode import one_token
@@ -360,8 +360,8 @@ def _gradients(ctx: Any, grad: Any, grad_final: Any, *_: Any, launch: Any = None
 
 
 # Output and final state.
-linear_attention = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
-backward_op.register_autograd(no_second_derivatives)
+linear_attention = make_autograd_op(forward_op, launch_forward, launch_backward, _save, _gradients)
+backward_op.register_autograd(raise_no_double_backward)
 
 
 def _products(query: Any, value: Any) -> int:

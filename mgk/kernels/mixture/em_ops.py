@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk.kernels.jit_cache import Launch, launch
+from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.em_counts import count_components, query_terms
 from mgk.kernels.mixture.launch import leading_strides, precision_of, prepare, slots_of
 from mgk.kernels.mixture.launch_config import SLOT, ceil_div, key_strides, padded_width
@@ -36,13 +36,13 @@ def component_counts(
         "M": M, "D": D, "BD": padded_width(D), "BM": rows, "SHIFTED": shifted,
         "SCALE": 0 if scale_t is None else scale_t.shape[1],
     }  # fmt: skip
-    terms_of = Launch(
+    terms_of = LaunchSpec(
         query_terms, (q_tiles * n_seq, H, 1), (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
         common | {"TAU": tau_t is not None, "PACKED": cu_q is not None}, (0,), 4, 1,
     )  # fmt: skip
     launch(terms_of, (query, shift, scale_t, tau_t, cu_q, terms, spread), (scale, tau))
     mask = None if mask is None else mask.expand(B, H, L, S)
-    counts_of = Launch(
+    counts_of = LaunchSpec(
         count_components, (k_tiles * n_seq, HK, 1),
         (*query.stride()[:3], *key_strides(keys.stride(), shifted), *leading_strides(mask, 4), terms.stride(0),
         H // HK),

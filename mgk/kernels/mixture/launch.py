@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mgk.kernels.jit_cache import Launch, launch
+from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.block_sizes import blocks, row_block
 from mgk.kernels.mixture.bwd_sums import sums_of
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
@@ -16,7 +16,7 @@ from mgk.kernels.mixture.launch_config import (  # fmt: skip
     EACH,
     SLOT,
     SUMMED,
-    Flags,
+    LaunchFlags,
     backward_plan,
     broadcast_strides,
     ceil_div,
@@ -181,10 +181,10 @@ def forward_into(
 def _flags(
     query: Any, cu_q: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, stats: Any,
     unblended: bool = False,
-) -> Flags:  # fmt: skip
+) -> LaunchFlags:  # fmt: skip
     B, H = query.shape[:2]
     pairs = (B if cu_q is None else cu_q.shape[0] - 1) * H * max_q * max_k
-    return Flags(
+    return LaunchFlags(
         causal, hard, dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= SMALL_PAIRS, query.dtype in BOUNDED,
         precision_of(query), blocks, unblended,
     )  # fmt: skip
@@ -258,19 +258,19 @@ def launch_decode(
     tensors: tuple[Any, ...]
     if by_rows:
         tensors = (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums)
-        step = Launch(
+        step = LaunchSpec(
             decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, chunk, splits), compiled_for, (0,),
             warps, 1,
         )  # fmt: skip
     else:
         tensors = (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums)
-        step = Launch(
+        step = LaunchSpec(
             decode_split, (splits, HK, B), (*query.stride()[:3], *strides, *leading_strides(mask, 4), group),
             (H, L, S, chunk, splits), compiled_for, (0,), warps, stages,
         )  # fmt: skip
     launch(step, tensors, (scale, tau, constant))
     merged = {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}
-    step = Launch(decode_merge, (group * L, HK, B), (group,), (H, L, splits), merged, (0,), 4, 1)
+    step = LaunchSpec(decode_merge, (group * L, HK, B), (group,), (H, L, splits), merged, (0,), 4, 1)
     launch(step, (parts, sums, out, lse), ())
     return out, lse
 

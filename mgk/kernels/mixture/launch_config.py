@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mgk.kernels.jit_cache import Launch
+from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.block_sizes import CAPPED, SPLIT_WIDTH, Block
 from mgk.kernels.mixture.bwd_dkdv import BOTH, KEYS, VALUES, gradient_keys
 from mgk.kernels.mixture.bwd_dq import gradient_queries
@@ -32,7 +32,7 @@ PART_ROWS, PART_COLS = 512, 16
 NOTHING, SUMMED, EACH = 0, 1, 2
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Of a tensor, all but where it lies."""
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-class Flags(NamedTuple):
+class LaunchFlags(NamedTuple):
     """The rest of what a plan is for."""
 
     causal: int
@@ -75,7 +75,7 @@ def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple
     return tuple(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
 
 
-def _four_strides(x: Layout | None) -> tuple[int, ...]:
+def _four_strides(x: TensorLayout | None) -> tuple[int, ...]:
     return (0,) * 4 if x is None else broadcast_strides(x.shape, x.strides)
 
 
@@ -132,10 +132,10 @@ def _paths(first: bool, small: bool) -> tuple[int, ...]:
 @functools.lru_cache(1 << 10)
 def preparation(
     tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int, operand: bool = False
-) -> Launch:  # fmt: skip
+) -> LaunchSpec:  # fmt: skip
     """Of keys, shift, bias, scale_t, tau_t, cu_k: the launch that fills `prepared`, `stats` and, if there is one, the
     keys' operand. Without it the launch is another: one is for tensors that are None each time or never."""
-    keys, shift, bias, scale_t, tau_t, cu_k = (x and Layout(*x) for x in tensors)
+    keys, shift, bias, scale_t, tau_t, cu_k = (x and TensorLayout(*x) for x in tensors)
     HK, (S, D), M = keys.shape[1], keys.shape[-2:], (keys if shift is None else shift).shape[1 + (shift is None)]
     switches = {
         "M": M, "D": D, "BC": min(64, padded_width(D)), "SHIFTED": shift is not None, "BIAS": bias is not None,
@@ -144,23 +144,23 @@ def preparation(
     }  # fmt: skip
     strides = (*key_strides(keys.strides, shift is not None), *_four_strides(bias))
     tiles = ceil_div(max_k, SLOT)
-    return Launch(
+    return LaunchSpec(
         prepare_keys, (tiles * n_seq, HK, 1), strides, (HK, S, slots, tiles), switches, (0,), warps=4, stages=1
     )
 
 
 class ForwardPlan(NamedTuple):
-    prepare: Launch
-    attend: Launch
+    prepare: LaunchSpec
+    attend: LaunchSpec
     cols: int  # keys of a block
     flags: int  # room for so many of them; 0 where there is no second kernel
     operand: int  # keys of the operand that blends the components, where that is a product, or 0
 
 
 @functools.lru_cache(1 << 10)
-def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: bool) -> ForwardPlan:
+def forward_plan(tensors: tuple[Any, ...], flags: LaunchFlags, bulk: bool, want_lse: bool) -> ForwardPlan:
     """Of query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k and out, as `layouts` gives them."""
-    query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, out = (x and Layout(*x) for x in tensors)
+    query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, out = (x and TensorLayout(*x) for x in tensors)
     causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, unblended = flags
     switches = switches_of(
         query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
@@ -177,7 +177,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
     switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
     blends = _blends(way, first and _factored(switches), M)
     paths = _paths(first, small)
-    attend = Launch(
+    attend = LaunchSpec(
         mixture_forward, (n_tiles * n_seq * H, 1, 1),
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *out.strides[:3], H // HK),
@@ -189,13 +189,13 @@ def forward_plan(tensors: tuple[Any, ...], flags: Flags, bulk: bool, want_lse: b
 
 
 class KeysPass(NamedTuple):
-    launch: Launch
+    launch: LaunchSpec
     rows: int  # queries of a block
     by_engine: bool  # the bulk copy engine reads the rows' vectors
 
 
 class BackwardPlan(NamedTuple):
-    queries: Launch
+    queries: LaunchSpec
     keys: tuple[KeysPass, ...]  # dk and dv together, or one after the other
     cols: int  # keys of a block along the keys
     # Workspaces: vectors of the rows, ranges of them, flags (0 without a second kernel), and parts of sums.
@@ -206,18 +206,18 @@ class BackwardPlan(NamedTuple):
     # Keys and rows of the operands that blend the components, where that is a product, or 0; and what writes the first.
     key_operand: int
     row_operand: int
-    write: Launch
-    add: Launch  # the parts to one another
+    write: LaunchSpec
+    add: LaunchSpec  # the parts to one another
 
 
 @functools.lru_cache(1 << 10)
 def backward_plan(
-    tensors: tuple[Any, ...], flags: Flags, along_keys: bool, along_queries: bool, mask_grad: bool, prior_grad: int
+    tensors: tuple[Any, ...], flags: LaunchFlags, along_keys: bool, along_queries: bool, mask_grad: bool, prior_grad: int
 ) -> BackwardPlan:  # fmt: skip
     """Of query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, out and the gradients of it and lse, as
     `layouts` gives them. The bulk copy engine reads along_keys keys and value, along_queries query and gradient."""
     query, keys, value, shift, scale_t, tau_t, mask, _, cu_q, _, out, grad, grad_lse = (
-        x and Layout(*x) for x in tensors
+        x and TensorLayout(*x) for x in tensors
     )
     causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, _ = flags
     switches = switches_of(
@@ -254,7 +254,7 @@ def backward_plan(
     # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
     # and dv are together, which have no registers left for it.
     key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
-    queries = Launch(
+    queries = LaunchSpec(
         gradient_queries, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
@@ -264,7 +264,7 @@ def backward_plan(
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
         k_rows, k_cols, warps, stages, registers, k_way = blocks(of_keys + kind, width, M, shifted, size)
         by_engine = bulk and bool(k_way & 4)
-        launch = Launch(
+        launch = LaunchSpec(
             gradient_keys, (tiles * n_seq * HK, 1, 1), strides,
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
@@ -284,8 +284,8 @@ def backward_plan(
         flags=n_seq * most_tiles * (len(paths) > 1),
         parts=(n_parts, HK, sums),
         key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
-        write=Launch(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
-        add=Launch(
+        write=LaunchSpec(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
+        add=LaunchSpec(
             add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
             {"SHIFTS": shifts, "M": M, "SCALES": max(switches["SCALE"], 1), "SUMS": sums, "ROWS": PART_ROWS,
             "COLS": PART_COLS}, (0,), 8, 1,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mgk.kernels.autograd import differentiable, no_second_derivatives, observed
+from mgk.kernels.autograd import make_autograd_op, needs_dispatcher, raise_no_double_backward
 from mgk.kernels.mixture.bwd_sums import sums_of
 from mgk.kernels.mixture.launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
 from mgk.kernels.mixture.launch_config import EACH, NOTHING, SLOT, SUMMED
@@ -146,20 +146,20 @@ def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) 
     )  # fmt: skip
 
 
-mixture = differentiable(forward_op, launch_forward, launch_backward, _save, _gradients)
-backward_op.register_autograd(no_second_derivatives)
+mixture = make_autograd_op(forward_op, launch_forward, launch_backward, _save, _gradients)
+backward_op.register_autograd(raise_no_double_backward)
 
 
 def infer(want_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:
     """As `mixture` where no gradient is needed: out and, if wanted, lse."""
-    if not observed():
+    if not needs_dispatcher():
         return launch_inference(want_lse, *args)
     out, lse, _, _ = forward_op(*args)
     return out, lse if want_lse else None
 
 
 def decode(*args: Any) -> tuple[Tensor, Tensor]:
-    return (decode_op if observed() else launch_decode)(*args)
+    return (decode_op if needs_dispatcher() else launch_decode)(*args)
 
 
 @register_flop_formula([torch.ops.mgk.mixture_forward, torch.ops.mgk.mixture_decode])

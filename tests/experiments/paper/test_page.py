@@ -11,24 +11,24 @@ from experiments.paper import claims, costs, heads, plan, verdicts
 from experiments.paper.figures import DRAWN_FROM
 from experiments.paper.page import MADE, fill, gather
 from experiments.paper.recipe_results import find
-from experiments.paper.statistics import Compared, compare, pooled
+from experiments.paper.statistics import Difference, compare, pooled
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN, SO_FAR
 from mgk.cli import commands
 from mgk.training import config, predictions, results
-from mgk.training.config import Row
-from mgk.training.predictions import Place
+from mgk.training.config import ModelSpec
+from mgk.training.predictions import PredictionsKey
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = 400
 
 
-def compared(difference: float, half_width: float | None, remark: str = "") -> Compared:
-    return Compared("test", difference, half_width, 0.0, (2, 2), remark)
+def compared(difference: float, half_width: float | None, remark: str = "") -> Difference:
+    return Difference("test", difference, half_width, 0.0, (2, 2), remark)
 
 
 def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: int | None = None, **more) -> None:
     """A run that gets a share of the examples right: the first ones, so that runs differ on as few as can be."""
-    settings, model = config.load(recipe).training, Row.parse(row)
+    settings, model = config.load(recipe).training, ModelSpec.parse(row)
     common = {
         "recipe": recipe, "variant": model.variant, "preset": "paper", "heads": model.heads,
         "kv_heads": model.kv_heads or model.heads, "seed": seed, "steps": settings.steps, "lr": settings.lr,
@@ -38,14 +38,14 @@ def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: i
     found = [{**common, "metric": "accuracy", "value": share}, {**common, "metric": "majority_share", "value": 0.1}]
     found += [] if left is None else [{**common, "metric": "plateau_left_at_step", "value": left}]
     results.append(folder / f"{recipe}.csv", found)
-    place = Place(recipe, model, "paper", seed, "test", common["setup"])
+    place = PredictionsKey(recipe, model, "paper", seed, "test", common["setup"])
     predictions.keep(folder, place, np.arange(EXAMPLES) < share * EXAMPLES)
 
 
-def part(folder: Path, recipe: str) -> claims.Part:
+def part(folder: Path, recipe: str) -> claims.ExperimentResults:
     rows = results.read(sorted(folder.glob("*.csv")))
     experiment = next(each for each in plan.EXPERIMENTS if each.recipe == recipe)
-    return claims.Part(experiment, find(rows, recipe, folder))
+    return claims.ExperimentResults(experiment, find(rows, recipe, folder))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_seeds_and_examples_both_widen_the_interval(tmp_path):
     for seed, (ours, theirs) in enumerate([(0.35, 0.36), (0.37, 0.38)]):
         record(tmp_path, "listops", "smgk:4", seed, ours, left=500)
         record(tmp_path, "listops", "softmax:8", seed, theirs, left=500)
-    found = compare(part(tmp_path, "listops").found, Row("smgk", 4), Row("softmax", 8))
+    found = compare(part(tmp_path, "listops").found, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert found.difference == pytest.approx(-1.0)
     assert found.over_seeds == pytest.approx(4.303 * 2**0.5)  # two groups of two, a deviation of √2
     # Each of two steps of half a point in 400 examples: 4 + 4 of them differ by one half.
@@ -141,7 +141,7 @@ def test_runs_that_never_left_the_plateau_do_not_blur_those_that_did(tmp_path):
         record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, left=500)
         record(tmp_path, "listops", "softmax:8", seed, (0.2, 0.37)[seed], left=2250 * seed)
     own = part(tmp_path, "listops")
-    found = compare(own.found, Row("smgk", 4), Row("softmax", 8))
+    found = compare(own.found, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert found.difference == pytest.approx(-0.5)
     assert found.counts == (2, 1)
     assert found.over_seeds == pytest.approx(12.706 * 0.5**0.5 * 1.5**0.5)  # of smgk:4's two runs alone
@@ -192,7 +192,7 @@ def test_a_run_that_has_only_just_left_the_plateau_does_not_blur_others(tmp_path
         record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, left=500)
         record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=500)
         record(tmp_path, "listops", "softmax:4", seed, 0.27 + 0.09 * seed, left=(5000, 500)[seed])
-    found = compare(part(tmp_path, "listops").found, Row("smgk", 4), Row("softmax", 8))
+    found = compare(part(tmp_path, "listops").found, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert found.over_seeds == pytest.approx(4.303 * 0.5**0.5)  # of the two groups without it
 
 
@@ -266,7 +266,9 @@ def test_less_perplexity_is_better(tmp_path):
              "n_examples": 9000, "metric": "perplexity", "value": perplexity, "params": 1, "flops": 1, "setup": "lm"},
         ])  # fmt: skip
         losses = np.log(perplexity) + 0.1 * np.sin(np.arange(20 * predictions.BLOCK))
-        predictions.keep(tmp_path, Place("enwiki-lm-2", Row.parse(row), "paper", seed, "dev", "lm"), losses)
+        predictions.keep(
+            tmp_path, PredictionsKey("enwiki-lm-2", ModelSpec.parse(row), "paper", seed, "dev", "lm"), losses
+        )
     own = part(tmp_path, "enwiki-lm-2")
     judged = next(each for each in claims.same(own) if str(each) == "mgk:8 − softmax:8")
     assert judged.compared.difference == pytest.approx(100 * np.log(100.05 / 98.0), abs=0.01)

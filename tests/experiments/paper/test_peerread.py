@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.paper.peerread.baselines import Corpus, logistic_regression, year_features
+from experiments.paper.peerread.baselines import TfidfIndex, logistic_regression, year_features
 from experiments.paper.peerread.citations import Titles, strip_citations
 from experiments.paper.peerread.communities import communities
 from experiments.paper.peerread.task import CITATION, HARD, RANDOM, exchange
@@ -47,7 +47,7 @@ def test_pairs_are_what_they_are_said_to_be(peerread):
             texts = [text.decode() for text in documents(split, number)]
             assert [text.split("\n")[0].lower() for text in texts] == keys
             assert not any("Doe" in text for text in texts)
-    facts = PAPERS.facts(data)
+    facts = PAPERS.metadata(data)
     kept = sum(int((rows[:, 2] == CITATION).sum()) for rows in pairs.values())
     assert facts["links across splits, dropped"] == 732 - kept > 0
     assert facts["source"] == "PeerRead, a stand-in for AAN"
@@ -70,7 +70,7 @@ def test_neither_order_nor_fame_nor_year_tells(peerread):
 
 def test_hard_pairs_are_near(peerread):
     data, _, _, _ = peerread
-    cosine = PAPERS.facts(data)["mean cosine"]["train"]
+    cosine = PAPERS.metadata(data)["mean cosine"]["train"]
     assert cosine["hard"] > 2 * cosine["random"]
     assert cosine["hard"] == pytest.approx(cosine["citations"], rel=0.2)
 
@@ -86,7 +86,7 @@ def test_without_hard_pairs_all_others_are_random(peerread, tmp_path):
         assert (kinds[HARD], kinds[CITATION]) == (0, Counter(pairs[name][:, 2].tolist())[CITATION])
         # So few papers leave some citations without a mate.
         assert kinds[RANDOM] == pytest.approx(kinds[CITATION], rel=0.1)
-    facts = easier.facts(tmp_path)
+    facts = easier.metadata(tmp_path)
     assert facts["mean cosine"]["train"].keys() == {"citations", "random"}
     assert "test, hard" not in easier.baselines(tmp_path)["bag of words"]
 
@@ -124,7 +124,7 @@ def test_logistic_regression_finds_what_there_is():
 def test_similarities_are_whole_numbers():
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(1500)]
-    corpus = Corpus([" ".join(random.choice(words, 60)) for _ in range(100)])
+    corpus = TfidfIndex([" ".join(random.choice(words, 60)) for _ in range(100)])
     exact = corpus.vectors.astype(np.int64) @ corpus.vectors.astype(np.int64).T
     ours = corpus.similarities(np.arange(100), np.arange(100))
     assert np.array_equal(ours, exact)

@@ -12,12 +12,12 @@ from experiments.paper import plan, run_missing
 from mgk import tasks
 from mgk.cli import commands
 from mgk.training import results
-from mgk.training.config import Row
+from mgk.training.config import ModelSpec
 from mgk.training.job_queue import Queue
 from mgk.training.sweep import COSTS
 from tests.experiments.paper.test_page import record
 
-BASELINE, MIXTURE = Row("softmax", 8), Row("smgk", 4)
+BASELINE, MIXTURE = ModelSpec("softmax", 8), ModelSpec("smgk", 4)
 
 
 def finish(directory):

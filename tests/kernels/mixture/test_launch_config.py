@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from mgk.backends import eager, triton
 from mgk.kernels import jit_cache
-from mgk.kernels.jit_cache import Launch, launch
+from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import ops
 from mgk.kernels.mixture import block_sizes, em_ops, launch_config
 from mgk.kernels.mixture import launch as triton_launch
@@ -149,7 +149,7 @@ def test_few_registers_are_for_plain_calls_by_the_first_kernel(change, capped):
     mask = layout(1, 1, length, length, dtype=change["mask"]) if "mask" in change else None
     some = (row, layout(8, 4, 2, 4096, 32), row, None, None, None, None, mask, None, None, None, row)
     dropout, bounded = change.get("dropout", False), change.get("bounded", True)
-    flags = launch_config.Flags(
+    flags = launch_config.LaunchFlags(
         0, False, dropout, length, length, 8 * 32, False, bounded, "tf32", block_sizes.blocks
     )  # fmt: skip
     forward = launch_config.forward_plan(some, flags, True, True).attend
@@ -221,7 +221,7 @@ def stream(monkeypatch):
 
 
 def step_of(kernel, numbers=(16,), switches=None, paths=(0,), warps=4):
-    return Launch(kernel, (3, 2, 1), numbers, (7,), switches or {"M": 2}, paths, warps, 1)
+    return LaunchSpec(kernel, (3, 2, 1), numbers, (7,), switches or {"M": 2}, paths, warps, 1)
 
 
 def test_a_compiled_kernel_is_launched_by_addresses(stream):

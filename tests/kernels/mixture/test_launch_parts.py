@@ -99,7 +99,7 @@ def test_who_holds_the_operand_of_a_blend(hard, unblended, components, has):
     """Two soft components at width 64, but not in parts."""
     call = make(1, 2, 2, D=64, M=components)
     tensors = (call.query, call.keys, call.value, call.shift, *(None,) * 7, call.query)
-    flags = launch_config.Flags(0, hard, False, 40, 40, 1, False, True, "ieee", launch_parts.blocks, unblended)
+    flags = launch_config.LaunchFlags(0, hard, False, 40, 40, 1, False, True, "ieee", launch_parts.blocks, unblended)
     plan = launch_config.forward_plan(launch_config.layouts(*tensors), flags, False, True)
     assert (plan.operand > 0) == has
 

@@ -50,7 +50,7 @@ def test_no_synchronisation(variant, hard):
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
 def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
     """Positions before heads, so that a layer need not move them: neither the output nor a gradient."""
-    monkeypatch.setattr("mgk.kernels.autograd.observed", lambda: compiled)
+    monkeypatch.setattr("mgk.kernels.autograd.needs_dispatcher", lambda: compiled)
     leaves, _ = case(variant, B=2, H=4, Hk=2)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
     out = triton.run(make_call(x))[0]
@@ -117,7 +117,7 @@ def test_auto_picks_it(name, dtype):
 @pytest.mark.parametrize("linear", [False, True], ids=["smgk", "smlk"])
 def test_second_derivatives_are_refused(linear, as_operator, monkeypatch):
     """Not left out of the sum without a word, where the output's gradient itself is a constant."""
-    monkeypatch.setattr("mgk.kernels.autograd.observed", lambda: as_operator)
+    monkeypatch.setattr("mgk.kernels.autograd.needs_dispatcher", lambda: as_operator)
     query, key, value = (torch.randn(1, 1, 20, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     attend = mgk.smlk_attention if linear else mgk.smgk_attention
     out = attend(query, key, value, torch.randn(1, 2, 16, device=DEVICE), is_causal=True, backend="triton")
