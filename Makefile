@@ -73,10 +73,11 @@ test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3)
 demo: $(STAMP) ## Train softmax and sMGK with half the heads on short ListOps (two minutes on a CPU) and show both side by side
 	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
 
-lint: $(STAMP) ## Check style, formatting and types
+lint: $(STAMP) ## Check style, formatting, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""`import mgk` needs torch alone; the package's own imports go one way."""
+"""Check that `import mgk` needs torch alone, and that the packages import one another in one direction."""
 
 import ast
 import re
@@ -12,6 +12,7 @@ import mgk
 from mgk import cli
 
 PACKAGE = Path(mgk.__file__).parent
+ROOT = Path(__file__).parents[1]
 OPTIONAL = [
     "triton",
     "transformers",
@@ -108,102 +109,55 @@ def test_it_does_not_import_the_optional_packages():
     assert not added & {*OPTIONAL, "numpy", "safetensors", "onnx", "onnxruntime"}
 
 
-# Where each file stands in "tokens -> models -> attention -> functional -> kernels -> equations", from the bottom: it
-# imports what stands lower, or at its own height. What is not listed stands with the models, above the public names.
-HEIGHT = {
-    "checks": 0,
-    "files": 0,
-    "equations": 0,
-    "features": 0,
-    "rotary": 0,
-    "recomputation": 0,
-    "arguments": 1,
-    "kernels": 2,
-    "functional": 3,
-    "variants": 4,
-    "cache": 4,
-    "how": 5,
-    "keys": 5,
-    "priors": 5,
-    "conversion": 5,
-    "attention": 6,
-    "multihead": 7,
-    "__init__": 8,
-    "analysis": 10,
-    "training": 11,
-    "evaluation": 11,
-    "cost": 11,
-    "evidence": 11,
-    "hf": 11,
-    "commands": 12,
-    "cli": 12,
-    "__main__": 13,
-}
-MODELS = 9
-# What these import: torch, and those that are modules the checks of their arguments.
+CONTRACTS = ("layers", "backends", "triton", "transformers")
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_import_contracts(contract):
+    """Run import-linter on the contracts of pyproject.toml, one at a time."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"]
+    done = subprocess.run(
+        [*command, "--no-cache", "--contract", contract], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 kept, 0 broken" in done.stdout
+
+
+def test_all_import_contracts_are_run():
+    contracts = re.findall(r'^id = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(contracts) == set(CONTRACTS)
+
+
+def test_transformers_integration_loads_no_harness():
+    pytest.importorskip("transformers")
+    loaded = run("import sys, mgk.hf; print(*sorted(sys.modules))").split()
+    harness = ("mgk.tasks", "mgk.training", "mgk.analysis", "mgk.cli", "mgk.bench", "experiments")
+    assert not [name for name in loaded if name.startswith(harness)]
+
+
+def imported(path):
+    """Return the full names of all modules that a file imports anywhere."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+# Third-party and own modules that these files may import beside the standard library.
 TORCH_ALONE = {
     "equations": {"torch"},
     "features": {"torch", "mgk._core.validation"},
     "rotary": {"torch", "mgk._core.validation"},
 }
-# transformers: our models in its shells, and its models under analysis.
-ONLY_THERE = {"transformers": ("hf/", "analysis/foreign.py"), "triton": ("kernels/",)}
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def part(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-PARTS = {part(path) for path in FILES}
-
-
-def imported(path):
-    """The full names of all modules that a file imports anywhere, `mgk.backends.eager` for one of ours."""
-    package = ["mgk", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*origin, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path):
-    own = part(path)
-    for name in imported(path):
-        top, *rest = name.split(".")
-        if top == "mgk":
-            other = rest[0] if rest and rest[0] in PARTS else "__init__"
-            assert HEIGHT.get(other, MODELS) <= HEIGHT.get(own, MODELS), f"{own} imports {name}, which stands above it"
-        where = path.relative_to(PACKAGE).as_posix()
-        assert where.startswith(ONLY_THERE.get(top, "")), f"{where} imports {top}"
 
 
 @pytest.mark.parametrize(("name", "allowed"), TORCH_ALONE.items(), ids=TORCH_ALONE)
-def test_the_paper_imports_torch_alone(name, allowed):
+def test_equations_import_torch_alone(name, allowed):
     modules = [module.split(".") for module in imported(PACKAGE / f"{name}.py")]
-    others = {".".join(parts[: 2 if parts[0] == "mgk" else 1]) for parts in modules}
-    assert others - set(sys.stdlib_module_names) == allowed
-
-
-def test_the_files_of_equal_height_form_no_circle():
-    graph = {}
-    for path in FILES:
-        name = path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
-        graph[name] = {
-            other
-            for module in imported(path)
-            for other in (module.removeprefix("mgk."), module.removeprefix("mgk.").rpartition(".")[0])
-            if module.startswith("mgk.") and (PACKAGE / f"{other.replace('.', '/')}.py").exists()
-        }
-    done = set()
-    while left := set(graph) - done:
-        free = {name for name in left if graph[name] <= done}
-        assert free, f"these import one another: {sorted(left)}"
-        done |= free
+    packages = {".".join(parts[: 3 if parts[0] == "mgk" else 1]) for parts in modules}
+    assert packages - set(sys.stdlib_module_names) == allowed
 
 
 def test_public_names():

@@ -188,4 +188,5 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
     figures = [["figure (item 5)", "what", "from models of the size above"]]
     for number, what, needs in FIGURES:
         figures.append([number, what, "yes" if all((results / each).exists() for each in needs) else "no"])
-    return f"{markdown_table(lines)}\n\n`mgk evidence --run` trains, times and draws what is left.\n\n{markdown_table(figures)}"
+    command = "`python -m experiments.paper --run` trains, times and draws the remaining ones."
+    return f"{markdown_table(lines)}\n\n{command}\n\n{markdown_table(figures)}"

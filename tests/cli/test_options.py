@@ -68,7 +68,12 @@ def places(asked):
 
 COMPARE = [
     ("recipe", [], lambda a: a["recipe"].name, "listops"),
-    ("rows", ["--rows", "smgk:4,softmax:8/4"], lambda a: a["models"], [ModelSpec("smgk", 4), ModelSpec("softmax", 8, 4)]),
+    (
+        "rows",
+        ["--rows", "smgk:4,softmax:8/4"],
+        lambda a: a["models"],
+        [ModelSpec("smgk", 4), ModelSpec("softmax", 8, 4)],
+    ),
     ("seeds", ["--rows", "smgk:4", "--seeds", "2"], lambda a: [job.seed for job in a["jobs"]], [0, 1]),
     ("preset", ["--preset", "ref-lra"], lambda a: "--preset ref-lra" in " ".join(a["command"]), True),
     ("steps", ["--steps", "2000"], lambda a: "--set steps=2000" in " ".join(a["command"]), True),

@@ -212,7 +212,8 @@ class BackwardPlan(NamedTuple):
 
 @functools.lru_cache(1 << 10)
 def backward_plan(
-    tensors: tuple[Any, ...], flags: LaunchFlags, along_keys: bool, along_queries: bool, mask_grad: bool, prior_grad: int
+    tensors: tuple[Any, ...], flags: LaunchFlags, along_keys: bool, along_queries: bool, mask_grad: bool,
+    prior_grad: int,
 ) -> BackwardPlan:  # fmt: skip
     """Of query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, out and the gradients of it and lse, as
     `layouts` gives them. The bulk copy engine reads along_keys keys and value, along_queries query and gradient."""

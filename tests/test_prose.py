@@ -1,0 +1,76 @@
+"""Check the wording of docstrings, comments, messages and Markdown pages against a word list."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(path for folder in ("mgk", "experiments", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "mgk/**/*.md", "experiments/**/*.md", "mgk/**/*.yaml", "experiments/**/*.yaml")
+    for path in ROOT.glob(pattern)
+    if path.name != "CHANGELOG.md"  # entries of released versions stay as they are
+)
+
+# Wording that CONTRIBUTING.md rules out: people and personified code, and turns that have a plain equivalent.
+BLOCKED = re.compile(
+    r"""\b(
+    nobody | somebody | someone | anybody | whoever | whomever | looks?\ on | is\ told | are\ told | was\ told | told |
+    heard | is\ no\ (?:run|folder|file|YAML|JSON|directory|number|tensor|model|checkpoint|language\ model|setting) |
+    so\ many\ of | in\ company | letters\ home | by\ the\ shortest\ way |
+    who\ (?:asks|sets|set|has|looks|wants|leaves) |
+    knows\ better | is\ wanted | are\ wanted | was\ wanted | is\ asked\ for | was\ asked\ for | asked\ for
+    )\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# A relative clause or a genitive in place of the noun that the reader needs.
+HEADLESS = re.compile(r"^\W*(What|Who|Whoever|Of|Where)\b(?!.*\?$)")
+
+
+def texts(path: Path) -> list[tuple[int, str]]:
+    """Return line numbers with the comments and string literals of a Python file."""
+    source = path.read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    kinds = (tokenize.COMMENT, tokenize.STRING)
+    return [(token.start[0], token.string) for token in tokens if token.type in kinds]
+
+
+def docstrings(path: Path) -> list[tuple[int, str]]:
+    """Return line numbers and texts of all docstrings of a Python file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, owners)]
+    return [(getattr(node, "lineno", 1), doc) for node in nodes if (doc := ast.get_docstring(node)) is not None]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_code_avoids_blocked_words(path):
+    hits = [
+        f"{name(path)}:{line}: {match.group(0)!r}" for line, text in texts(path) for match in BLOCKED.finditer(text)
+    ]
+    assert not hits, "\n".join(hits)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_docstrings_and_comments_open_with_a_noun_or_a_verb(path):
+    comments = [(line, text) for line, text in texts(path) if text.startswith("#")]
+    hits = [
+        f"{name(path)}:{line}: {text[:60]!r}" for line, text in [*docstrings(path), *comments] if HEADLESS.match(text)
+    ]
+    assert not hits, "\n".join(hits)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_pages_avoid_blocked_words(path):
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    hits = [f"{name(path)}:{number}: {match.group(0)!r}" for number, line in lines for match in BLOCKED.finditer(line)]
+    assert not hits, "\n".join(hits)
