@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
+from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail, one_of
 from mgk.backends import chunked, cpu_flash, eager, fused_linear, meta, torch_sdpa, triton
 
@@ -317,5 +318,5 @@ def _nothing_to_attend(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
     """No keys at all: every row is fully masked. The product with the query keeps autograd's graph whole."""
     nothing = call.query[..., :1] * 0
     output = nothing.expand(*call.query.shape[:-1], call.value.shape[-1])
-    lse = nothing[..., 0].to(eager.compute_dtype(call.query.dtype)) - torch.inf
+    lse = nothing[..., 0].to(compute_dtype(call.query.dtype)) - torch.inf
     return output, lse, nothing[..., :0]

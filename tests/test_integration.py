@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mgk
-from mgk import Attention
-from mgk.backends import eager
+from mgk import Attention, equations
+from mgk._core import query_blocks
 
 EMBED, H, HK, D = 16, 4, 2, 8
 LENGTHS = [7, 2, 3, 5, 8, 13, 16, 31, 33, 48, 63, 64, 65, 100, 128, 130, 200, 256, 257, 300]
@@ -237,14 +237,14 @@ def test_blocks_of_queries_change_nothing(options, masks, shifted, monkeypatch):
     leaves = inputs + [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     op = mgk.smgk_attention if shifted else mgk.mgk_attention
     sizes = []
-    logits = eager.equations.component_logits
+    logits = equations.component_logits
 
     def measured(*args, **kwargs):
         result = logits(*args, **kwargs)
         sizes.append(result[0].numel())
         return result
 
-    monkeypatch.setattr(eager.equations, "component_logits", measured)
+    monkeypatch.setattr(equations, "component_logits", measured)
 
     def everything(**extra):
         out, lse = op(*inputs, backend="eager", return_lse=True, **options, **extra)[:: 2 if extra else 1]
@@ -252,7 +252,7 @@ def test_blocks_of_queries_change_nothing(options, masks, shifted, monkeypatch):
 
     wanted, whole = everything(), max(sizes)
     for limit in (whole // 7, 1):
-        monkeypatch.setattr(eager, "BLOCK_ELEMENTS", limit)
+        monkeypatch.setattr(query_blocks, "BLOCK_ELEMENTS", limit)
         sizes.clear()
         close(everything(), wanted, 1e-10)
         assert max(sizes) <= max(limit, whole // 50)
@@ -281,7 +281,7 @@ def test_long_sequences_form_no_full_matrix(assignment):
     with Largest() as largest:
         out = mgk.smgk_attention(query, key, value, shift, assignment=assignment, backend="eager")
         out.sum().backward()
-    assert 4096 * 4096 // 4 < largest.elements <= eager.BLOCK_ELEMENTS
+    assert 4096 * 4096 // 4 < largest.elements <= query_blocks.BLOCK_ELEMENTS
     assert out.isfinite().all()
 
 
@@ -291,7 +291,7 @@ def test_weights_of_hard_assignment_are_made_in_blocks():
     with Largest() as largest:
         _, weights = mgk.smgk_attention(query, key, value, shift, assignment="hard", return_weights=True)
     assert weights.shape == (1, 1, 4096, 4096)
-    assert largest.elements <= max(eager.BLOCK_ELEMENTS, weights.numel())
+    assert largest.elements <= max(query_blocks.BLOCK_ELEMENTS, weights.numel())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")

@@ -11,8 +11,9 @@ from torch import Tensor
 from mgk import equations
 from mgk._core.calls import MixtureCall
 from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows
+from mgk._core.precision import without_autocast
+from mgk._core.query_blocks import expand_inputs, query_blocks
 from mgk.backends import triton
-from mgk.backends.eager import prepare, query_blocks, without_autocast
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _attendable(mask: Tensor) -> Tensor:
 def equations_statistics(call: MixtureCall, counted: Tensor | None = None) -> Statistics:
     """All of them by the equations."""
     with without_autocast(call.query):
-        query, keys, _, log_prior, scale, tau = prepare(call)
+        query, keys, _, log_prior, scale, tau = expand_inputs(call)
         batch, heads, queries, _ = query.shape
         length = keys.shape[-2]
         bias = call.attn_mask

@@ -19,8 +19,8 @@ from torch import Tensor
 from mgk import equations
 from mgk._core.calls import LinearCall, MixtureCall
 from mgk._core.masks import allowed_pairs, block_of_rows, repeat_heads
+from mgk._core.query_blocks import expand_inputs
 from mgk.analysis.capture import Call
-from mgk.backends import eager
 
 AnyCall = TypeVar("AnyCall", MixtureCall, LinearCall)
 
@@ -82,7 +82,7 @@ class MixtureWeights(SampleWeights):
     def __init__(self, call: MixtureCall, sample: int) -> None:
         self.call = one = _in_fp64(_pick(call, sample))
         super().__init__(one.query.shape[2], one.keys.shape[-2], _real(_visible(one.attn_mask), one.keys.shape[-2]))
-        self.query, self.keys, value, prior, self.scale, self.tau = eager.prepare(one)
+        self.query, self.keys, value, prior, self.scale, self.tau = expand_inputs(one)
         assert prior is not None
         self.prior = prior
         self.components = one.components

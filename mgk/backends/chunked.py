@@ -18,7 +18,7 @@ from torch import Tensor
 from mgk import equations
 from mgk._core.calls import LinearCall
 from mgk._core.masks import cu_seqlens_to_segments, repeat_heads
-from mgk.backends.eager import compute_dtype, without_autocast
+from mgk._core.precision import compute_dtype, without_autocast
 
 CHUNK = 64
 # Positions at a time: what is formed for them stays small enough for the allocator to keep and use again.

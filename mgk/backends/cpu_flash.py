@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgk._core.calls import MixtureCall
 from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, repeat_heads
-from mgk.backends.eager import compute_dtype, without_autocast
+from mgk._core.precision import compute_dtype, without_autocast
 from mgk.kernels.autograd import raise_no_double_backward
 
 # Queries at a time where an explicit mask is needed: the mask is [B, H, TILE, S].

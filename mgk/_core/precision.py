@@ -1,0 +1,24 @@
+"""The dtype that backends compute in, and regions without autocast."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return fp32 for half precision and fp32, fp64 for fp64."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """Return a context manager that disables autocast on the device of `like`."""
+    device_type = like.device.type
+    # The meta device has no autocast. The region is opened only if autocast is on: torch 2.6 cannot save an exported
+    # program that contains one.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

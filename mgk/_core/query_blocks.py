@@ -1,0 +1,40 @@
+"""Inputs of the equations for a call, and the blocks of queries that bound the memory of its logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mgk._core.calls import MixtureCall
+from mgk._core.masks import repeat_heads
+from mgk._core.precision import compute_dtype
+
+# Elements of one block's logits [B, H, M, rows, S]: 64 MiB in fp32.
+BLOCK_ELEMENTS = 1 << 24
+
+
+def expand_inputs(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float | Tensor, float | Tensor]:
+    """Return query, keys [B, H, M, S, D], value, log_prior, scale and tau per query head, in the compute dtype."""
+    dtype = compute_dtype(call.query.dtype)
+    group = call.group
+    scale, tau, log_prior = call.scale, call.tau, call.log_prior
+    if isinstance(scale, Tensor):
+        scale = repeat_heads(scale.to(dtype), group)
+    if isinstance(tau, Tensor):
+        tau = tau.to(dtype).repeat_interleave(group)
+    if log_prior is None:
+        log_prior = call.query.new_full((1, 1, 1, 1), 1 / call.components, dtype=dtype).log()
+    log_prior = repeat_heads(log_prior.to(dtype), group)
+    keys, value = (repeat_heads(x, group) for x in (call.component_keys(dtype), call.value.to(dtype)))
+    return call.query.to(dtype), keys, value, log_prior, scale, tau
+
+
+def query_blocks(call: MixtureCall) -> list[slice]:
+    """Split the queries into blocks whose logits have at most BLOCK_ELEMENTS elements."""
+    queries = call.query.shape[2]
+    # One block under torch.compile: a loop over blocks would specialise on the symbolic length.
+    if torch.compiler.is_compiling() or queries == 0:
+        return [slice(0, queries)]
+    per_row = call.query.shape[0] * call.query.shape[1] * call.components * call.keys.shape[-2]
+    rows = max(1, BLOCK_ELEMENTS // max(1, per_row))
+    return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
