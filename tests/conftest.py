@@ -139,6 +139,8 @@ def missing() -> list[str]:
 
 def pytest_sessionfinish(session, exitstatus):
     on_worker = hasattr(session.config, "workerinput")
+    if session.config.option.collectonly:
+        return
     if not on_worker and complete and missing() and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
