@@ -177,11 +177,11 @@ def _run(
     from mgk.analysis import inputs as samples
     from mgk.analysis.report.html import AnalyzedModel
     from mgk.models import load_model
-    from mgk.training.run_dir import best_of, read_run
+    from mgk.models.run_directory import RunDirectory
 
-    description = read_run(run, "recipe", "row", "seed")
+    description = RunDirectory(run).read_description("recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(best_of(run), device)
+    model = load_model(RunDirectory(run).existing_best_model(), device)
     config: Any = model.config
     wanted = _default_matrices(matrices, given.length or config.max_length, device)
     if given.images:

@@ -25,7 +25,6 @@ from mgk.cli.common import (
     warn_if_gpu_recommended,
 )
 from mgk.training import config, results
-from mgk.training.config import run_directory
 from mgk.variants import PRESETS
 
 if TYPE_CHECKING:
@@ -67,6 +66,7 @@ def compare(
     from mgk.training import sweep as comparison
     from mgk.training.evaluate import parameters
     from mgk.training.job_queue import chosen_at_once, run_jobs
+    from mgk.training.run_dir import run_path
     from mgk.training.trainer import Run
 
     overrides = apply_steps(recipe, settings, steps)
@@ -84,9 +84,7 @@ def compare(
     where = data_directory(data_dir)
     task = tasks.task(chosen.task)
     task.prepare(where, os.cpu_count() or 1, progress)
-    first = {
-        row: Run(chosen, row, preset, 0, where, run_directory(runs, chosen.name, row, preset, 0)) for row in models
-    }
+    first = {row: Run(chosen, row, preset, 0, where, run_path(runs, chosen.name, row, preset, 0)) for row in models}
     setups = {row: run.setup(task) for row, run in first.items()}
     # Its own file, and any other of results/ that already has the row.
     own = out / f"{chosen.name}.csv"

@@ -28,16 +28,16 @@ def evaluate(
     import torch
 
     from mgk import tasks
+    from mgk.models.run_directory import RunDirectory
     from mgk.training.config import PRECISIONS, TrainConfig
     from mgk.training.evaluate import judge_of
-    from mgk.training.run_dir import best_of, read_run
 
     for name, count in (("--batch-size", batch_size), ("--stride", stride)):
         if count is not None:
             positive_integer(name, count)
     if precision is not None:
         one_of("--precision", precision, PRECISIONS)
-    description = read_run(run, "training")
+    description = RunDirectory(run).read_description("training")
     task = tasks.task(description["task"])
     if split is not None:
         one_of("--split", split, task.splits)
@@ -48,7 +48,7 @@ def evaluate(
     settings = TrainConfig(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = data_directory(data_dir, description)
-    judge = judge_of(best_of(run), settings, task, data, device, split)
+    judge = judge_of(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
     same = check_same_data(run, description, task, data)
     for name in judge.splits:
         found = list(judge.judge(name, None))

@@ -24,7 +24,7 @@ from mgk.cli.common import (
     warn_if_gpu_recommended,
 )
 from mgk.training import config, predictions, results
-from mgk.training.config import ModelSpec, run_directory
+from mgk.training.config import ModelSpec
 from mgk.variants import PRESETS, VARIANTS
 
 
@@ -60,7 +60,9 @@ def train(
     from mgk import tasks
     from mgk._core.io import write_atomically
     from mgk.analysis.report import curves
+    from mgk.models.run_directory import RunDirectory
     from mgk.training.evaluate import finish, parameters
+    from mgk.training.run_dir import run_path
     from mgk.training.trainer import STRATEGIES, Run, fit, shutdown_distributed
 
     own = config.load(recipe)
@@ -84,7 +86,7 @@ def train(
     if resume not in (None, "auto"):
         fail("--resume", f"must be auto, got {resume!r}")
     task = tasks.task(chosen.task)
-    where = out or run_directory(Path("runs"), chosen.name, row, preset, seed)
+    where = out or run_path(Path("runs"), chosen.name, row, preset, seed)
     data = data_directory(data_dir)
     check_folder("--out", where)
     if results_file is not None:
@@ -112,9 +114,10 @@ def train(
         raise typer.Exit(128 + record.stopped_by)
     if module.global_rank != 0:
         return
-    known = where / "result.json"
+    files = RunDirectory(where)
     # A run that was already done keeps the times and the memory that were measured while it trained.
-    rows = json.loads(known.read_text()) if known.exists() and not record.steps else finish(run, task, module, record)
+    is_finished = files.result.exists() and not record.steps
+    rows = json.loads(files.result.read_text()) if is_finished else finish(run, task, module, record)
     if results_file is not None:
         new = results.rows_not_in(results_file, rows)
         if new:
@@ -129,7 +132,7 @@ def train(
         changed = None if chosen == own else setup
         curve = curves.kept(results_file.parent, chosen.name, row, preset, seed, changed)
         curve.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(curve, (where / "metrics.csv").read_text())
+        write_atomically(curve, files.metrics.read_text())
     objective = module.objective
     for each in rows:
         if each["metric"] == objective.judged_by(chosen.training):

@@ -26,7 +26,7 @@ from mgk.models.adaptive_softmax import TiedEmbedding
 from mgk.models.checkpoint import KINDS
 from mgk.models.decoder import DecoderLayer
 from mgk.models.encoder import EncoderLayer
-from mgk.training.run_dir import best_of, read_run
+from mgk.models.run_directory import RunDirectory
 
 IGNORED = -100  # the label of positions that are not to be learned
 
@@ -75,8 +75,9 @@ class MGKPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_run(cls: type[Shell], directory: str | Path) -> Shell:
         """The best model of a run of `mgk train`. Back: `mgk.models.save_model(shell.model, directory)`."""
-        read_run(Path(directory))
-        model: Any = load_model(best_of(Path(directory)))
+        run = RunDirectory(directory)
+        run.read_description()
+        model: Any = load_model(run.existing_best_model())
         return cls.of(model)
 
     @torch.no_grad()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mgk._core.io import write_atomically
 from mgk.models import save_model
+from mgk.models.run_directory import RunDirectory
 from mgk.training.config import TrainConfig
 from mgk.training.module import TrainingModule, is_distributed
-from mgk.training.run_dir import CHECKPOINT
 from mgk.training.signals import SAME, STOPPING, SignalListener
 
 # Steps between two points of the curves that TensorBoard shows.
@@ -32,7 +32,7 @@ class CheckpointCallback(pl.Callback):
     """metrics.csv, step times, the best model, checkpoints, and a clean end on SIGTERM or Ctrl-C."""
 
     def __init__(self, directory: Path, settings: TrainConfig) -> None:
-        self.directory, self.settings = directory, settings
+        self.files, self.settings = RunDirectory(directory), settings
         self.stopped_by: int | None = None  # the signal, where all processes know of it
         self._asked: int | None = None  # the one that this process has heard
         self.step_ms: list[float] = []
@@ -51,7 +51,7 @@ class CheckpointCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # Rows after the checkpoint will be written again.
         done = trainer.global_step
-        path = self.directory / "metrics.csv"
+        path = self.files.metrics
         if trainer.is_global_zero and path.exists():
             rows = list(csv.reader(path.read_text().splitlines()))
             kept = [rows[0], *(row for row in rows[1:] if int(row[0]) <= done)]
@@ -140,7 +140,7 @@ class CheckpointCallback(pl.Callback):
             raise ValueError(f"the loss is not finite at step {step}: the training has diverged; lower lr, or set clip")
         if trainer.is_global_zero:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
-            with (self.directory / "metrics.csv").open("a") as file:
+            with self.files.metrics.open("a") as file:
                 for split, each in means.items():
                     loss = each.get("loss", math.nan)
                     file.write(f"{step},{split},{loss:.6g},{found[split]:.6g},{lr:.6g},{time.time():.1f}\n")
@@ -151,15 +151,16 @@ class CheckpointCallback(pl.Callback):
             module.best = {objective.metric: found["dev"], "step": step}
             weights = whole_weights(module.model)
             if trainer.is_global_zero:
-                save_model(module.model, self.directory / "best", weights)
+                save_model(module.model, self.files.best_model, weights)
         self._save(trainer)
         self._mark = (trainer.global_step, self._clock(module))
 
     def _save(self, trainer: pl.Trainer) -> None:
-        temporary = self.directory / f".{CHECKPOINT}.tmp"
+        checkpoint = self.files.checkpoint
+        temporary = checkpoint.with_name(f".{checkpoint.name}.tmp")
         trainer.save_checkpoint(temporary, weights_only=False)
         if trainer.is_global_zero:
-            temporary.replace(self.directory / CHECKPOINT)
+            temporary.replace(checkpoint)
 
     def _clock(self, module: pl.LightningModule) -> float:
         if module.device.type == "cuda":

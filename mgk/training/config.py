@@ -146,11 +146,6 @@ class Recipe:
         return dataclasses.replace(self, model=model, training=changed)
 
 
-def run_directory(runs: Path, recipe: str, row: ModelSpec, preset: str, seed: int) -> Path:
-    """Where a training lies among others."""
-    return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
-
-
 def _as_number(value: Any) -> Any:
     if isinstance(value, str):
         try:

@@ -111,7 +111,7 @@ def finish(run: Run, task: Any, module: TrainingModule, record: CheckpointCallba
     memory = peak_memory_mb()
     # What was compiled for training also evaluates; of a model that is shared out this process has a part alone.
     trained = None if module.device_mesh is not None else module.objective
-    judge = judge_of(run.directory / "best", settings, task, run.data_dir, record.device, trained=trained)
+    judge = judge_of(run.files.best_model, settings, task, run.data_dir, record.device, trained=trained)
     # The first window holds compilation and warm-up.
     windows = record.step_ms[1:] or record.step_ms
     step_ms = statistics.median(windows) if windows else float("nan")
@@ -124,7 +124,7 @@ def finish(run: Run, task: Any, module: TrainingModule, record: CheckpointCallba
     ]
     if run.recipe.plateau is not None:
         # 0: never.
-        step = plateau_left(run.directory / "metrics.csv", run.recipe.plateau / 100)
+        step = plateau_left(run.files.metrics, run.recipe.plateau / 100)
         rows.append({**rows[0], "metric": "plateau_left_at_step", "value": step})
     baselines = task.baselines(run.data_dir)
     for split in judge.splits:
@@ -132,7 +132,7 @@ def finish(run: Run, task: Any, module: TrainingModule, record: CheckpointCallba
         found = list(judge.judge(split, run.directory))
         found += [Metric(found[0].n_examples, *baseline) for baseline in known]
         rows += [{**common, "split": split, **each._asdict()} for each in found]
-    write_atomically(run.directory / "result.json", json.dumps(rows, indent=2))
+    write_atomically(run.files.result, json.dumps(rows, indent=2))
     return rows
 
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec
 
 # Off a terminal, seconds between two lines on how the running trainings stand.
@@ -45,7 +46,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        return self.directory / "log.txt"
+        return RunDirectory(self.directory).log
 
     @property
     def failed(self) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mgk import tasks
-from mgk.training.config import ModelSpec, Recipe, run_directory
+from mgk.training.config import ModelSpec, Recipe
 from mgk.training.job_queue import Job
 from mgk.training.objectives import OBJECTIVES
+from mgk.training.run_dir import run_path
 
 # Costs of a row timed by itself (`mgk.training.profiling`); the table takes step time and memory from it if present.
 COSTS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
@@ -138,7 +139,7 @@ def train_job(
 ) -> Job:
     """What trains this model. out: the folder of its results. given: what the recipe was asked for by, where that is
     not its name; overrides: settings other than the recipe's, which `recipe` has."""
-    directory = run_directory(runs, recipe.name, row, preset, seed)
+    directory = run_path(runs, recipe.name, row, preset, seed)
     command = [sys.executable, "-m", "mgk", "train", given or recipe.name, "--preset", preset]
     command += ["--data-dir", str(data_dir)] + [part for override in overrides for part in ("--set", override)]
     command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", row.variant, "--heads", str(row.heads)]

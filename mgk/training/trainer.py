@@ -21,6 +21,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 
 from mgk._core.io import write_atomically
 from mgk._core.validation import one_of
+from mgk.models.run_directory import RunDirectory
 from mgk.training import results
 from mgk.training.callbacks import LOG_EVERY, CheckpointCallback
 from mgk.training.config import ModelSpec, Recipe
@@ -28,7 +29,6 @@ from mgk.training.data import seed_of
 from mgk.training.module import TrainingModule, is_distributed
 from mgk.training.objectives import OBJECTIVES
 from mgk.training.progress import ProgressBar
-from mgk.training.run_dir import CHECKPOINT
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 # Settings of models that came later, at the values that all had before: they change no setup's name.
@@ -45,6 +45,11 @@ class Run:
     seed: int
     data_dir: Path
     directory: Path
+
+    @property
+    def files(self) -> RunDirectory:
+        """The paths of the run's files."""
+        return RunDirectory(self.directory)
 
     def model_config(self, task: Any) -> Any:
         """The resolved configuration."""
@@ -119,9 +124,8 @@ def _check_whole(checkpoint: Path) -> None:
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 
 
-def write_environment(directory: Path, device: torch.device) -> None:
+def write_environment(path: Path, device: torch.device) -> None:
     """Adds to environment.json, a list of the run's starts, where and with what it starts now."""
-    path = directory / "environment.json"
     try:
         starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except ValueError as error:
@@ -154,15 +158,15 @@ def fit(
         warnings.filterwarnings("ignore", message=rf"\s*{words}")
     description = json.loads(json.dumps(run.describe(task)))
     run.directory.mkdir(parents=True, exist_ok=True)
-    written = run.directory / "run.json"
-    checkpoint = run.directory / CHECKPOINT
+    checkpoint = run.files.checkpoint
     if checkpoint.exists() and not resume:
         raise ValueError(f"{run.directory} already holds a run: pass --resume auto to go on, or another --out")
     if checkpoint.exists():
-        _check_same(run.directory, json.loads(written.read_text()), description)
+        _check_same(run.directory, json.loads(run.files.description.read_text()), description)
         _check_whole(checkpoint)
     # Where the data lay is kept for later commands, and may change.
-    write_atomically(written, json.dumps({**description, "data_dir": str(run.data_dir.resolve())}, indent=2))
+    located = {**description, "data_dir": str(run.data_dir.resolve())}
+    write_atomically(run.files.description, json.dumps(located, indent=2))
     kind = OBJECTIVES[task.objective]
     kind.keep(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
@@ -184,7 +188,7 @@ def fit(
         num_sanity_val_steps=0,
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip or None,
-        logger=pl.loggers.TensorBoardLogger(run.directory, name="", version="tensorboard"),
+        logger=pl.loggers.TensorBoardLogger(run.directory, name="", version=run.files.tensorboard.name),
         log_every_n_steps=LOG_EVERY,
         callbacks=[record, ProgressBar(settings.steps)],
         enable_checkpointing=False,
@@ -195,6 +199,6 @@ def fit(
         inference_mode=False,
     )
     if trainer.is_global_zero:
-        write_environment(run.directory, trainer.strategy.root_device)
+        write_environment(run.files.environment, trainer.strategy.root_device)
     trainer.fit(module, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
     return module, record

@@ -361,7 +361,7 @@ def test_a_language_model_on_its_text_and_on_the_users(tmp_path, monkeypatch, re
 
 
 def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path, refused):
-    refused("is no run: it has no run.json", tmp_path / "nowhere")
+    refused("is not a run directory (no run.json)", tmp_path / "nowhere")
     refused("give the directory of one or more runs, or --hf MODEL")
     refused("--text is not for this model, whose task has no text", run, "--text", "some text of mine")
     refused("--images goes with --hf", run, "--images", "x.png")

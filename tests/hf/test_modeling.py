@@ -373,7 +373,7 @@ def test_a_run_becomes_a_folder_and_comes_back(task, tmp_path, prompts):
 
 
 WRONG = {
-    "nope is no run": lambda: MGKForCausalLM.from_run("nope"),
+    "nope is not a run directory": lambda: MGKForCausalLM.from_run("nope"),
     "folder nope is neither a folder nor": lambda: mgk.hf.load_converted("nope"),
     "hidden_size": lambda: MGKConfig(vocab_size=30, embed_dim=16),
     "vocab_size": lambda: MGKConfig(hidden_size=16),

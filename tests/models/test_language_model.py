@@ -204,8 +204,8 @@ def test_wrong_input_of_the_commands_is_one_line_and_exit_code_2(own_text, tmp_p
     cases = [
         (["generate", run, "--prompt", ""], "--prompt must hold some text"),
         (["generate", run, "--prompt", "a", "--temperature", "-1"], "temperature"),
-        (["generate", str(classifier), "--prompt", "a"], "holds no language model"),
-        (["generate", str(tmp_path), "--prompt", "a"], "is no run"),
+        (["generate", str(classifier), "--prompt", "a"], "not of a language model"),
+        (["generate", str(tmp_path), "--prompt", "a"], "is not a run directory"),
         (["eval", run, "--data-dir", str(own_text), "--split", "other"], "split must be one of"),
         (["train", "wikitext-2", "--data-dir", str(tmp_path)], "wiki.train.tokens is missing"),
         (["study", "listops"], "trains no language model"),

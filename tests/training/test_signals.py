@@ -12,10 +12,10 @@ from mgk.training.signals import GRACE, SAME, STOPPING, SignalListener
 # hashlib lets other threads run, and no handler: as a backward pass does.
 BUSY = """
 import hashlib, signal, sys
-from mgk.signals import Heard
+from mgk.training.signals import SignalListener
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: None)
-heard = Heard([signal.SIGINT, signal.SIGTERM])
+listener = SignalListener([signal.SIGINT, signal.SIGTERM])
 print("ready", file=sys.stderr, flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
 """

@@ -17,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import experiments.paper  # noqa: F401  (adds its recipes)
 from mgk.features import FAVOR
 from mgk.models import LanguageModel, load_model, save_model
+from mgk.models.run_directory import RunDirectory
 from mgk.tasks.base import Split
 from mgk.training import config as recipes
-from mgk.training import run_dir, trainer
+from mgk.training import trainer
 from mgk.training.callbacks import CheckpointCallback
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
 from mgk.training.data import DeviceDataset, EpochPermutation, TrainSampler
@@ -29,11 +31,11 @@ from mgk.training.evaluate import finish, judge_of
 from mgk.training.objectives import OBJECTIVES
 from tests.support import tiny_training
 
-SCRIPT = Path(__file__).with_name("tiny_training.py")
+SCRIPT = Path(tiny_training.__file__)
 
 
 def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), task: str = "classes") -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent.parent), "TINY_TASK": task}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2]), "TINY_TASK": task}
     command = [*launcher, str(SCRIPT), str(out), *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     # torchrun makes 1 of whatever its processes ended with.
@@ -117,7 +119,7 @@ def test_two_processes_are_one_with_the_whole_batch(tmp_path, alone, strategy):
     train(tmp_path, "--dropout=0", f"--strategy={strategy}", launcher=both)
     assert farthest(alone, tmp_path) < 1e-5
     # The record of the run too: the first process's, as if there were no other.
-    assert (tmp_path / "best" / "model.safetensors").exists()
+    assert (RunDirectory(tmp_path).best_model / "model.safetensors").exists()
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 9
     assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
 
@@ -127,7 +129,7 @@ def test_two_processes_are_one_with_the_whole_batch(tmp_path, alone, strategy):
 def test_fsdp_goes_on_where_one_of_its_processes_was_told_to_stop(tmp_path, alone):
     both, stop = torchrun("--standalone", "--nproc-per-node=2"), ("--kill-at=15", "--kill-with=15", "--kill-rank=1")
     assert train(tmp_path, "--dropout=0", "--strategy=fsdp", *stop, launcher=both) != 0
-    assert torch.load(tmp_path / run_dir.CHECKPOINT, weights_only=True)["global_step"] == 16
+    assert torch.load(RunDirectory(tmp_path).checkpoint, weights_only=True)["global_step"] == 16
     assert not (tmp_path / "final").exists()
     # What FSDP saved, one process alone can go on from.
     assert train(tmp_path, "--dropout=0", "--resume") == 0
@@ -251,14 +253,14 @@ def test_recipe_is_checked_as_a_whole():
 @pytest.mark.slow
 def test_a_run_shorter_than_an_evaluation_still_has_a_best_model(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import tiny_training as t; from mgk import training;"
-        "training.fit(t.run(sys.argv[2], steps=7, eval_every=5), t.TinyTask(), resume=False, accelerator='cpu')"
+        "import sys; sys.path.insert(0, sys.argv[1]); import tiny_training as t; from mgk.training import trainer;"
+        "trainer.fit(t.run(sys.argv[2], steps=7, eval_every=5), t.TinyTask(), resume=False, accelerator='cpu')"
     )
     command = [sys.executable, "-c", code, str(SCRIPT.parent), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
     assert steps == ["5", "5", "7", "7"]
-    assert (tmp_path / "best" / "model.safetensors").exists()
+    assert (RunDirectory(tmp_path).best_model / "model.safetensors").exists()
 
 
 def test_gradients_are_clipped_also_for_a_fused_optimizer():
@@ -287,7 +289,7 @@ def test_the_setup_names_settings_and_data_and_not_the_seed(monkeypatch):
     for std, same in ((0.02, True), (1.0, False)):
         recipe = replace(given.recipe, model={**given.recipe.model, "token_std": std})
         assert (replace(given, recipe=recipe).setup(task) == setup) == same
-    monkeypatch.setattr(tiny_training.TinyTask, "key", lambda self, data_dir: "other data")
+    monkeypatch.setattr(tiny_training.TinyTask, "checksum", lambda self, data_dir: "other data")
     assert given.setup(task) != setup
 
 
@@ -302,13 +304,13 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"other settings \(lr, dropout\)|other settings \(dropout, lr\)"):
         fit_here(tmp_path, resume=True, lr=0.5, dropout=0.0)
     with monkeypatch.context() as patched:
-        patched.setattr(tiny_training.TinyTask, "key", lambda self, data_dir: "other data")
+        patched.setattr(tiny_training.TinyTask, "checksum", lambda self, data_dir: "other data")
         with pytest.raises(ValueError, match=r"other settings \(data\)"):
             fit_here(tmp_path, resume=True)
     # One that was stopped while its model was being judged: nothing trains, and it is known where to judge.
     module, kept = fit_here(tmp_path, resume=True)
     assert (kept.steps, kept.device) == (0, module.trainer.strategy.root_device)
-    (tmp_path / run_dir.CHECKPOINT).write_bytes(b"half a file")
+    (RunDirectory(tmp_path).checkpoint).write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):
         fit_here(tmp_path, resume=True)
 
@@ -329,7 +331,7 @@ def test_the_directions_of_random_features_are_state_of_a_run(tmp_path, monkeypa
     assert drawn.std() > 0.5
     monkeypatch.setattr(FAVOR, "redraw", lambda self: self.directions.zero_())
     assert torch.equal(directions(go_on(True)), drawn)
-    assert torch.equal(directions(load_model(tmp_path / "best")), drawn)
+    assert torch.equal(directions(load_model(RunDirectory(tmp_path).best_model)), drawn)
 
 
 def test_a_run_tells_where_each_of_its_starts_was_before_it_trains(tmp_path, monkeypatch):
@@ -344,7 +346,7 @@ def test_a_run_tells_where_each_of_its_starts_was_before_it_trains(tmp_path, mon
         patched.setattr(CheckpointCallback, "on_train_batch_end", stop)
         with pytest.raises(SystemExit):
             fit_here(tmp_path)
-    assert not (tmp_path / run_dir.CHECKPOINT).exists()
+    assert not (RunDirectory(tmp_path).checkpoint).exists()
     monkeypatch.setattr(trainer, "PACKAGES", ("pytorch-lightning", "no-such-package"))
     monkeypatch.setenv("MGK_COMMIT", "def5678")
     fit_here(tmp_path)
@@ -364,9 +366,9 @@ def test_a_run_tells_where_each_of_its_starts_was_before_it_trains(tmp_path, mon
 
 def test_what_is_wrong_with_a_checkpoint_is_told_in_one_sentence(tmp_path):
     """Of torch's own words on what else could be tried nothing is kept."""
-    torch.save({"state": Path}, tmp_path / run_dir.CHECKPOINT)
+    torch.save({"state": Path}, RunDirectory(tmp_path).checkpoint)
     with pytest.raises(ValueError, match=r"is damaged \(\w+: Weights only load failed\): remove .* and train again$"):
-        trainer._check_whole(tmp_path / run_dir.CHECKPOINT)
+        trainer._check_whole(RunDirectory(tmp_path).checkpoint)
 
 
 def test_a_model_is_judged_where_it_trained(tmp_path):
@@ -391,9 +393,9 @@ def test_the_best_model_is_judged_not_the_last(tmp_path, monkeypatch):
     described = trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 0, tmp_path, tmp_path / "run")
     module, kept = trainer.fit(described, task, resume=False, accelerator="cpu")
     torch.manual_seed(1)
-    save_model(LanguageModel(module.model.config), described.directory / "best")
+    save_model(LanguageModel(module.model.config), described.files.best_model)
     found = {row["metric"]: row["value"] for row in finish(described, task, module, kept) if row["split"] == "test"}
-    judge = judge_of(described.directory / "best", recipe.training, task, tmp_path, torch.device("cpu"), "test")
+    judge = judge_of(described.files.best_model, recipe.training, task, tmp_path, torch.device("cpu"), "test")
     assert found["loss_stride_6"] == next(m.value for m in judge.judge("test", None) if m.metric == "loss_stride_6")
 
 

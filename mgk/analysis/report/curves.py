@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgk._core.validation import fail
+from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec
 
 # Columns of metrics.csv that are no metric; `seconds` is what unix_time was called at first.
@@ -38,7 +39,7 @@ def kept_of(results: Path, recipe: str, row: ModelSpec, preset: str) -> dict[int
 
 def read_curves(run: Path, name: str) -> list[Curve]:
     """Every metric of every split over the steps; none where a run has no metrics.csv."""
-    path = run / "metrics.csv"
+    path = RunDirectory(run).metrics
     return read_metrics(path, name) if path.exists() else []
 
 

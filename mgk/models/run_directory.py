@@ -1,0 +1,71 @@
+"""Names of the files in a run directory, readable without the training packages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mgk.models.checkpoint import REMEDY
+
+
+class RunDirectory:
+    """Paths of the files of one training run.
+
+    Attributes:
+        path: The directory.
+        description: run.json, all settings that determine the run.
+        environment: environment.json, machine and versions of each start.
+        metrics: metrics.csv, metrics over the steps.
+        checkpoint: last.ckpt, the checkpoint that a resumed run loads.
+        best_model: best/, the weights with the best metric on the development set.
+        result: result.json, the rows of results of the finished run.
+        log: log.txt, the output of a run that a sweep has started.
+        tensorboard: tensorboard/, the curves that TensorBoard reads.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.description = self.path / "run.json"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.csv"
+        self.checkpoint = self.path / "last.ckpt"
+        self.best_model = self.path / "best"
+        self.result = self.path / "result.json"
+        self.log = self.path / "log.txt"
+        self.tensorboard = self.path / "tensorboard"
+
+    def predictions(self, name: str, split: str) -> Path:
+        """Return the file with one prediction per example of a split; `name` is its kind."""
+        return self.path / f"{name}-{split}.npy"
+
+    def read_description(self, *required: str) -> dict[str, Any]:
+        """Read run.json.
+
+        Args:
+            *required: Keys that the description must have, besides `task`.
+
+        Raises:
+            ValueError: run.json is missing, damaged, or lacks a required key.
+        """
+        try:
+            description = json.loads(self.description.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(
+                f"{self.path} is not a run directory (no run.json). `mgk train` prints the directory in its last line"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{self.description} is damaged: {error}; {REMEDY}") from None
+        missing = [key for key in ("task", *required) if not isinstance(description, dict) or key not in description]
+        if missing:
+            raise ValueError(f"{self.description} is damaged: it has no {', '.join(missing)}; {REMEDY}")
+        return dict(description)
+
+    def existing_best_model(self) -> Path:
+        """Return `best_model`, or raise if the run stopped before its first evaluation."""
+        if not self.best_model.exists() and self.checkpoint.exists():
+            raise ValueError(
+                f"{self.path} has no model yet: the run stopped before its first evaluation. "
+                "Repeat the command that started it with --resume auto"
+            )
+        return self.best_model
