@@ -27,15 +27,15 @@ from torch import Tensor
 
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import block_sizes, launch, launch_config
-from mgk.kernels.mixture.bwd_dkdv import VALUES
+from mgk.kernels.mixture.bwd_dkdv import DV_ONLY
 from mgk.training.results import environment
 
 # By name on the command line: the kernel, and the rows of the tables that are replaced.
 KERNELS = {
     "forward": ("mixture_forward", ("forward", "hard forward")),
-    "queries": ("gradient_queries", ("queries", "hard queries")),
-    "keys": ("gradient_keys", ("keys", "hard keys")),
-    "values": ("gradient_keys", ("values", "hard values")),
+    "queries": ("mixture_backward_dq", ("queries", "hard queries")),
+    "keys": ("mixture_backward_dkdv", ("keys", "hard keys")),
+    "values": ("mixture_backward_dkdv", ("values", "hard values")),
     "decode": ("decode_row", ()),
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
@@ -192,8 +192,8 @@ def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any
         print(f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {off:.3g}", flush=True)
         return
     for kernel, grid, arguments, switches, path, options in found:
-        part = switches.get("WANTED", 0)
-        if compile_only or (part == VALUES.value) != (case.kernel == "values"):
+        part = switches.get("OUTPUTS", 0)
+        if compile_only or (part == DV_ONLY.value) != (case.kernel == "values"):
             continue
 
         def run(k: Any = kernel, g: Any = grid, a: Any = arguments, s: Any = switches, p: Any = path,

@@ -7,11 +7,11 @@ Everything is computed in fp32. B batch, H query heads, HK key heads, D feature 
 import triton
 import triton.language as tl
 
-from mgk.kernels.linear.kernels import feature, head_of
+from mgk.kernels.linear.kernels import feature, head_pointer
 
 
 @triton.jit
-def one_token(
+def decode_token(
     query, keys, value, shift, prior, total, norm, out, new_total, new_norm,
     q_b, q_h, k_b, k_h, k_r, v_b, v_h, p_b, p_h, p_r, t_b, t_h, t_d, n_b, n_h, uniform, HK, GROUP, M,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MAP: tl.constexpr, SHIFTED: tl.constexpr,
@@ -24,24 +24,24 @@ def one_token(
     b_mixed = tl.zeros([BD], tl.float32)
     weight = uniform
     for r in range(M):
-        b_k = tl.load(head_of(keys, batch, head, k_b, k_h) + r * k_r + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_k = tl.load(head_pointer(keys, batch, head, k_b, k_h) + r * k_r + o_d, mask=m_d, other=0.0).to(tl.float32)
         if SHIFTED:
             b_k += tl.load(shift + (head * M + r) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         if PRIOR:
-            weight = tl.exp(tl.load(head_of(prior, batch, head, p_b, p_h) + r * p_r).to(tl.float32))
+            weight = tl.exp(tl.load(head_pointer(prior, batch, head, p_b, p_h) + r * p_r).to(tl.float32))
         b_mixed += tl.where(m_d, weight * feature(b_k, MAP), 0.0)
-    b_v = tl.load(head_of(value, batch, head, v_b, v_h) + o_e, mask=m_e, other=0.0).to(tl.float32)
+    b_v = tl.load(head_pointer(value, batch, head, v_b, v_h) + o_e, mask=m_e, other=0.0).to(tl.float32)
     inside = m_d[:, None] & m_e[None, :]
-    p_total = head_of(total, batch, head, t_b, t_h) + o_d[:, None] * t_d + o_e[None, :]
+    p_total = head_pointer(total, batch, head, t_b, t_h) + o_d[:, None] * t_d + o_e[None, :]
     b_total = tl.load(p_total, mask=inside, other=0.0) + b_mixed[:, None] * b_v[None, :]
-    b_norm = tl.load(head_of(norm, batch, head, n_b, n_h) + o_d, mask=m_d, other=0.0) + b_mixed
+    b_norm = tl.load(head_pointer(norm, batch, head, n_b, n_h) + o_d, mask=m_d, other=0.0) + b_mixed
     i_state = (batch * HK + head).to(tl.int64) * D
     tl.store(new_total + (i_state + o_d[:, None]) * E + o_e[None, :], b_total, mask=inside)
     if tl.program_id(0) == 0:
         tl.store(new_norm + i_state + o_d, b_norm, mask=m_d)
     for g in range(GROUP):
         i_h = head * GROUP + g
-        b_q = tl.load(head_of(query, batch, i_h, q_b, q_h) + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_q = tl.load(head_pointer(query, batch, i_h, q_b, q_h) + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_f = tl.where(m_d, feature(b_q, MAP), 0.0)
         b_out = tl.sum(b_f[:, None] * b_total, 0)
         if NORMALISE:

@@ -25,7 +25,7 @@ def feature(x, MAP: tl.constexpr):
 
 
 @triton.jit
-def slope(x, MAP: tl.constexpr):
+def feature_slope(x, MAP: tl.constexpr):
     if MAP == ELU:
         return tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
     return tl.where(x > 0, 1.0, 0.0)
@@ -45,7 +45,7 @@ def store_rows(base, rows, stride, columns, end, width, x):
 
 
 @triton.jit
-def slot_bounds(table, slot, S, SLOT: tl.constexpr, PACKED: tl.constexpr):
+def chunk_bounds(table, slot, S, SLOT: tl.constexpr, PACKED: tl.constexpr):
     """The slot's first row and end, and whether it is the first or the last of a packed sequence."""
     if PACKED:
         entry = table + 4 * slot
@@ -55,7 +55,7 @@ def slot_bounds(table, slot, S, SLOT: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def head_of(x, batch, head, stride_b, stride_h):
+def head_pointer(x, batch, head, stride_b, stride_h):
     return x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
 
 
@@ -95,7 +95,7 @@ def mix_features(
     """φ̃_j = Σ_r π_jr φ(k_jr), zeros where masked: [B, HK, S, D]."""
     head, batch = tl.program_id(1) % HK, tl.program_id(1) // HK
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
-    base = head_of(keys, batch, head, k_b, k_h)
+    base = head_pointer(keys, batch, head, k_b, k_h)
     total = tl.zeros([ROWS, BD], tl.float32)
     weight = tl.zeros([ROWS], tl.float32) + uniform
     for r in range(M):
@@ -103,7 +103,7 @@ def mix_features(
         if SHIFTED:
             k += tl.load(shift + (head * M + r) * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
         if PRIOR:
-            place = head_of(prior, batch, head, p_b, p_h) + r * p_r + rows.to(tl.int64) * p_s
+            place = head_pointer(prior, batch, head, p_b, p_h) + r * p_r + rows.to(tl.int64) * p_s
             weight = tl.exp(tl.load(place, mask=rows < S, other=0.0).to(tl.float32))
         total += weight[:, None] * feature(k, MAP)
     if MASK:
@@ -123,8 +123,8 @@ def unmix_gradients(
     place = tl.program_id(1)
     head, batch = place % HK, place // HK
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
-    base = head_of(keys, batch, head, k_b, k_h)
-    into = head_of(dkeys, batch, head, d_b, d_h)
+    base = head_pointer(keys, batch, head, k_b, k_h)
+    into = head_pointer(dkeys, batch, head, d_b, d_h)
     g = load_rows(grad + place.to(tl.int64) * S * D, rows, D, columns, S, D)
     if MASK:
         kept = tl.load(mask + batch.to(tl.int64) * S + rows, mask=rows < S, other=0)
@@ -136,11 +136,11 @@ def unmix_gradients(
         if SHIFTED:
             k += tl.load(shift + (head * M + r) * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
         if PRIOR:
-            entry = head_of(prior, batch, head, p_b, p_h) + r * p_r + rows.to(tl.int64) * p_s
+            entry = head_pointer(prior, batch, head, p_b, p_h) + r * p_r + rows.to(tl.int64) * p_s
             weight = tl.exp(tl.load(entry, mask=rows < S, other=0.0).to(tl.float32))
             answered = weight * tl.sum(g * feature(k, MAP), 1)
             tl.store(dprior + (place.to(tl.int64) * M + r) * S + rows, answered, mask=rows < S)
-        dk = weight[:, None] * slope(k, MAP) * g
+        dk = weight[:, None] * feature_slope(k, MAP) * g
         if SHIFTED:
             shared += dk
             entry = dshift + ((tl.program_id(0) * tl.num_programs(1) + place).to(tl.int64) * M + r) * D + columns
@@ -152,7 +152,7 @@ def unmix_gradients(
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
-def slot_sums(
+def sum_chunks(
     features, value, inverse, factor, states, table,
     f_b, f_h, f_s, v_b, v_h, v_s, HK, GROUP, S, slots, FIRST,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
@@ -166,11 +166,11 @@ def slot_sums(
     parts: tl.constexpr = (E + BE - 1) // BE
     columns_d = (part // parts) * BD + tl.arange(0, BD)
     columns_e = (part % parts) * BE + tl.arange(0, BE)
-    begin, end, _, _ = slot_bounds(table, slot, S, SLOT, PACKED)
+    begin, end, _, _ = chunk_bounds(table, slot, S, SLOT, PACKED)
     total, norm = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
     for g in range(GROUP):
         own = head * GROUP + g
-        base_f, base_v = head_of(features, batch, own, f_b, f_h), head_of(value, batch, own, v_b, v_h)
+        base_f, base_v = head_pointer(features, batch, own, f_b, f_h), head_pointer(value, batch, own, v_b, v_h)
         along = (batch * HK * GROUP + own).to(tl.int64) * S
         for start in range(begin, end, BLOCK):
             rows = start + tl.arange(0, BLOCK)
@@ -199,7 +199,7 @@ def join(a, new_a, b, new_b):
 
 
 @triton.jit(do_not_specialize=["slots"])
-def running_sums(
+def scan_states(
     states, table, width, slots,
     STEP: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +226,7 @@ def running_sums(
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
-def outputs(
+def linear_forward(
     query, key, value, states, table, out, inverse,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, H, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
@@ -238,13 +238,16 @@ def outputs(
     TILES: tl.constexpr = SLOT // BLOCK
     slot, place = tl.program_id(0) // TILES, tl.program_id(1)
     head, batch = place % H, place // H
-    begin, end, is_first, _ = slot_bounds(table, slot, S, SLOT, PACKED)
+    begin, end, is_first, _ = chunk_bounds(table, slot, S, SLOT, PACKED)
     start = begin + (tl.program_id(0) % TILES) * BLOCK
     if start >= end:
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
-    base_q = head_of(query, batch, head, q_b, q_h)
-    base_k, base_v = head_of(key, batch, head // GROUP, k_b, k_h), head_of(value, batch, head // GROUP, v_b, v_h)
+    base_q = head_pointer(query, batch, head, q_b, q_h)
+    base_k, base_v = (
+        head_pointer(key, batch, head // GROUP, k_b, k_h),
+        head_pointer(value, batch, head // GROUP, v_b, v_h),
+    )
     row = slot if CAUSAL else 0
     state = states + ((place // GROUP).to(tl.int64) * (slots + 1) + row) * (D * (E + 1))
     known = tl.where(is_first == 0, D, 0)
@@ -270,11 +273,11 @@ def outputs(
         scale = tl.where(norm == 0, 0.0, 1 / tl.where(norm == 0, 1.0, norm))
         tl.store(inverse + place.to(tl.int64) * S + rows, scale, mask=rows < end)
         total *= scale[:, None]
-    store_rows(head_of(out, batch, head, o_b, o_h), rows, o_s, columns_e, end, E, total)
+    store_rows(head_pointer(out, batch, head, o_b, o_h), rows, o_s, columns_e, end, E, total)
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
-def query_gradients(
+def linear_backward_dq(
     grad, query, key, value, states, inverse, table, dquery, factor,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, d_b, d_h, d_s, H, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
@@ -286,13 +289,16 @@ def query_gradients(
     TILES: tl.constexpr = SLOT // BLOCK
     slot, place = tl.program_id(0) // TILES, tl.program_id(1)
     head, batch = place % H, place // H
-    begin, end, is_first, _ = slot_bounds(table, slot, S, SLOT, PACKED)
+    begin, end, is_first, _ = chunk_bounds(table, slot, S, SLOT, PACKED)
     start = begin + (tl.program_id(0) % TILES) * BLOCK
     if start >= end:
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
-    base_q, base_g = head_of(query, batch, head, q_b, q_h), head_of(grad, batch, head, g_b, g_h)
-    base_k, base_v = head_of(key, batch, head // GROUP, k_b, k_h), head_of(value, batch, head // GROUP, v_b, v_h)
+    base_q, base_g = head_pointer(query, batch, head, q_b, q_h), head_pointer(grad, batch, head, g_b, g_h)
+    base_k, base_v = (
+        head_pointer(key, batch, head // GROUP, k_b, k_h),
+        head_pointer(value, batch, head // GROUP, v_b, v_h),
+    )
     row = slot if CAUSAL else 0
     state = states + ((place // GROUP).to(tl.int64) * (slots + 1) + row) * (D * (E + 1))
     known = tl.where(is_first == 0, D, 0)
@@ -327,11 +333,11 @@ def query_gradients(
             z += tl.dot(tl.where(seen, 1.0, 0.0).to(TYPE), k, input_precision=PRECISION)
         total = (total - delta[:, None] * z) * scale[:, None]
         tl.store(factor + along, -delta * scale, mask=rows < end)
-    store_rows(head_of(dquery, batch, head, d_b, d_h), rows, d_s, columns_d, end, D, total * slope(q, MAP))
+    store_rows(head_pointer(dquery, batch, head, d_b, d_h), rows, d_s, columns_d, end, D, total * feature_slope(q, MAP))
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
-def key_gradients(
+def linear_backward_dkdv(
     grad, query, key, value, states, inverse, factor, table, dkey, dvalue,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, d_b, d_h, d_s, HK, GROUP, S, slots,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
@@ -343,12 +349,12 @@ def key_gradients(
     TILES: tl.constexpr = SLOT // BLOCK
     slot, place = tl.program_id(0) // TILES, tl.program_id(1)
     head, batch = place % HK, place // HK
-    begin, end, _, is_last = slot_bounds(table, slot, S, SLOT, PACKED)
+    begin, end, _, is_last = chunk_bounds(table, slot, S, SLOT, PACKED)
     start = begin + (tl.program_id(0) % TILES) * BLOCK
     if start >= end:
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
-    base_k, base_v = head_of(key, batch, head, k_b, k_h), head_of(value, batch, head, v_b, v_h)
+    base_k, base_v = head_pointer(key, batch, head, k_b, k_h), head_pointer(value, batch, head, v_b, v_h)
     row = slot + 1 if CAUSAL else 0
     state = states + (place.to(tl.int64) * (slots + 1) + row) * (D * (E + 1))
     known = tl.where(is_last == 0, D, 0)
@@ -369,7 +375,7 @@ def key_gradients(
         v = load_rows(base_v, rows, v_s, columns_e, end, E).to(TYPE)
         for h in range(GROUP):
             own = head * GROUP + h
-            base_q, base_g = head_of(query, batch, own, q_b, q_h), head_of(grad, batch, own, g_b, g_h)
+            base_q, base_g = head_pointer(query, batch, own, q_b, q_h), head_pointer(grad, batch, own, g_b, g_h)
             along = (batch * HK * GROUP + own).to(tl.int64) * S
             for ahead in range(start, end, BLOCK):
                 others = ahead + tl.arange(0, BLOCK)
@@ -383,4 +389,4 @@ def key_gradients(
                 products = tl.dot(g, tl.trans(v), input_precision=PRECISION) * scale[:, None] + shared[:, None]
                 dk = precise_dot(tl.where(seen, products, 0.0), q, dk, True, TYPE, PRECISION)
     store_rows(dkey + place.to(tl.int64) * S * D, rows, D, columns_d, end, D, dk)
-    store_rows(head_of(dvalue, batch, head, d_b, d_h), rows, d_s, columns_e, end, E, dv)
+    store_rows(head_pointer(dvalue, batch, head, d_b, d_h), rows, d_s, columns_e, end, E, dv)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
 from mgk.kernels.jit_cache import NO_GPU, current_device, kinds_of
 from mgk.kernels.linear import kernels as kernels
-from mgk.kernels.linear.decode import one_token
+from mgk.kernels.linear.decode import decode_token
 from mgk.kernels.mixture.launch import by_position, tf32_allowed
 from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
 
@@ -171,7 +171,7 @@ def _sum_states(
         part_d, part_e = min(PART, padded_width(plan.D)), min(PART, padded_width(plan.E))
         parts = ceil_div(plan.D, part_d) * ceil_div(plan.E, part_e)
         _launch(
-            kernels.slot_sums, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
+            kernels.sum_chunks, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
             (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
             0 if behind else 1),
             {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
@@ -180,7 +180,7 @@ def _sum_states(
         return states.sum(2, keepdim=True)
     if something:
         _launch(
-            kernels.running_sums, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, slots),
+            kernels.scan_states, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, slots),
             {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
         )  # fmt: skip
     return states
@@ -212,7 +212,7 @@ def launch_forward(
     if out.numel() > 0:
         tiles, slots, switches = _tiles(plan, L)
         _launch(
-            kernels.outputs, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
+            kernels.linear_forward, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
             (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HK, L, slots),
             {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
@@ -234,7 +234,7 @@ def launch_backward(
     if query.numel() > 0:
         tiles, slots, tile_switches = _tiles(plan, L)
         _launch(
-            kernels.query_gradients, (tiles, B * H),
+            kernels.linear_backward_dq, (tiles, B * H),
             (grad, query, mixed, value, states, inverse, plan.table, dquery, factor),
             (*strides, *dquery.stride()[:3], H, H // HK, L, slots),
             {**tile_switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
@@ -244,7 +244,7 @@ def launch_backward(
         dmixed = states.new_empty(B, HK, S, D)
         tiles, slots, tile_switches = _tiles(plan, S)
         _launch(
-            kernels.key_gradients, (tiles, B * HK),
+            kernels.linear_backward_dkdv, (tiles, B * HK),
             (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
             (*strides, *dvalue.stride()[:3], HK, H // HK, S, slots),
             {**tile_switches, "MAP": feature_map}, *plan.size[2:],
@@ -279,7 +279,7 @@ def linear_step(
         "PRIOR": prior is not None, "NORMALISE": normalise,
     }  # fmt: skip
     _launch(
-        one_token, (-(-E // width), HK, B),
+        decode_token, (-(-E // width), HK, B),
         (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
         (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
         *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), switches,

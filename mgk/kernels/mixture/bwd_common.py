@@ -4,19 +4,19 @@
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.exp2 import exact_exp2, weight
-from mgk.kernels.mixture.tile import INTERPRETED, LOG2E, blend, exponents, largest
+from mgk.kernels.mixture.exp2 import accurate_exp2, accurate_weight
+from mgk.kernels.mixture.tile import INTERPRETED, LOG2E, elementwise_max, exponents, mixture_sum
 
 
 @triton.jit
-def second_share(b_lead):
+def tie_weight_2(b_lead):
     """1 where the second component leads the first, 0 where it trails, a half where they tie: a multiply-add that
     saturates."""
     return tl.minimum(tl.maximum(b_lead * 1e30 + 0.5, 0.0), 1.0)
 
 
 @triton.jit
-def shares(xs, b_top, M: tl.constexpr):
+def tie_weights(xs, b_top, M: tl.constexpr):
     """For r >= 1: 1 where x_r is b_top, the largest, and 0 where it is not; those that tie share evenly."""
     out = ()
     if M == 2:
@@ -24,7 +24,7 @@ def shares(xs, b_top, M: tl.constexpr):
         if INTERPRETED:
             # Where both are masked this is -inf - -inf. The hardware's maximum takes the number, numpy's the NaN.
             b_first = tl.maximum(b_first, -1e30)
-        out = (second_share(xs[1] - b_first),)
+        out = (tie_weight_2(xs[1] - b_first),)
     elif M > 2:
         ties = tl.zeros_like(b_top)
         for r in tl.static_range(M):
@@ -35,40 +35,41 @@ def shares(xs, b_top, M: tl.constexpr):
 
 
 @triton.jit
-def winners(
+def argmax_components(
     scores, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, UNEQUAL: tl.constexpr,
-    ONE_SIDE: tl.constexpr,
+    DEFER_FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it. ONE_SIDE (equal scales): the
-    other side's term is a factor that is taken at the end of the walk; shifted keys have their own in alpha."""
+    """Hard assignment: the largest l_ijr, and for r >= 1 the share of component r in it.
+    DEFER_FACTOR (equal scales): the other side's term is a factor that is taken at the end of the walk;
+    shifted keys have their own in alpha."""
     if SHIFTED and not UNEQUAL:
         # By how much a component leads the first does not depend on the product.
         b_top = scores[0] * (lam[0] * LOG2E) + alpha[0]
-        if not ONE_SIDE:
+        if not DEFER_FACTOR:
             b_top = b_top + coef[0]
         leads = (tl.zeros_like(b_top),)
         for r in tl.static_range(1, M):
             leads = leads + (rho[r - 1] + coef[r],)
         if M == 2:
-            b_share = second_share(leads[1])
+            b_share = tie_weight_2(leads[1])
             return b_top + leads[1] * b_share, (b_share,)
         else:
-            b_lead = largest(leads, M)
-            return b_top + b_lead, shares(leads, b_lead, M)
+            b_lead = elementwise_max(leads, M)
+            return b_top + b_lead, tie_weights(leads, b_lead, M)
     elif UNEQUAL:
         xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
-        b_top = largest(xs, M)
-        return b_top, shares(xs, b_top, M)
+        b_top = elementwise_max(xs, M)
+        return b_top, tie_weights(xs, b_top, M)
     else:
         xs = ()
         for r in tl.static_range(M):
             xs = xs + (scores[r] * (lam[0] * LOG2E) + coef[r],)
-        b_top = largest(xs, M)
-        return b_top if ONE_SIDE else b_top + alpha[0], shares(xs, b_top, M)
+        b_top = elementwise_max(xs, M)
+        return b_top if DEFER_FACTOR else b_top + alpha[0], tie_weights(xs, b_top, M)
 
 
 @triton.jit
-def blended_gradients(scores, b_g, alpha, b_mix, lam):
+def factored_gradients(scores, b_g, alpha, b_mix, lam):
     """Factored form: weights, score gradient, and what C_jr and A_ir / A_i0 make the gradients of c_jr and a_ir."""
     b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
     b_ge = b_g * b_e
@@ -76,10 +77,10 @@ def blended_gradients(scores, b_g, alpha, b_mix, lam):
 
 
 @triton.jit
-def gradients(
-    scores, b_g, alpha, rho, coef, lam, M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, FIRST: tl.constexpr, FINE: tl.constexpr,
-    ONE_SIDE: tl.constexpr,
+def score_gradients(
+    scores, b_g, alpha, rho, coef, lam,
+    M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, EXACT: tl.constexpr, UNEQUAL: tl.constexpr,
+    FIRST: tl.constexpr, ACCURATE: tl.constexpr, DEFER_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Weights p_ij, the score gradients (one tensor for shifted keys, M for independent ones) and, per component r >=
     FIRST,
@@ -90,12 +91,12 @@ def gradients(
     assignment of shifted keys, and c_jr otherwise."""
     parts = ()
     if not EXACT:
-        b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blend(rho, coef, M), lam)
+        b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, mixture_sum(rho, coef, M), lam)
         for _ in tl.static_range(FIRST, M):
             parts = parts + (b_ge,)
     elif HARD:
-        b_top, share = winners(scores, alpha, rho, coef, lam, M, SHIFTED, UNEQUAL, ONE_SIDE)
-        b_p = exact_exp2(b_top) if FINE else tl.exp2(b_top)
+        b_top, share = argmax_components(scores, alpha, rho, coef, lam, M, SHIFTED, UNEQUAL, DEFER_FACTOR)
+        b_p = accurate_exp2(b_top) if ACCURATE else tl.exp2(b_top)
         b_all = b_p * b_g
         b_rest = b_all
         b_ds = ()
@@ -119,8 +120,8 @@ def gradients(
         xs = exponents(scores, alpha, coef, lam, M, SHIFTED)
         b_ds = ()
         for r in tl.static_range(M):
-            if FINE:
-                b_pr = weight(scores[0 if SHIFTED else r], lam[r], alpha[r], coef[r], 0.0)
+            if ACCURATE:
+                b_pr = accurate_weight(scores[0 if SHIFTED else r], lam[r], alpha[r], coef[r], 0.0)
             else:
                 b_pr = tl.exp2(xs[r])
             part = b_pr * b_g
@@ -142,7 +143,7 @@ def gradients(
 
 @triton.jit
 def independent_gradients(
-    scores, b_g, addends, factors, lam, M: tl.constexpr, WEIGHED: tl.constexpr
+    scores, b_g, addends, factors, lam, M: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
     """As `gradients` for soft independent keys, of whose exponents only one side's term, `addends`, is added: the other
     side's is a factor of everything in its row and taken at the end of the walk. Where the components' factors differ
@@ -160,7 +161,7 @@ def independent_gradients(
 
 
 @triton.jit
-def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
+def mul_vectors(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
     """x_r times a factor that is expanded to a column; 0 where that is 0, whatever x_r."""
     out = ()
     for r in tl.static_range(FIRST, M):
@@ -170,9 +171,38 @@ def times(xs, columns_, FIRST: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def scaled(xs, factor, N: tl.constexpr):
+def mul_all(xs, factor, N: tl.constexpr):
     """x_r times one factor for all; 0 where that is 0, whatever x_r."""
     out = ()
     for r in tl.static_range(N):
         out = out + (tl.where(factor == 0.0, 0.0, xs[r] * factor),)
     return out
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_heads"])
+def add_parts(
+    parts_ptr, out_ptr, n_parts, n_heads, SHIFTS: tl.constexpr, M: tl.constexpr, SCALES: tl.constexpr,
+    SUMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Parts [n_parts, heads, SUMS] added up, in a fixed order. What belongs together then lies together: [heads,
+    SHIFTS] of d shift, [heads] of d tau, [heads, M] of d scale (SCALES of them; the places of the others, which no part
+    has written, are 0) and, where SUMS has room for it, [heads, M] of d log pi."""
+    n_columns = n_heads * SUMS
+    o_c = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    head, sort = o_c // SUMS, o_c % SUMS
+    written = (o_c < n_columns) & ((sort <= SHIFTS + SCALES) | (sort > SHIFTS + M))
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for i in range(0, n_parts, BLOCK_ROWS):
+        o_i = i + tl.arange(0, BLOCK_ROWS)
+        p_part = parts_ptr + o_i[:, None].to(tl.int64) * n_columns + o_c[None, :]
+        acc += tl.load(p_part, mask=(o_i < n_parts)[:, None] & written[None, :], other=0.0)
+    place = head * SHIFTS + sort
+    place = tl.where(sort >= SHIFTS, n_heads * SHIFTS + head, place)
+    place = tl.where(sort > SHIFTS, n_heads * (SHIFTS + 1) + head * M + sort - (SHIFTS + 1), place)
+    place = tl.where(sort > SHIFTS + M, n_heads * (SHIFTS + 1 + M) + head * M + sort - (SHIFTS + 1 + M), place)
+    tl.store(out_ptr + place, tl.sum(acc, 0), mask=o_c < n_columns)
+
+
+def summed_entries(components: int, shifts: int, with_prior: bool) -> int:
+    """How many a head has: d shift, so many numbers, d tau, d scale and, if it is summed, d log pi."""
+    return shifts + 1 + components + (components if with_prior else 0)

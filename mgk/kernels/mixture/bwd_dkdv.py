@@ -1,45 +1,59 @@
-"""The second pass backward: `gradient_keys` walks along the queries for a tile of keys.
+"""The second pass backward: `mixture_backward_dkdv` walks along the queries for a tile of keys.
 
 A first kernel and a second one, or either form in one, as in the forward.
 Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
 """
 
-# ruff: noqa: RUF005  (Triton has no starred tuples)
+# ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.bwd_common import blended_gradients, gradients, independent_gradients, scaled, times
-from mgk.kernels.mixture.component_gemm import add_products, blend_operand, blended, component_sums, operand_tile
+from mgk.kernels.mixture.bwd_common import (
+    factored_gradients,
+    independent_gradients,
+    mul_all,
+    mul_vectors,
+    score_gradients,
+)
+from mgk.kernels.mixture.component_gemm import (
+    accumulate_gemm,
+    component_gemm,
+    component_sums,
+    gemm_operand,
+    load_operand,
+)
 from mgk.kernels.mixture.tile import (  # fmt: skip
+    BOTH,
     FACTOR_RANGE,
+    FAST,
+    KEY_TILE,
     SAFE_RANGE,
-    TILE,
-    extent,
-    head_of,
-    hide,
-    in_registers,
-    kept,
+    apply_mask,
+    dropout_mask,
+    flag_for_fallback,
+    head_pointer,
     key_span,
-    leaves_to_second,
     load_rows,
     load_scales,
     load_shift,
     load_tile,
     load_vectors,
     mask_scores,
-    not_mine,
     padded_rows,
     schedule,
+    sequence_bounds,
+    skip_tile,
     store_rows,
-    zeros_like_each,
+    to_registers,
+    zeros_tuple,
 )
 
-# What a launch of `gradient_keys` computes: dk with all that belongs to it, dv, or both.
-BOTH, KEYS, VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What a launch of `mixture_backward_dkdv` computes: dk with all that belongs to it, dv, or both.
+DK_AND_DV, DK_ONLY, DV_ONLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def times_columns(xs, columns_, M: tl.constexpr):
+def mul_columns(xs, columns_, M: tl.constexpr):
     out = ()
     for r in tl.static_range(M):
         out = out + (tl.where(columns_[r] == 0.0, 0.0, xs[r] * columns_[r]),)
@@ -47,7 +61,7 @@ def times_columns(xs, columns_, M: tl.constexpr):
 
 
 @triton.jit
-def without_others(xs, M: tl.constexpr):
+def subtract_rest(xs, M: tl.constexpr):
     """The first of xs holds the sum of all: takes the others out of it."""
     first = xs[0]
     out = ()
@@ -58,11 +72,11 @@ def without_others(xs, M: tl.constexpr):
 
 
 @triton.jit
-def row_vectors(
+def load_row_vectors(
     src, o_row, m, stride, n, FIRST: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """What `gradient_queries` left for rows m to m + BM of a head whose first is o_row: the vectors from FIRST to LAST.
+    """Load the row vectors FIRST to LAST of rows m to m + BM of a head whose first row is o_row.
     By the bulk copy engine, what lies beyond n is zero, and meets no weight."""
     out = ()
     for r in tl.static_range(FIRST, LAST):
@@ -76,7 +90,7 @@ def row_vectors(
 
 
 @triton.jit
-def some(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def take(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
     out = ()
     for r in tl.static_range(FIRST, FIRST + COUNT):
         out = out + (xs[r],)
@@ -84,7 +98,7 @@ def some(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def products(keys, b_q, M: tl.constexpr, PRECISION: tl.constexpr):
+def transposed_scores(keys, b_q, M: tl.constexpr, PRECISION: tl.constexpr):
     out = ()
     for r in tl.static_range(M):
         out = out + (tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION),)
@@ -92,9 +106,9 @@ def products(keys, b_q, M: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def visible(
-    scores, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, MASKED: tl.constexpr,
+def mask_tile(
+    scores, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam,
+    NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The scores of a transposed tile under every mask."""
     if MASK:
@@ -103,64 +117,65 @@ def visible(
         m_valid = (o_i < L)[None, :]
         if CAUSAL:
             m_valid = m_valid & (o_i[None, :] + causal_offset >= o_j[:, None])
-        scores = hide(scores, m_valid, NS)
+        scores = apply_mask(scores, m_valid, NS)
     return scores
 
 
 @triton.jit
 def walk_queries(
     first, last, keys, b_v, b_factors, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
-    operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p,
-    stride_ql, stride_gl, stride_ml, stride_mj, stride_rows, L, S,
+    row_operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml,
+    stride_mj, stride_rows, L, S,
     FIRST: tl.constexpr, M: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr, WANTED: tl.constexpr,
-    ROWS: tl.constexpr, ONE_SIDE: tl.constexpr, BLEND: tl.constexpr, OPERAND: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, OUTPUTS: tl.constexpr, TMA_ROWS: tl.constexpr, DEFER_FACTOR: tl.constexpr,
+    COMPONENT_GEMM: tl.constexpr, TMA_OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
     registers. M components from FIRST on, of ALL."""
     NS: tl.constexpr = 1 if SHIFTED else M
     # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
     ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
-    FINE: tl.constexpr = b_v.dtype == tl.float32 and PRECISION == "ieee"
+    ACCURATE: tl.constexpr = b_v.dtype == tl.float32 and PRECISION == "ieee"
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         b_q = load_tile(q_src, i_b, i_h, 0, start_q, m, 0, stride_ql, L, BM, D, BD, False, MASKED, TMA)
         b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_gl, L, BM, E, BE, False, MASKED, TMA)
-        raw = products(keys, b_q, NS, PRECISION)
-        b_g = tl.zeros_like(raw[0]) if WANTED == VALUES else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        scores = visible(
+        raw = transposed_scores(keys, b_q, NS, PRECISION)
+        b_g = tl.zeros_like(raw[0]) if OUTPUTS == DV_ONLY else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        scores = mask_tile(
             raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
         )
-        alpha = row_vectors(
-            rows_src, o_row, m, stride_rows, L, 0 if ONE else FIRST, 1 if ONE else FIRST + M, BM, MASKED, ROWS
+        alpha = load_row_vectors(
+            rows_src, o_row, m, stride_rows, L, 0 if ONE else FIRST, 1 if ONE else FIRST + M, BM, MASKED, TMA_ROWS
         )
         if ONE and not SHIFTED:
             for _ in tl.static_range(1, M):
                 alpha = alpha + (alpha[0],)
         rho = (
             ()
-            if BLEND
-            else row_vectors(rows_src, o_row, m, stride_rows, L, ALL, 2 * ALL - 1 if SHIFTED else ALL, BM, MASKED, ROWS)
+            if COMPONENT_GEMM
+            else load_row_vectors(
+                rows_src, o_row, m, stride_rows, L, ALL, 2 * ALL - 1 if SHIFTED else ALL, BM, MASKED, TMA_ROWS
+            )
         )
-        delta = row_vectors(rows_src, o_row, m, stride_rows, L, 2 * ALL - 1, 2 * ALL, BM, MASKED, ROWS)
+        delta = load_row_vectors(rows_src, o_row, m, stride_rows, L, 2 * ALL - 1, 2 * ALL, BM, MASKED, TMA_ROWS)
         if DROPOUT:
-            m_kept = kept(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
+            m_kept = dropout_mask(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
             b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
-        if BLEND:
-            b_rows = operand_tile(operand_src, o_row + m, L - m, BM, MASKED, OPERAND)
-            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_factors, b_rows), lam)
-            dcs = (add_products(b_ge, b_rows, dcs[0]),)
+        if COMPONENT_GEMM:
+            b_rows = load_operand(row_operand_src, o_row + m, L - m, BM, MASKED, TMA_OPERAND)
+            b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_factors, b_rows), lam)
+            dcs = (accumulate_gemm(b_ge, b_rows, dcs[0]),)
         elif SHIFTED or EXACT:
-            b_p, b_ds, parts = gradients(
-                scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, FINE, ONE_SIDE
+            b_p, b_ds, parts = score_gradients(
+                scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, ACCURATE, DEFER_FACTOR
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, alpha, coef, lam, M, True)
-        if WANTED != VALUES and not BLEND:
+        if OUTPUTS != DV_ONLY and not COMPONENT_GEMM:
             updated = ()
             for r in tl.static_range(M):
                 part = parts[r]
@@ -168,16 +183,16 @@ def walk_queries(
                     part = part * rho[r - 1]
                 updated = updated + (dcs[r] + tl.sum(part, 1),)
             dcs = updated
-        if UNEQUAL and WANTED != VALUES:
+        if UNEQUAL and OUTPUTS != DV_ONLY:
             updated_lams = ()
             for r in tl.static_range(M):
                 updated_lams = updated_lams + (dlams[r] + tl.sum(parts[r] * raw[0 if SHIFTED else r], 1),)
             dlams = updated_lams
-        if DROPOUT and WANTED != KEYS:
+        if DROPOUT and OUTPUTS != DK_ONLY:
             b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
-        if WANTED != KEYS:
+        if OUTPUTS != DK_ONLY:
             dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        if WANTED != VALUES:
+        if OUTPUTS != DV_ONLY:
             updated_dks = ()
             for r in tl.static_range(NS):
                 updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
@@ -186,100 +201,94 @@ def walk_queries(
 
 
 @triton.jit
-def key_sums(
-    begin, full, whole, keys, b_v, coef, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q, rows_src, operand_src,
-    mask_ptr, seed, o_j, causal_offset, dropout_p,
-    stride_qb, stride_qh, stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_rows, GROUP, H, L, n_q, n_k,
+def sum_over_queries(
+    begin, full, whole, keys, b_v, coef, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q, rows_src,
+    row_operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh, stride_ql, stride_gb,
+    stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows, GROUP, H, L, n_q, n_k,
     FIRST: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    UNEQUAL: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, WANTED: tl.constexpr, FAST: tl.constexpr,
+    UNEQUAL: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, USE_FAST: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of keys along the queries of a group's heads, by either form: dks without tau, dv, d c and d lambda of
     COUNT components from FIRST on."""
     # The components of soft shifted keys by the tensor cores.
-    BLEND: tl.constexpr = operand_src is not None and FAST
+    COMPONENT_GEMM: tl.constexpr = row_operand_src is not None and USE_FAST
     # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
-    FACTOR: tl.constexpr = FAST and HARD
+    FACTOR: tl.constexpr = USE_FAST and HARD
     b_factors = b_v
-    if BLEND:
-        b_factors = blend_operand(coef, tl.arange(0, 16), M, False)
+    if COMPONENT_GEMM:
+        b_factors = gemm_operand(coef, tl.arange(0, 16), M, False)
         dcs = (tl.zeros([BN, 16], tl.float32),)
     else:
-        dcs = zeros_like_each(tl.zeros([BN], tl.float32), COUNT)
-    dlams = zeros_like_each(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
+        dcs = zeros_tuple(tl.zeros([BN], tl.float32), COUNT)
+    dlams = zeros_tuple(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
     for g in range(GROUP):
         i_h = i_k * GROUP + g
         o_row = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q
-        q_head = head_of(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
-        do_head = head_of(do_src, i_b, i_h, start_q, stride_gb, stride_gh, stride_gl, TMA)
+        q_head = head_pointer(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
+        do_head = head_pointer(do_src, i_b, i_h, start_q, stride_gb, stride_gh, stride_gl, TMA)
         mask_head = mask_ptr
         if MASK:
             mask_head += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             dks, dv, dcs, dlams = walk_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
-                full if part == 0 else (whole if part == 1 else n_q),
-                keys, b_v, b_factors, some(coef, FIRST, COUNT), some(lam, FIRST, COUNT), dks, dv, dcs, dlams,
-                q_head, do_head, i_b, i_h, start_q, rows_src, operand_src, o_row, mask_head, seed,
-                i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml, stride_mj,
-                stride_rows, n_q, n_k, FIRST, COUNT, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT,
-                PRECISION, UNEQUAL, part != 1, not FAST or HARD, TMA, WANTED, ROWS, FACTOR, BLEND,
-                TMA and not PACKED,
+                full if part == 0 else (whole if part == 1 else n_q), keys, b_v, b_factors, take(coef, FIRST, COUNT),
+                take(lam, FIRST, COUNT), dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_src,
+                row_operand_src, o_row, mask_head, seed, i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql,
+                stride_gl, stride_ml, stride_mj, stride_rows, n_q, n_k, FIRST, COUNT, M, D, E, BD, BE, BM, SHIFTED,
+                HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, not USE_FAST or HARD, TMA, OUTPUTS,
+                TMA_ROWS, FACTOR, COMPONENT_GEMM, TMA and not PACKED,
             )  # fmt: skip
-    if BLEND:
+    if COMPONENT_GEMM:
         dcs = component_sums(dcs[0], 0, M, True)
     if FACTOR:
         b_factor = tl.where((o_j < n_k)[:, None], tl.exp2(coef[0]), 0.0)
         dv *= b_factor
-        dks = scaled(dks, b_factor, 1 if SHIFTED else M)
-        dcs = scaled(dcs, tl.sum(b_factor, 1), M)
-    if FAST and WANTED != VALUES:
+        dks = mul_all(dks, b_factor, 1 if SHIFTED else M)
+        dcs = mul_all(dcs, tl.sum(b_factor, 1), M)
+    if USE_FAST and OUTPUTS != DV_ONLY:
         if not FACTOR:
-            dcs = times(dcs, coef, 0, M)
+            dcs = mul_vectors(dcs, coef, 0, M)
         if not SHIFTED:
-            dks = times_columns(dks, coef, M)
+            dks = mul_columns(dks, coef, M)
     return dks, dv, dcs, dlams
 
 
 @triton.jit(
-    do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "n_query_tiles", "n_query_sums", "SECTION"]
+    do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "n_query_tiles", "n_query_sums", "SECTION"]
 )
-def gradient_keys(
+def mixture_backward_dkdv(
     q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    do_src, rows_src, operand_src, spread_ptr, flags_ptr,
-    dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau, dropout_p,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, H, L, S, n_slots, n_tiles, n_heads, n_query_tiles,
-    n_query_sums, SECTION,
+    do_src, rows_src, row_operand_src, spread_ptr, flags_ptr, dk_ptr, dv_ptr, dbias_ptr, sums_ptr, scale, tau,
+    dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh,
+    stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl, stride_rows, GROUP, H, L, S,
+    n_key_tiles, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BQ: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
-    ROWS: tl.constexpr, WANTED: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
+    BN: tl.constexpr, BQ: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr,
+    TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr,
+    TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, this tile's part of d shift, d tau, d scale, and dc, the gradient of log pi (PRIOR 1: this tile's part of
     its sum, 2: of each key); a group's query heads one after another."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     # Soft independent keys whose dk do not fit the registers beside dv: a walk for each component.
-    IN_TURN: tl.constexpr = REGISTERS >= 2 and WANTED == BOTH and not SHIFTED and not HARD
-    COUNT: tl.constexpr = 1 if IN_TURN else M
+    COUNT: tl.constexpr = 1 if PER_COMPONENT and OUTPUTS == DK_AND_DV and not SHIFTED and not HARD else M
     # Queries of a step in the general form: whole ones would need more registers than the fast form beside it.
-    GENERAL_STEP: tl.constexpr = BM // 2 if PATH == 3 and BM > 16 else BM
+    GENERAL_BM: tl.constexpr = BM // 2 if PATH == BOTH and BM > 16 else BM
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
     HK = H // GROUP
     i_k = i_bk % HK
     i_seq = i_bk // HK
-    i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
-    _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
+    i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
+    _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     p_flag = flags_ptr + i_bk * n_tiles + i_n
-    if i_n * BN >= n_k or not_mine(p_flag, PATH):
+    if i_n * BN >= n_k or skip_tile(p_flag, PATH):
         return
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
     v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
@@ -288,40 +297,40 @@ def gradient_keys(
         tau = tl.load(tau_ptr + i_k)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     o_j = i_n * BN + tl.arange(0, BN)
-    slot_c = (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
-    p_stats = stats_ptr + (i_k * n_slots + slot + i_n * BN // TILE) * 4
+    o_c = (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
+    p_stats = stats_ptr + (i_k * n_key_tiles + key_tile + i_n * BN // KEY_TILE) * 4
     high = tl.load(p_stats)
     low = tl.load(p_stats + 1)
     # Keys that are all masked need no walk.
     n_q = tl.where(high == -float("inf"), 0, n_q)
 
     spread = 0.0
-    if PATH == 1 or PATH == 3:
+    if PATH == FAST or PATH == BOTH:
         for t in range(0, GROUP * n_query_tiles, 128):
             o_t = t + tl.arange(0, 128)
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
     # From c to C.
-    o_factors = (HK * M).to(tl.int64) * n_slots * TILE
-    if PATH == 1 or (HARD and SHIFTED and not UNEQUAL):
-        slot_c += o_factors
-    if PATH != 3:
-        coef = load_vectors(c_ptr + slot_c, o_j, n_slots * TILE, n_k, M, 1, False)
+    o_factors = (HK * M).to(tl.int64) * n_key_tiles * KEY_TILE
+    if PATH == FAST or (HARD and SHIFTED and not UNEQUAL):
+        o_c += o_factors
+    if PATH != BOTH:
+        coef = load_vectors(c_ptr + o_c, o_j, n_key_tiles * KEY_TILE, n_k, M, 1, False)
     slack = spread + key_span(high, low) if SHIFTED else tl.maximum(spread, key_span(high, low))
-    if PATH == 1 and HARD:
+    if PATH == FAST and HARD:
         b_reach = tl.where((o_j < n_k)[:, None], tl.abs(coef[0]), 0.0)
         slack = tl.max(tl.max(b_reach, 1), 0)
-    elif not SHIFTED and PATH == 1:
+    elif not SHIFTED and PATH == FAST:
         # A masked component is not in the lse, which then bounds nothing.
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
             slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
     safe = slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE)
-    if leaves_to_second(p_flag, safe, PATH):
+    if flag_for_fallback(p_flag, safe, PATH):
         return
 
-    b_v = in_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, REGISTERS % 2)
+    b_v = to_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, IN_REGISTERS)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     begin = 0
     full = 0
@@ -345,31 +354,33 @@ def gradient_keys(
         keys = ()
         for r in tl.static_range(first, first + (1 if SHIFTED else COUNT)):
             b_kr = load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True)
-            keys = keys + (in_registers(b_kr, BD, REGISTERS % 2),)
-        dks = zeros_like_each(tl.zeros([BN, BD], tl.float32), 1 if SHIFTED else COUNT)
-        dcs = zeros_like_each(tl.zeros([BN], tl.float32), COUNT)
-        dlams = zeros_like_each(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
-        for FAST in tl.static_range(2):
-            if (safe if FAST else not safe) if PATH == 3 else (PATH == 1) == FAST:
-                if PATH == 3:
-                    terms = load_vectors(c_ptr + slot_c + FAST * o_factors, o_j, n_slots * TILE, n_k, M, 1, False)
+            keys = keys + (to_registers(b_kr, BD, IN_REGISTERS),)
+        dks = zeros_tuple(tl.zeros([BN, BD], tl.float32), 1 if SHIFTED else COUNT)
+        dcs = zeros_tuple(tl.zeros([BN], tl.float32), COUNT)
+        dlams = zeros_tuple(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
+        for USE_FAST in tl.static_range(2):
+            if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
+                if PATH == BOTH:
+                    terms = load_vectors(
+                        c_ptr + o_c + USE_FAST * o_factors, o_j, n_key_tiles * KEY_TILE, n_k, M, 1, False
+                    )
                 else:
                     terms = coef
-                dks, dv, dcs, dlams = key_sums(
+                dks, dv, dcs, dlams = sum_over_queries(
                     begin, full, whole, keys, b_v, terms, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q,
-                    rows_src, operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh,
+                    rows_src, row_operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh,
                     stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows,
-                    GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if FAST else GENERAL_STEP, BN, SHIFTED,
-                    HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, ROWS, WANTED, FAST,
+                    GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if USE_FAST else GENERAL_BM, BN, SHIFTED,
+                    HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, TMA_ROWS, OUTPUTS, USE_FAST,
                 )  # fmt: skip
-        if WANTED != KEYS and first + COUNT == M:
+        if OUTPUTS != DK_ONLY and first + COUNT == M:
             store_rows(dv_ptr + o_first * E, dv, o_j, HK * E, n_k, E, BE)
-        if WANTED != VALUES:
+        if OUTPUTS != DV_ONLY:
             if HARD and not UNEQUAL:
-                dcs = without_others(dcs, M)
+                dcs = subtract_rest(dcs, M)
             total = tl.zeros([BN, BD], tl.float32)
             for r in tl.static_range(first, first + COUNT):
-                if REGISTERS % 2:
+                if IN_REGISTERS:
                     b_kr = keys[0 if SHIFTED else r - first].to(tl.float32)
                 else:
                     # Kept from the beginning, they would hold registers over the walk.
@@ -397,7 +408,7 @@ def gradient_keys(
             if SHIFTED:
                 b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
                 store_rows(p_dk, b_dk, o_j, HK * D, n_k, D, BD)
-    if WANTED != VALUES:
+    if OUTPUTS != DV_ONLY:
         tl.store(p_sums + TAUS, dtau)
         if not UNEQUAL:
             tl.store(p_sums + TAUS + 1, dscale)

@@ -1,76 +1,88 @@
-"""The first pass backward: `gradient_queries` walks along the keys for a tile of queries.
+"""The first pass backward: `mixture_backward_dq` walks along the keys for a tile of queries.
 
 A first kernel and a second one, or either form in one, as in the forward.
 Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
 """
 
-# ruff: noqa: RUF005  (Triton has no starred tuples)
+# ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.bwd_common import blended_gradients, gradients, independent_gradients, scaled, times
-from mgk.kernels.mixture.component_gemm import add_products, blend_operand, blended, component_sums, operand_tile
+from mgk.kernels.mixture.bwd_common import (
+    factored_gradients,
+    independent_gradients,
+    mul_all,
+    mul_vectors,
+    score_gradients,
+)
+from mgk.kernels.mixture.component_gemm import (
+    accumulate_gemm,
+    component_gemm,
+    component_sums,
+    gemm_operand,
+    load_operand,
+)
 from mgk.kernels.mixture.tile import (  # fmt: skip
+    BOTH,
     FACTOR_RANGE,
+    FAST,
+    KEY_TILE,
     LOG2E,
     SAFE_RANGE,
-    TILE,
-    columns,
+    apply_mask,
+    as_columns,
+    component_ratios,
     component_scores,
-    extent,
-    head_of,
-    hide,
-    in_registers,
-    kept,
+    dropout_mask,
+    elementwise_max,
+    elementwise_min,
+    flag_for_fallback,
+    head_pointer,
     key_range,
     key_span,
-    largest,
-    leaves_to_second,
     load_rows,
     load_scales,
     load_shift,
     load_tile,
     load_vectors,
     mask_scores,
-    not_mine,
     padded_rows,
-    ratios,
     row_terms,
     schedule,
-    smallest,
+    sequence_bounds,
+    skip_tile,
     store_rows,
-    zeros_like_each,
+    to_registers,
+    zeros_tuple,
 )
 
 
 @triton.jit
-def visible(
-    scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, MASKED: tl.constexpr,
+def mask_tile(
+    scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam,
+    NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     if MASK:
         scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
     if MASKED and CAUSAL:
-        scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
+        scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
     return scores
 
 
 @triton.jit
 def walk_keys(
-    first, last, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das, total, k_src, v_src, blend_src, i_b, i_k, start_k,
-    o_slot, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
-    dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_slots,
+    first, last, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das, total, k_src, v_src, key_operand_src, i_b, i_k,
+    start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,
+    stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    UNEQUAL: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, ONE_SIDE: tl.constexpr,
-    BLEND: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    TMA: tl.constexpr, DEFER_FACTOR: tl.constexpr, COMPONENT_GEMM: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     LEADS: tl.constexpr = HARD and SHIFTED and not UNEQUAL
-    FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
+    ACCURATE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -79,22 +91,24 @@ def walk_keys(
         )  # fmt: skip
         b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         b_g = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        scores = visible(
+        scores = mask_tile(
             scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
         )
         if DROPOUT:
-            b_g = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0)
+            b_g = tl.where(
+                dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0
+            )
         b_g -= delta[:, None]
         factors = LEADS or (SHIFTED and not EXACT)
-        if not BLEND:
-            coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_slots * TILE, S, M, 0, False)
-        if BLEND:
-            b_c = operand_tile(blend_src, o_slot + n, BN, BN, False, TMA)
-            b_p, b_ds, b_ge = blended_gradients(scores, b_g, alpha, blended(b_rows, b_c), lam)
+        if not COMPONENT_GEMM:
+            coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
+        if COMPONENT_GEMM:
+            b_c = load_operand(key_operand_src, o_operand + n, BN, BN, False, TMA)
+            b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_rows, b_c), lam)
         elif SHIFTED or EXACT:
-            addends = coef if ONE_SIDE else alpha
-            b_p, b_ds, parts = gradients(
-                scores, b_g, addends, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, FINE, ONE_SIDE
+            addends = coef if DEFER_FACTOR else alpha
+            b_p, b_ds, parts = score_gradients(
+                scores, b_g, addends, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, FIRST, ACCURATE, DEFER_FACTOR
             )
         else:
             b_p, b_ds, parts = independent_gradients(scores, b_g, coef, coef, lam, M, False)
@@ -102,8 +116,8 @@ def walk_keys(
             p_dmask = dmask_ptr + o_i[:, None].to(tl.int64) * stride_dl + o_n[None, :]
             tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
         total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
-        if BLEND:
-            das = (add_products(b_ge, b_c, das[0]),)
+        if COMPONENT_GEMM:
+            das = (accumulate_gemm(b_ge, b_c, das[0]),)
         else:
             updated = ()
             for r in tl.static_range(FIRST, M):
@@ -120,86 +134,83 @@ def walk_keys(
 
 
 @triton.jit
-def row_sums(
-    full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, blend_src, i_b, i_k, start_k, o_slot, c_ptr,
-    coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
-    stride_ml, stride_mj, stride_dl, L, S, n_slots,
+def sum_over_keys(
+    full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, o_operand,
+    c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
+    stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr,
-    FAST: tl.constexpr,
+    USE_FAST: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of rows along all keys, by either form: d q without scale and shifts, d a of the components from FIRST
     on, and the sums of the score gradients; each without the row's factor, where that is one."""
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
-    BLEND: tl.constexpr = blend_src is not None and FAST
+    COMPONENT_GEMM: tl.constexpr = key_operand_src is not None and USE_FAST
     acc = tl.zeros([BM, BD], tl.float32)
-    if BLEND:
+    if COMPONENT_GEMM:
         das = (tl.zeros([BM, 16], tl.float32),)
     else:
-        das = zeros_like_each(delta, M - FIRST)
+        das = zeros_tuple(delta, M - FIRST)
     total = tl.zeros_like(delta)
     for MASKED in tl.static_range(2):
         acc, das, total = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das,
-            total, k_src, v_src, blend_src, i_b, i_k, start_k, o_slot, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh,
-            o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S,
-            n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED,
-            not FAST or HARD, TMA, FAST and HARD, BLEND,
+            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das, total,
+            k_src, v_src, key_operand_src, i_b, i_k, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed,
+            i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S,
+            n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED,
+            not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
         )  # fmt: skip
-    if BLEND:
+    if COMPONENT_GEMM:
         das = component_sums(das[0], 1, M, False)
-    if FAST and SHIFTED and not HARD:
-        das = times(das, rho, 1, M)
+    if USE_FAST and SHIFTED and not HARD:
+        das = mul_vectors(das, rho, 1, M)
     return acc, das, total
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
-def gradient_queries(
+@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
+def mixture_backward_dq(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    out_ptr, lse_ptr, do_ptr, dlse_ptr,
-    dq_ptr, dmask_ptr, rows_ptr, operand_ptr, blend_src, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_slots, n_tiles,
-    n_heads, SECTION,
+    out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src, spread_ptr,
+    flags_ptr, sums_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km,
+    stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh,
+    stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SHIFTED: tl.constexpr,
-    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    DMASK: tl.constexpr, DLSE: tl.constexpr,
-    DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr,
-    PRIOR: tl.constexpr, PATH: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
-    """dq, the gradient of a float mask, what `gradient_keys` needs per query (alpha_r, rho_r, delta; the rows' operand
-    of the blend where operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
+    """dq, the gradient of a float mask, what `mixture_backward_dkdv` needs per query (alpha_r, rho_r, delta; the rows'
+    operand of the blend where row_operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     # The row's term of the exponents is a factor.
-    FACTOR: tl.constexpr = PATH == 1 and (HARD or not SHIFTED)
+    FACTOR: tl.constexpr = PATH == FAST and (HARD or not SHIFTED)
     # Keys of a step in the general form: whole ones would need more registers than the fast form beside it.
-    GENERAL_STEP: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
+    GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
     i_seq = i_bh // H
-    i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
-    _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
+    i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
+    _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
-    if i_m * BM >= n_q or not_mine(p_flag, PATH):
+    if i_m * BM >= n_q or skip_tile(p_flag, PATH):
         return
     o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
     do_ptr += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh + start_q.to(tl.int64) * stride_gl
     out_ptr += i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
-    k_src = head_of(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
-    v_src = head_of(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
+    k_src = head_pointer(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
+    v_src = head_pointer(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
     if DMASK:
         dmask_ptr += (i_b * H + i_h).to(tl.int64) * L * S
-    c_ptr += (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
-    coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_slots * TILE
-    stats_ptr += (i_k * n_slots + slot) * 4
+    c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
+    coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_key_tiles * KEY_TILE
+    stats_ptr += (i_k * n_key_tiles + key_tile) * 4
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -207,8 +218,8 @@ def gradient_queries(
 
     o_i = i_m * BM + tl.arange(0, BM)
     m_i = o_i < n_q
-    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS % 2)
-    b_do = in_registers(load_rows(do_ptr, o_i, stride_gl, n_q, E, BE, True), BE, REGISTERS % 2)
+    b_q = to_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, IN_REGISTERS)
+    b_do = to_registers(load_rows(do_ptr, o_i, stride_gl, n_q, E, BE, True), BE, IN_REGISTERS)
     delta = tl.sum(load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
     if DLSE:
@@ -219,9 +230,9 @@ def gradient_queries(
     # A sequence without keys has no reference.
     lse = tl.where(lse < float("inf"), lse - tl.load(stats_ptr + 3), float("inf"))
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
-    flat = columns(a, 0.0, M)
-    alpha = columns(a, lse, M)
-    rho = ratios(flat, M, HARD, FACTOR_RANGE)
+    flat = as_columns(a, 0.0, M)
+    alpha = as_columns(a, lse, M)
+    rho = component_ratios(flat, M, HARD, FACTOR_RANGE)
     # What the other pass reads of a row; zeros behind a head's last, where it is read by blocks.
     o_vector = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q + o_i
     m_vector = m_i if PACKED else o_i < padded_rows(L)
@@ -232,11 +243,11 @@ def gradient_queries(
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.where(m_i, tl.sum(rho[r - 1], 1), 0.0), mask=m_vector)
     b_rows = b_q
-    if (blend_src is not None and (PATH == 1 or PATH == 3)) or operand_ptr is not None:
+    if (key_operand_src is not None and (PATH == FAST or PATH == BOTH)) or row_operand_ptr is not None:
         o_c = tl.arange(0, 16)
-        b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
-        if operand_ptr is not None:
-            p_operand = operand_ptr + o_vector[:, None] * 16 + o_c[None, :]
+        b_rows = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
+        if row_operand_ptr is not None:
+            p_operand = row_operand_ptr + o_vector[:, None] * 16 + o_c[None, :]
             tl.store(p_operand, tl.where(m_i[:, None], b_rows, 0.0), mask=m_vector[:, None])
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full = n_k // BN * BN
@@ -244,11 +255,11 @@ def gradient_queries(
     if CAUSAL:
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
-    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, TILE))
-    spread = tl.max(largest(a, M) - smallest(a, M), 0)
+    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
+    spread = tl.max(elementwise_max(a, M) - elementwise_min(a, M), 0)
     # No lse bounds a masked key. Its exponent may be 40 above what the others may lose before a weight of 0 times its
     # power is not 0.
-    reach = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E) + (a[0] - lse)
+    reach = tl.sqrt(norm) * (longest * elementwise_max(lam, M) * LOG2E) + (a[0] - lse)
     reach = tl.max(tl.where(m_i & (masked > 0), reach, 0.0), 0)
     spread = tl.maximum(spread, reach - 40.0)
     if not SHIFTED:
@@ -264,30 +275,30 @@ def gradient_queries(
     else:
         slack = spread + key_span(high, low)
     safe = slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE)
-    if leaves_to_second(p_flag, safe, PATH):
+    if flag_for_fallback(p_flag, safe, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
-    das = zeros_like_each(norm, M - FIRST)
+    das = zeros_tuple(norm, M - FIRST)
     total = tl.zeros_like(norm)
-    for FAST in tl.static_range(2):
-        if (safe if FAST else not safe) if PATH == 3 else (PATH == 1) == FAST:
-            acc, das, total = row_sums(
-                full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, blend_src, i_b, i_k, start_k,
-                (i_k * n_slots + slot) * TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset,
-                dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k, n_slots, M, D, E, BD, BE,
-                BM, BN if FAST else GENERAL_STEP, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL,
-                TMA, FAST,
+    for USE_FAST in tl.static_range(2):
+        if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
+            acc, das, total = sum_over_keys(
+                full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k,
+                (i_k * n_key_tiles + key_tile) * KEY_TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i,
+                causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k,
+                n_key_tiles, M, D, E, BD, BE, BM, BN if USE_FAST else GENERAL_BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
+                DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
             )  # fmt: skip
     if FACTOR:
         factor = tl.exp2(a[0] - lse)
         total *= factor
-        das = scaled(das, factor, M - FIRST)
+        das = mul_all(das, factor, M - FIRST)
         acc *= factor[:, None]
     # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
     # is delta's error.
     corrected = delta + (total - dlse)
     # By pointers (PATH 3) nothing behind the last row is read, and to know which that is takes registers over the walk.
-    if PATH != 3:
+    if PATH != BOTH:
         corrected = tl.where(m_i, corrected, 0.0)
     tl.store(p_rows + (2 * M - 1) * stride_rows, corrected, mask=m_vector)
 
@@ -298,7 +309,7 @@ def gradient_queries(
             first -= das[r - 1]
         das = (first,) + das
     # Kept from the beginning, they would hold registers over the walk.
-    b_x = (b_q if REGISTERS % 2 else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
+    b_x = (b_q if IN_REGISTERS else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
     o_d = tl.arange(0, BD)
     i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m
     # Of d shift, d tau, d scale and d log pi.

@@ -9,11 +9,11 @@ of y_jr. M is at most 5.
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.tile import INTERPRETED, TILE, load_vectors
+from mgk.kernels.mixture.tile import INTERPRETED, KEY_TILE, load_vectors
 
 
 @triton.jit
-def blend_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
+def gemm_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
     """[rows, 16] of x_r [rows, 1]."""
     out = tl.zeros([xs[0].shape[0], 16], tl.float32)
     for r in tl.static_range(M):
@@ -27,7 +27,7 @@ def blend_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
 
 
 @triton.jit
-def operand_tile(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+def load_operand(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
     """Rows `first` to `first` + N of an operand. MASKED: only n of them are there; others are 0, by the bulk copy
     engine whatever finite follows."""
     if TMA:
@@ -42,7 +42,7 @@ def operand_tile(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.c
 
 
 @triton.jit
-def blended(b_x, b_y):
+def component_gemm(b_x, b_y):
     """sum_r x_ir y_jr of two operands, one of rows and one of keys, in either order."""
     if INTERPRETED:
         # It has no products of bf16.
@@ -52,7 +52,7 @@ def blended(b_x, b_y):
 
 
 @triton.jit
-def add_products(b_g, b_y, acc):
+def accumulate_gemm(b_g, b_y, acc):
     """acc + g y for a tile g and the operand y of what it is summed over; g is rounded as for any product."""
     if INTERPRETED:
         return tl.dot(b_g.to(tl.bfloat16).to(tl.float32), b_y.to(tl.float32), acc)
@@ -72,14 +72,20 @@ def component_sums(acc, FIRST: tl.constexpr, M: tl.constexpr, LEFT: tl.constexpr
     return out
 
 
-@triton.jit(do_not_specialize=["n_slots"])
-def write_key_operand(c_ptr, operand_ptr, n_slots, M: tl.constexpr, PATH: tl.constexpr):
+@triton.jit(do_not_specialize=["n_key_tiles"])
+def write_key_operand(c_ptr, operand_ptr, n_key_tiles, M: tl.constexpr, PATH: tl.constexpr):
     """The keys' operand [Hk * slots * TILE, 16] of C [Hk, M, slots * TILE]."""
     i_t, i_h = tl.program_id(0), tl.program_id(1)
-    o_x = i_t * TILE + tl.arange(0, TILE)
+    o_x = i_t * KEY_TILE + tl.arange(0, KEY_TILE)
     o_c = tl.arange(0, 16)
     factors = load_vectors(
-        c_ptr + (i_h * M).to(tl.int64) * n_slots * TILE, o_x, n_slots * TILE, n_slots * TILE, M, 1, False
+        c_ptr + (i_h * M).to(tl.int64) * n_key_tiles * KEY_TILE,
+        o_x,
+        n_key_tiles * KEY_TILE,
+        n_key_tiles * KEY_TILE,
+        M,
+        1,
+        False,
     )
-    p_x = operand_ptr + (i_h.to(tl.int64) * n_slots * TILE + o_x)[:, None] * 16 + o_c[None, :]
-    tl.store(p_x, blend_operand(factors, o_c, M, False))
+    p_x = operand_ptr + (i_h.to(tl.int64) * n_key_tiles * KEY_TILE + o_x)[:, None] * 16 + o_c[None, :]
+    tl.store(p_x, gemm_operand(factors, o_c, M, False))

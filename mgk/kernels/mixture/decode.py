@@ -10,10 +10,10 @@ import triton.language as tl
 
 from mgk.kernels.mixture.tile import (
     LOG2E,
-    columns,
+    apply_mask,
+    as_columns,
+    elementwise_max,
     exponents,
-    hide,
-    largest,
     load_rows,
     load_scales,
     load_shift,
@@ -23,7 +23,7 @@ from mgk.kernels.mixture.tile import (
 
 
 @triton.jit
-def share(count_ptr, S, n_splits, BN: tl.constexpr):
+def split_range(count_ptr, S, n_splits, BN: tl.constexpr):
     """How many keys there are, where only the device knows, and how many of them a split has."""
     S = tl.minimum(S, tl.load(count_ptr))
     return S, tl.cdiv(tl.cdiv(S, n_splits), BN) * BN
@@ -31,15 +31,14 @@ def share(count_ptr, S, n_splits, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "L", "S", "CHUNK", "n_splits"])
 def decode_split(
-    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, mask_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr,
-    scale, tau, constant,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_bb, stride_bh, stride_bm, stride_bs, stride_mb, stride_mh, stride_ml, stride_mj, GROUP,
-    H, L, S, CHUNK, n_splits,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
-    CAUSAL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, COUNTED: tl.constexpr, PATH: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, mask_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr, scale, tau,
+    constant, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh,
+    stride_vs, stride_bb, stride_bh, stride_bm, stride_bs, stride_mb, stride_mh, stride_ml, stride_mj, GROUP, H, L, S,
+    CHUNK, n_splits,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
+    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, COUNTED: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
     """Over one split of the keys of a key head, for the queries of all heads of its group: the sum of weights times
     values [B, Hk, splits, BM, E], its largest exponent and the sum of weights [2, B, Hk, splits, BM]."""
@@ -47,7 +46,7 @@ def decode_split(
     NS: tl.constexpr = 1 if SHIFTED else M
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if COUNTED:
-        S, CHUNK = share(count_ptr, S, n_splits, BN)
+        S, CHUNK = split_range(count_ptr, S, n_splits, BN)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -61,7 +60,7 @@ def decode_split(
     p_q = q_ptr + i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + o_i * stride_ql
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
     a, _ = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
-    row = columns(a, 0.0, M)
+    row = as_columns(a, 0.0, M)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
     v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
     if BIAS:
@@ -95,8 +94,8 @@ def decode_split(
         valid = m_row[:, None] & (o_n < S)[None, :]
         if CAUSAL:
             valid = valid & (o_i[:, None] + (S - L if CAUSAL == 2 else 0) >= o_n[None, :])
-        xs = hide(exponents(scores, row, terms, lam, M, SHIFTED), valid, M)
-        b_top = largest(xs, M)
+        xs = apply_mask(exponents(scores, row, terms, lam, M, SHIFTED), valid, M)
+        b_top = elementwise_max(xs, M)
         m_new = tl.maximum(m, tl.max(b_top, 1))
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         if HARD:
@@ -120,7 +119,7 @@ def decode_split(
 
 
 @triton.jit
-def load_block(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+def load_fp32(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
     """Rows n + o_n of a head, [keys, BD], in fp32. bf16 may come two by two as int32: a shift or a mask makes it fp32,
     half of what it costs one by one."""
     PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
@@ -145,9 +144,10 @@ def load_block(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MAS
 @triton.jit
 def walk_row(
     first, last, rows, rest, lam, tau, accs, ls, ms, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs, stride_bm,
-    stride_bs, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    GROUP: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    BIAS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    stride_bs,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr,
+    BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys from first to last. rows and rest: of each query, then of each component; accs, ls, ms: of each query."""
     o_i = tl.arange(0, BI)
@@ -158,11 +158,11 @@ def walk_row(
         values = ()
         for i in tl.static_range(BN // BI):
             o_n = i * BI + o_i
-            b_k = load_block(k_ptr, n, o_n, stride_ks, last, D, BD, MASKED)
-            values = values + (load_block(v_ptr, n, o_n, stride_vs, last, E, BE, MASKED),)
+            b_k = load_fp32(k_ptr, n, o_n, stride_ks, last, D, BD, MASKED)
+            values = values + (load_fp32(v_ptr, n, o_n, stride_vs, last, E, BE, MASKED),)
             for r in tl.static_range(M):
                 if r > 0 and not SHIFTED:
-                    b_k = load_block(k_ptr + r * stride_km, n, o_n, stride_ks, last, D, BD, MASKED)
+                    b_k = load_fp32(k_ptr + r * stride_km, n, o_n, stride_ks, last, D, BD, MASKED)
                 if r == 0 or not SHIFTED:
                     b_norm = 0.5 * tau * tl.sum(b_k * b_k, 1)
                 if BIAS == 2:
@@ -209,12 +209,12 @@ def walk_row(
 @triton.jit(do_not_specialize=["HK", "S", "CHUNK", "n_splits"])
 def decode_row(
     q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr, scale, tau, constant,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_bb, stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr,
-    BN: tl.constexpr, GROUP: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
-    COUNTED: tl.constexpr, PATH: tl.constexpr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_bb,
+    stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
+    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, COUNTED: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
     """As `decode_split` for one query of each of a few heads that share their keys, which are read once for all. BI
     keys are read side by side, the BN / BI groups of a block one after another by the same threads. Each of the BI
@@ -223,7 +223,7 @@ def decode_row(
     |k_j|^2 / 2) and what does not depend on j. BIAS: 1 the same for all keys, 2 for each its own."""
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if COUNTED:
-        S, CHUNK = share(count_ptr, S, n_splits, BN)
+        S, CHUNK = split_range(count_ptr, S, n_splits, BN)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)

@@ -10,19 +10,19 @@ import triton.language as tl
 
 from mgk.kernels.mixture.tile import (
     INTERPRETED,
-    TILE,
+    KEY_TILE,
+    elementwise_max,
+    elementwise_min,
     exponents,
-    extent,
-    largest,
     load_rows,
     load_scales,
     load_vectors,
     row_terms,
-    smallest,
+    sequence_bounds,
 )
 
 # Exponents (base 2) that A_ir C_jr may lose before the largest component's would.
-SAFE = tl.constexpr(100.0)
+COUNT_RANGE = tl.constexpr(100.0)
 
 
 @triton.jit
@@ -37,15 +37,15 @@ def reciprocal(b_x):
 
 @triton.jit(do_not_specialize=["H", "L", "n_tiles"])
 def query_terms(
-    q_ptr, shift_ptr, scale_ptr, tau_ptr, cu_q_ptr, rows_ptr, spread_ptr, scale, tau,
-    stride_qb, stride_qh, stride_ql, stride_rows, GROUP, H, L, n_tiles,
+    q_ptr, shift_ptr, scale_ptr, tau_ptr, cu_q_ptr, rows_ptr, spread_ptr, scale, tau, stride_qb, stride_qh, stride_ql,
+    stride_rows, GROUP, H, L, n_tiles,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, SCALE: tl.constexpr,
     TAU: tl.constexpr, PACKED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """a_ir and A_ir = 2^(a_ir - max_r a_ir), [2 M, B H L], and per tile of queries the largest range of a_i."""
     # Sequences on the first axis too: the others end at 65,535.
     i_m, i_h, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
-    i_b, start, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
+    i_b, start, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     if i_m * BM >= n_q:
         return
     i_k = i_h // GROUP
@@ -56,21 +56,20 @@ def query_terms(
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_ql
     b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
     a, _ = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, SCALE > 1)
-    top = largest(a, M)
+    top = elementwise_max(a, M)
     p_rows = rows_ptr + (i_b * H + i_h).to(tl.int64) * L + start + o_i
     for r in tl.static_range(M):
         tl.store(p_rows + r * stride_rows, a[r], mask=o_i < n_q)
         tl.store(p_rows + (M + r) * stride_rows, tl.exp2(a[r] - top), mask=o_i < n_q)
-    tl.store(spread_ptr + (i_seq * H + i_h) * n_tiles + i_m, tl.max(top - smallest(a, M), 0))
+    tl.store(spread_ptr + (i_seq * H + i_h) * n_tiles + i_m, tl.max(top - elementwise_min(a, M), 0))
 
 
 @triton.jit
-def count_along(
+def count_tile(
     first, last, keys, c, factors, lam, counts, pairs, q_ptr, rows_ptr, mask_ptr, o_j, causal_offset, stride_ql,
     stride_ml, stride_mj, stride_rows, L, S,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, PRODUCTS: tl.constexpr,
-    FACTORED: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, PRODUCTS: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
@@ -108,7 +107,7 @@ def count_along(
                 xs = ()
                 for r in tl.static_range(M):
                     xs = xs + (rows[r] + c[r],)
-            b_top = tl.maximum(largest(xs, M), -1e30)
+            b_top = tl.maximum(elementwise_max(xs, M), -1e30)
             parts = ()
             b_sum = tl.zeros_like(b_top)
             for r in tl.static_range(M):
@@ -125,11 +124,11 @@ def count_along(
     return counts, pairs
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_query_tiles", "n_tiles"])
+@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_query_tiles", "n_tiles"])
 def count_components(
     q_ptr, k_ptr, mask_ptr, scale_ptr, cu_q_ptr, cu_k_ptr, c_ptr, rows_ptr, spread_ptr, count_ptr, pairs_ptr, scale,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_mb, stride_mh, stride_ml,
-    stride_mj, stride_rows, GROUP, H, L, S, n_slots, n_query_tiles, n_tiles,
+    stride_mj, stride_rows, GROUP, H, L, S, n_key_tiles, n_query_tiles, n_tiles,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     PATH: tl.constexpr,
@@ -137,8 +136,8 @@ def count_components(
     """N_jr, [B, Hk, M, S], and N_j, [B, Hk, S], for a tile of keys: a group's query heads one after another."""
     PRODUCTS: tl.constexpr = not SHIFTED or SCALE > 1
     i_n, i_k, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
-    i_b, start_q, n_q, _ = extent(cu_q_ptr, i_seq, L, PACKED)
-    _, start_k, n_k, slot = extent(cu_k_ptr, i_seq, S, PACKED)
+    i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
+    _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     if i_n * BN >= n_k:
         return
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
@@ -148,9 +147,9 @@ def count_components(
     if PRODUCTS:
         for r in tl.static_range(1 if SHIFTED else M):
             keys = keys + (load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True),)
-    c_ptr += (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
-    c = load_vectors(c_ptr, o_j, n_slots * TILE, n_k, M, 1, False)
-    b_top = tl.maximum(largest(c, M), -1e30)
+    c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
+    c = load_vectors(c_ptr, o_j, n_key_tiles * KEY_TILE, n_k, M, 1, False)
+    b_top = tl.maximum(elementwise_max(c, M), -1e30)
     factors = ()
     for r in tl.static_range(M):
         factors = factors + (tl.exp2(c[r] - b_top),)
@@ -185,17 +184,17 @@ def count_components(
             # Of the two forms one walks over nothing: where A and C reach too far from each other, the largest
             # component is taken out first.
             for FACTORED in tl.static_range(0, 1 if PRODUCTS else 2):
-                here = (spread <= SAFE) == (FACTORED == 1) if not PRODUCTS else True
-                counts, pairs = count_along(
+                here = (spread <= COUNT_RANGE) == (FACTORED == 1) if not PRODUCTS else True
+                counts, pairs = count_tile(
                     first, last if here else first, keys, c, factors, lam, counts, pairs, q_head, rows_ptr + o_row,
-                    mask_head, o_j, causal_offset, stride_ql, stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, BD,
-                    BM, SHIFTED, CAUSAL, MASK, PRECISION, part != 1, PRODUCTS, FACTORED,
+                    mask_head, o_j, causal_offset, stride_ql, stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, BD, BM,
+                    SHIFTED, CAUSAL, MASK, PRECISION, part != 1, PRODUCTS, FACTORED,
                 )  # fmt: skip
     p_count = count_ptr + ((i_b * (H // GROUP) + i_k) * M).to(tl.int64) * S + start_k + o_j
     empty = tl.sum(tl.where(b_top > -1e30, 0.0, 1.0), 1) > 0.0
     for r in tl.static_range(M):
         b_count = tl.sum(counts[r], 1)
         if not PRODUCTS:
-            b_count = tl.where(spread <= SAFE, b_count * tl.sum(factors[r], 1), b_count)
+            b_count = tl.where(spread <= COUNT_RANGE, b_count * tl.sum(factors[r], 1), b_count)
         tl.store(p_count + r * S, tl.where(empty, 0.0, b_count), mask=o_j < n_k)
     tl.store(pairs_ptr + (i_b * (H // GROUP) + i_k).to(tl.int64) * S + start_k + o_j, pairs, mask=o_j < n_k)

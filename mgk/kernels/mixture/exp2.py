@@ -12,13 +12,13 @@ from mgk.kernels.mixture.tile import INTERPRETED
 LOG2E_HIGH = tl.constexpr(1.44269502162933349609375)  # fp32's own
 LOG2E_LOW = tl.constexpr(1.9259630335e-8)
 # Adding it to a number below 2^22 leaves no digits after the point.
-ROUNDER = tl.constexpr(12582912.0)
+ROUNDING_OFFSET = tl.constexpr(12582912.0)
 # For what should be -inf: whole, with a rest of 0.
-NOTHING = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def multiply_add(x, y, z):
+def fma(x, y, z):
     """x y + z with one rounding, on a GPU."""
     if INTERPRETED:
         return x * y + z
@@ -27,19 +27,19 @@ def multiply_add(x, y, z):
 
 
 @triton.jit
-def whole(x):
-    return (x + ROUNDER) - ROUNDER
+def round_to_int(x):
+    return (x + ROUNDING_OFFSET) - ROUNDING_OFFSET
 
 
 @triton.jit
-def finite(x):
-    return tl.where(x == -float("inf"), NOTHING, x)
+def replace_inf(x):
+    return tl.where(x == -float("inf"), LOWEST, x)
 
 
 @triton.jit
-def power(n, f):
+def exp2_split(n, f):
     """2^(n + f) for whole n and any f: to one unit, 0 where it would be subnormal."""
-    b_whole = whole(f)
+    b_whole = round_to_int(f)
     f = f - b_whole
     n += b_whole
     n = tl.where(n > -127.0, tl.minimum(n, 127.0), -127.0)  # NaN too: it comes through f
@@ -53,20 +53,20 @@ def power(n, f):
 
 
 @triton.jit
-def exact_exp2(x):
-    x = finite(x)
-    b_whole = whole(x)
-    return power(b_whole, x - b_whole)
+def accurate_exp2(x):
+    x = replace_inf(x)
+    b_whole = round_to_int(x)
+    return exp2_split(b_whole, x - b_whole)
 
 
 @triton.jit
-def weight(b_s, lam, row, key, less):
+def accurate_weight(b_s, lam, row, key, less):
     """2^(lam log2(e) s + row + key - less), `less` whole."""
     high = lam * LOG2E_HIGH
-    low = multiply_add(lam, LOG2E_HIGH, -high) + lam * LOG2E_LOW
-    b_s, row, key = finite(b_s), finite(row), finite(key)
-    whole_row, whole_key = whole(row), whole(key)
-    b_whole = whole(b_s * high)
-    b_rest = multiply_add(b_s, low, multiply_add(b_s, high, -b_whole))
+    low = fma(lam, LOG2E_HIGH, -high) + lam * LOG2E_LOW
+    b_s, row, key = replace_inf(b_s), replace_inf(row), replace_inf(key)
+    whole_row, whole_key = round_to_int(row), round_to_int(key)
+    b_whole = round_to_int(b_s * high)
+    b_rest = fma(b_s, low, fma(b_s, high, -b_whole))
     b_rest = (b_rest + (row - whole_row)) + (key - whole_key)
-    return power(((b_whole + whole_row) + whole_key) - less, b_rest)
+    return exp2_split(((b_whole + whole_row) + whole_key) - less, b_rest)

@@ -9,46 +9,48 @@ calls of soft shifted keys with three components and more have both in one, and 
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.component_gemm import blend_operand, blended, operand_tile
-from mgk.kernels.mixture.exp2 import exact_exp2, weight
+from mgk.kernels.mixture.component_gemm import component_gemm, gemm_operand, load_operand
+from mgk.kernels.mixture.exp2 import accurate_exp2, accurate_weight
 from mgk.kernels.mixture.tile import (  # fmt: skip
+    BOTH,
+    FAST,
+    KEY_TILE,
     LOG2E,
     SAFE_RANGE,
-    TILE,
-    blend,
-    columns,
+    apply_mask,
+    as_columns,
+    component_ratios,
     component_scores,
+    dropout_mask,
+    elementwise_max,
+    elementwise_min,
     exponents,
-    extent,
-    head_of,
-    hide,
-    in_registers,
-    kept,
+    flag_for_fallback,
+    head_pointer,
     key_range,
     key_span,
-    largest,
-    leaves_to_second,
     load_rows,
     load_scales,
     load_tile,
     load_vectors,
     mask_scores,
-    not_mine,
-    ratios,
+    mixture_sum,
     row_terms,
     schedule,
-    smallest,
+    sequence_bounds,
+    skip_tile,
     store_rows,
+    to_registers,
 )
 
 
 @triton.jit
-def weigh(
+def tile_weights(
     scores, row, m, rho, coef, lam,
     M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr,
-    UNEQUAL: tl.constexpr, FINE: tl.constexpr,
+    UNEQUAL: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile relative to 2^m, and the new m (FINE: whole). Without ONLINE, m bounds the whole row and is
+    """Weights of a tile relative to 2^m, and the new m (ACCURATE: whole). Without ONLINE, m bounds the whole row and is
     already part of `row`."""
     if EXACT:
         if HARD and SHIFTED and not UNEQUAL:
@@ -58,24 +60,24 @@ def weigh(
             b_x = (scores[0] * (lam[0] * LOG2E) + row[0]) + b_lead
         else:
             xs = exponents(scores, row, coef, lam, M, SHIFTED)
-            b_x = largest(xs, M)
+            b_x = elementwise_max(xs, M)
         if ONLINE:
             top = tl.max(b_x, 1)
-            m = tl.maximum(m, tl.ceil(top) if FINE else top)
+            m = tl.maximum(m, tl.ceil(top) if ACCURATE else top)
             m_safe = tl.where(m == -float("inf"), 0.0, m)[:, None]
         else:
             m_safe = 0.0
         if HARD:
-            b_p = exact_exp2(b_x - m_safe) if FINE else tl.exp2(b_x - m_safe)
+            b_p = accurate_exp2(b_x - m_safe) if ACCURATE else tl.exp2(b_x - m_safe)
         else:
             for r in tl.static_range(M):
-                if FINE:
-                    b_pr = weight(scores[0 if SHIFTED else r], lam[r], row[r], coef[r], m_safe)
+                if ACCURATE:
+                    b_pr = accurate_weight(scores[0 if SHIFTED else r], lam[r], row[r], coef[r], m_safe)
                 else:
                     b_pr = tl.exp2(xs[r] - m_safe)
                 b_p = b_pr if r == 0 else b_p + b_pr
     elif SHIFTED:
-        b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * blend(rho, coef, M)
+        b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * mixture_sum(rho, coef, M)
     else:
         b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * coef[0]
         for r in tl.static_range(1, M):
@@ -84,19 +86,17 @@ def weigh(
 
 
 @triton.jit
-def walk(
-    first, last, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr,
-    coef_ptr, mask_ptr, seed,
-    i_bh, o_i, causal_offset, dropout_p,
-    stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots,
+def walk_keys(
+    first, last, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile,
+    c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml,
+    stride_mj, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    SHIFTED: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    ONLINE: tl.constexpr,
-    EXACT: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, BLEND: tl.constexpr,
+    SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, UNEQUAL: tl.constexpr,
+    TMA: tl.constexpr, COMPONENT_GEMM: tl.constexpr,
 ):  # fmt: skip
     NS: tl.constexpr = 1 if SHIFTED else M
-    FINE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
+    ACCURATE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
@@ -124,14 +124,16 @@ def walk(
                 scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
             )
         if MASKED and CAUSAL:
-            scores = hide(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
-        if BLEND:
-            b_c = operand_tile(blend_src, (i_k * n_slots + slot) * TILE + n, BN, BN, False, TMA)
-            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * blended(b_rows, b_c)
+            scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
+        if COMPONENT_GEMM:
+            b_c = load_operand(key_operand_src, (i_k * n_key_tiles + key_tile) * KEY_TILE + n, BN, BN, False, TMA)
+            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * component_gemm(b_rows, b_c)
             m_new = m
         else:
-            coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_slots * TILE, S, M, 0, False)
-            b_p, m_new = weigh(scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, FINE)
+            coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
+            b_p, m_new = tile_weights(
+                scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, ACCURATE
+            )
         if ONLINE:
             alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * alpha
@@ -139,90 +141,89 @@ def walk(
             m = m_new
         l += tl.sum(b_p, 1)
         if DROPOUT:
-            b_p = tl.where(kept(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_p, 0.0)
+            b_p = tl.where(dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_p, 0.0)
         b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, l, m
 
 
 @triton.jit
-def attend(
-    full, last, b_q, a, ceiling, lam, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr, coef_ptr, mask_ptr, seed,
-    i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots,
+def attend_tile(
+    full, last, b_q, a, ceiling, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr,
+    mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S,
+    n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, USE_FAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows along all keys: the sums of weighted values and of weights, relative to 2^m, and m. FAST: with m
-    the rows' `ceiling`."""
+    """A tile of rows along all keys: the sums of weighted values and of weights, relative to 2^m, and m. USE_FAST: with
+    m the rows' `ceiling`."""
     FACTORED: tl.constexpr = not HARD and not UNEQUAL
-    BLEND: tl.constexpr = blend_src is not None and FAST
+    COMPONENT_GEMM: tl.constexpr = key_operand_src is not None and USE_FAST
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    flat = columns(a, 0.0, M)
-    if FAST:
+    flat = as_columns(a, 0.0, M)
+    if USE_FAST:
         m = ceiling
-        row = columns(a, m, M)
+        row = as_columns(a, m, M)
     else:
         m = tl.full([BM], -float("inf"), tl.float32)
         row = flat
-    rho = ratios(flat, M, HARD, SAFE_RANGE)
+    rho = component_ratios(flat, M, HARD, SAFE_RANGE)
     b_rows = b_q
-    if BLEND:
-        b_rows = blend_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
+    if COMPONENT_GEMM:
+        b_rows = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
     for MASKED in tl.static_range(2):
-        acc, l, m = walk(
+        acc, l, m = walk_keys(
             full if MASKED else 0, last if MASKED else full, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src,
-            blend_src, i_b, i_k, start_k, slot, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p,
-            stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_slots, M, D, E, BD, BE, BN, SHIFTED, HARD,
-            CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not FAST, not FAST or not FACTORED, UNEQUAL, TMA, BLEND,
+            key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset,
+            dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M, D, E, BD, BE, BN,
+            SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not USE_FAST, not USE_FAST or not FACTORED,
+            UNEQUAL, TMA, COMPONENT_GEMM,
         )  # fmt: skip
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_slots", "n_tiles", "n_heads", "SECTION"])
+@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
 def mixture_forward(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    flags_ptr, blend_src, out_ptr, lse_ptr,
-    scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
-    stride_vh, stride_vs,
-    stride_mb, stride_mh, stride_ml, stride_mj, stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_slots, n_tiles,
-    n_heads, SECTION,
+    flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb,
+    stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SHIFTED: tl.constexpr,
-    HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, PATH: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
     UNEQUAL: tl.constexpr = SCALE > 1
     # Keys of a step in the general form: whole ones would need more registers than the fast form beside it.
-    GENERAL_STEP: tl.constexpr = BN // 2 if PATH == 3 and BN > 16 else BN
+    GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
-    i_bq, start_q, n_q, _ = extent(cu_q_ptr, i_bh // H, L, PACKED)
-    i_b, start_k, n_k, slot = extent(cu_k_ptr, i_bh // H, S, PACKED)
+    i_bq, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_bh // H, L, PACKED)
+    i_b, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_bh // H, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
-    if i_m * BM >= n_q or not_mine(p_flag, PATH):
+    if i_m * BM >= n_q or skip_tile(p_flag, PATH):
         return
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
-    k_src = head_of(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
-    v_src = head_of(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
+    k_src = head_pointer(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
+    v_src = head_pointer(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
-    c_ptr += (i_k * M).to(tl.int64) * n_slots * TILE + slot * TILE
-    coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_slots * TILE
-    stats_ptr += (i_k * n_slots + slot) * 4
+    c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
+    coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_key_tiles * KEY_TILE
+    stats_ptr += (i_k * n_key_tiles + key_tile) * 4
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
         tau = tl.load(tau_ptr + i_k)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
 
     o_i = i_m * BM + tl.arange(0, BM)
-    b_q = in_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, REGISTERS % 2)
+    b_q = to_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, IN_REGISTERS)
     a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
-    top = largest(a, M)
+    top = elementwise_max(a, M)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full = n_k // BN * BN
     last = n_k
@@ -230,27 +231,27 @@ def mixture_forward(
         full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
-    high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, TILE))
+    high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     # What is masked to the end of the sequence is not walked over.
     full = min(full, end)
     last = min(last, end)
     ref = tl.load(stats_ptr + 3)
-    spread = tl.max(top - smallest(a, M), 0)
-    bound = tl.sqrt(norm) * (longest * largest(lam, M) * LOG2E)
+    spread = tl.max(top - elementwise_min(a, M), 0)
+    bound = tl.sqrt(norm) * (longest * elementwise_max(lam, M) * LOG2E)
     slack = 2 * tl.max(bound, 0) + spread + tl.maximum(key_span(high, low), high - low)
     safe = (low <= high) & (slack <= SAFE_RANGE)
-    if leaves_to_second(p_flag, safe, PATH):
+    if flag_for_fallback(p_flag, safe, PATH):
         return
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.zeros([BM], tl.float32)
-    for FAST in tl.static_range(2):
-        if (safe if FAST else not safe) if PATH == 3 else (PATH == 1) == FAST:
-            acc, l, m = attend(
-                full, last, b_q, a, bound + top + high, lam, k_src, v_src, blend_src, i_b, i_k, start_k, slot, c_ptr,
-                coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
-                stride_ml, stride_mj, n_q, n_k, n_slots, M, D, E, BD, BE, BM, BN if FAST else GENERAL_STEP, SHIFTED,
-                HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, FAST,
+    for USE_FAST in tl.static_range(2):
+        if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
+            acc, l, m = attend_tile(
+                full, last, b_q, a, bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile,
+                c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
+                stride_ml, stride_mj, n_q, n_k, n_key_tiles, M, D, E, BD, BE, BM, BN if USE_FAST else GENERAL_BN,
+                SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
             )  # fmt: skip
 
     empty = l == 0.0

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.block_sizes import blocks, row_block
-from mgk.kernels.mixture.bwd_sums import sums_of
+from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
 from mgk.kernels.mixture.launch_config import (  # fmt: skip
     BLEND_WIDTH,
@@ -290,7 +290,7 @@ def launch_backward(
         for x in (dq, dk, dv, dbias, dmask):
             if x is not None:
                 x.zero_()
-        return dq, dk, dv, dbias, lse.new_zeros(HK * sums_of(M, shifts, prior_grad == SUMMED)), dmask
+        return dq, dk, dv, dbias, lse.new_zeros(HK * summed_entries(M, shifts, prior_grad == SUMMED)), dmask
     flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
     along_keys, along_queries = (not flags.small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
     plan = backward_plan(

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.block_sizes import CAPPED, SPLIT_WIDTH, Block
-from mgk.kernels.mixture.bwd_dkdv import BOTH, KEYS, VALUES, gradient_keys
-from mgk.kernels.mixture.bwd_dq import gradient_queries
-from mgk.kernels.mixture.bwd_sums import add_parts, sums_of
+from mgk.kernels.mixture.bwd_common import add_parts, summed_entries
+from mgk.kernels.mixture.bwd_dkdv import DK_AND_DV, DK_ONLY, DV_ONLY, mixture_backward_dkdv
+from mgk.kernels.mixture.bwd_dq import mixture_backward_dq
 from mgk.kernels.mixture.component_gemm import write_key_operand
 from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
-from mgk.kernels.mixture.tile import ROWS, TILE
+from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, GENERAL, KEY_TILE, ROW_ALIGNMENT
 
-SLOT = TILE.value
-HEAD_ROWS = ROWS.value
+SLOT = KEY_TILE.value
+HEAD_ROWS = ROW_ALIGNMENT.value
 L2_BYTES = 24 << 20
 
 # Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
@@ -125,8 +125,8 @@ def _paths(first: bool, small: bool) -> tuple[int, ...]:
     """The forms a kernel is launched in: the general one for all tiles (0); the first and then the general one for the
     tiles that it leaves (1, 2); or both in one launch, which costs a small call less (3)."""
     if not first:
-        return (0,)
-    return (3,) if small else (1, 2)
+        return (GENERAL.value,)
+    return (BOTH.value,) if small else (FAST.value, FALLBACK.value)
 
 
 @functools.lru_cache(1 << 10)
@@ -174,7 +174,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: LaunchFlags, bulk: bool, want_
         _cap(first, small, switches) + kind + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
     )
     n_tiles = ceil_div(max_q, rows)
-    switches.update(BM=rows, BN=cols, TMA=bulk, REGISTERS=way % 2)
+    switches.update(BM=rows, BN=cols, TMA=bulk, IN_REGISTERS=way % 2)
     blends = _blends(way, first and _factored(switches), M)
     paths = _paths(first, small)
     attend = LaunchSpec(
@@ -242,7 +242,7 @@ def backward_plan(
     )  # fmt: skip
     in_turn = not shifted and not hard and bool(blocks(of_keys + "keys", width, M, shifted, size)[-1] & 2)
     together = shifted or width <= SPLIT_WIDTH or in_turn
-    parts = ((BOTH, "keys"),) if together else ((KEYS, "keys"), (VALUES, "values"))
+    parts = ((DK_AND_DV, "keys"),) if together else ((DK_ONLY, "keys"), (DV_ONLY, "values"))
     q_tiles = ceil_div(max_q, q_rows)
     k_tiles = [ceil_div(max_k, blocks(of_keys + k, width, M, shifted, size)[1]) for _, k in parts]
     query_sums = n_seq * (H // HK) * q_tiles
@@ -256,21 +256,22 @@ def backward_plan(
     # and dv are together, which have no registers left for it.
     key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
     queries = LaunchSpec(
-        gradient_queries, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
+        mixture_backward_dq, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        REGISTERS=q_way % 4, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,
+        IN_REGISTERS=q_way % 2, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,
     )  # fmt: skip
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
         k_rows, k_cols, warps, stages, registers, k_way = blocks(of_keys + kind, width, M, shifted, size)
         by_engine = bulk and bool(k_way & 4)
         launch = LaunchSpec(
-            gradient_keys, (tiles * n_seq * HK, 1, 1), strides,
+            mixture_backward_dkdv, (tiles * n_seq * HK, 1, 1), strides,
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
-            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, REGISTERS=k_way % 4,
-            ROWS=by_engine, WANTED=wanted.value, PRIOR=prior_grad), key_paths, warps, stages, registers,
+            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, IN_REGISTERS=k_way % 2,
+            PER_COMPONENT=k_way % 4 >= 2, TMA_ROWS=by_engine, OUTPUTS=wanted.value, PRIOR=prior_grad), key_paths,
+            warps, stages, registers,
         )  # fmt: skip
         passes.append(KeysPass(launch, k_rows, by_engine))
     # fp16's gradients have more digits than the products of bf16 would leave them.
@@ -278,7 +279,7 @@ def backward_plan(
         _blends(way, factored and bounded, M) for way in (q_way, blocks(of_keys + "keys", width, M, shifted, size)[-1])
     )
     shifts, n_parts = M * D if shifted else 0, query_sums + n_seq * k_tiles[0]
-    sums = sums_of(M, shifts, prior_grad == SUMMED)
+    sums = summed_entries(M, shifts, prior_grad == SUMMED)
     most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
     return BackwardPlan(
         queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
@@ -288,7 +289,7 @@ def backward_plan(
         write=LaunchSpec(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
         add=LaunchSpec(
             add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
-            {"SHIFTS": shifts, "M": M, "SCALES": max(switches["SCALE"], 1), "SUMS": sums, "ROWS": PART_ROWS,
-            "COLS": PART_COLS}, (0,), 8, 1,
+            {"SHIFTS": shifts, "M": M, "SCALES": max(switches["SCALE"], 1), "SUMS": sums, "BLOCK_ROWS": PART_ROWS,
+            "BLOCK_COLS": PART_COLS}, (0,), 8, 1,
         ),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels.autograd import make_autograd_op, needs_dispatcher, raise_no_double_backward
-from mgk.kernels.mixture.bwd_sums import sums_of
+from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
 from mgk.kernels.mixture.launch_config import EACH, NOTHING, SLOT, SUMMED
 from mgk.kernels.mixture.launch_parts import launch_inference
@@ -96,7 +96,7 @@ def _backward_fake(
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
     dq, dk, dv = by_position(query), by_position(keys), by_position(value)
-    n = HK * sums_of(M, 0 if shift is None else M * D, prior_grad == SUMMED)
+    n = HK * summed_entries(M, 0 if shift is None else M * D, prior_grad == SUMMED)
     return dq, dk, dv, dbias, lse.new_empty(n), dmask
 
 

@@ -5,17 +5,17 @@ head, and C_jr = 2^c_jr (hard assignment: c_jr - c_j0)."""
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.component_gemm import blend_operand
-from mgk.kernels.mixture.tile import LOG2E, TILE, extent, load_scales
+from mgk.kernels.mixture.component_gemm import gemm_operand
+from mgk.kernels.mixture.tile import KEY_TILE, LOG2E, load_scales, sequence_bounds
 
 
 @triton.jit
 def squared_norms(
-    k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks,
-    M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr,
+    k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """|k_jr|^2 for each r, and |k_j|^2 (for independent keys their largest)."""
-    norm = tl.zeros([TILE], tl.float32)
+    norm = tl.zeros([KEY_TILE], tl.float32)
     norms = ()
     for _ in tl.static_range(M):
         norms = norms + (norm,)
@@ -40,25 +40,23 @@ def squared_norms(
     return norms, norm
 
 
-@triton.jit(do_not_specialize=["HK", "S", "n_slots", "n_tiles"])
+@triton.jit(do_not_specialize=["HK", "S", "n_key_tiles", "n_tiles"])
 def prepare_keys(
-    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, blend_ptr, scale, tau, constant,
-    stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_slots,
-    n_tiles,
-    M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, TAU: tl.constexpr, HARD: tl.constexpr,
-    PACKED: tl.constexpr, PATH: tl.constexpr,
+    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, key_operand_ptr, scale, tau, constant,
+    stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_key_tiles, n_tiles,
+    M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    TAU: tl.constexpr, HARD: tl.constexpr, PACKED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
     [max c, min finite c, max |k| (negative if a key is masked in every component), reference], c relative to the
     reference."""
     # Sequences on the first axis too: the others end at 65,535.
     i_t, i_h, i_b = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
-    i_b, start, n_keys, slot = extent(cu_k_ptr, i_b, S, PACKED)
-    if i_t * TILE >= n_keys:
+    i_b, start, n_keys, key_tile = sequence_bounds(cu_k_ptr, i_b, S, PACKED)
+    if i_t * KEY_TILE >= n_keys:
         return
-    slot += i_t
-    o_j = i_t * TILE + tl.arange(0, TILE)
+    key_tile += i_t
+    o_j = i_t * KEY_TILE + tl.arange(0, KEY_TILE)
     m_j = o_j < n_keys
     lam = load_scales(scale_ptr, scale, i_h, M, SCALE)
     if TAU:
@@ -68,7 +66,7 @@ def prepare_keys(
         shift_ptr += i_h * M * D
     # The reference is the largest c, priors aside, among keys taken from all over the sequence; the statistics say how
     # far the others are from it.
-    o_some = (tl.arange(0, TILE) * n_keys.to(tl.int64) // TILE).to(tl.int32)
+    o_some = (tl.arange(0, KEY_TILE) * n_keys.to(tl.int64) // KEY_TILE).to(tl.int32)
     norms, _ = squared_norms(k_ptr, shift_ptr, o_some, o_some < n_keys, stride_km, stride_ks, M, D, BC, SHIFTED)
     ref = -float("inf")
     for r in tl.static_range(M):
@@ -79,7 +77,7 @@ def prepare_keys(
     high = -float("inf")
     low = float("inf")
     factors = ()
-    p_c = c_ptr + (i_h * M).to(tl.int64) * n_slots * TILE + slot * TILE + tl.arange(0, TILE)
+    p_c = c_ptr + (i_h * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     for r in tl.static_range(M):
         b_c = constant - 0.5 * tau * lam[r] * norms[r]
         if BIAS:
@@ -87,7 +85,7 @@ def prepare_keys(
         b_c = tl.where(m_j, b_c * LOG2E - ref, -float("inf"))
         high = tl.maximum(high, tl.max(b_c, 0))
         low = tl.minimum(low, tl.min(tl.where(b_c == -float("inf"), float("inf"), b_c), 0))
-        tl.store(p_c + r * n_slots * TILE, b_c)
+        tl.store(p_c + r * n_key_tiles * KEY_TILE, b_c)
         if r == 0:
             b_any = b_c
             b_first = tl.maximum(b_c, -1e30)
@@ -99,13 +97,13 @@ def prepare_keys(
             b_second = b_c
         else:
             b_second = tl.where(b_c == -float("inf"), 0.0, b_c - b_first)
-        tl.store(p_c + (HK * M + r).to(tl.int64) * n_slots * TILE, b_second)
+        tl.store(p_c + (HK * M + r).to(tl.int64) * n_key_tiles * KEY_TILE, b_second)
         factors = factors + (b_second[:, None],)
-    if blend_ptr is not None:
+    if key_operand_ptr is not None:
         o_c = tl.arange(0, 16)
-        o_slot = (i_h * n_slots + slot).to(tl.int64) * TILE + tl.arange(0, TILE)
-        tl.store(blend_ptr + o_slot[:, None] * 16 + o_c[None, :], blend_operand(factors, o_c, M, False))
-    p_stats = stats_ptr + (i_h * n_slots + slot) * 4
+        o_operand = (i_h * n_key_tiles + key_tile).to(tl.int64) * KEY_TILE + tl.arange(0, KEY_TILE)
+        tl.store(key_operand_ptr + o_operand[:, None] * 16 + o_c[None, :], gemm_operand(factors, o_c, M, False))
+    p_stats = stats_ptr + (i_h * n_key_tiles + key_tile) * 4
     tl.store(p_stats, high)
     tl.store(p_stats + 1, low)
     longest = tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0))

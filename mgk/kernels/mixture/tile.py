@@ -13,16 +13,19 @@ import triton
 import triton.language as tl
 
 # Keys are prepared in tiles of this many: one reference exponent per tile. Block sizes along the keys divide it.
-TILE = tl.constexpr(128)
+KEY_TILE = tl.constexpr(128)
 # Vectors of a head's rows are a multiple of this long: the bulk copy engine then reads no block across their end, and
 # none from an address that is no multiple of 16 bytes, at which it stops the device. Blocks that it reads divide this
 # and have 32 rows at least: it writes to multiples of 128 bytes in shared memory.
-ROWS = tl.constexpr(64)
+ROW_ALIGNMENT = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
 SAFE_RANGE = tl.constexpr(80.0)
 # As much of it where the blend of a row and a key that never meet is formed as well: that may not overflow.
 FACTOR_RANGE = tl.constexpr(60.0)
+# Values of the constexpr PATH. A kernel runs in its general form for every tile, in its fast form (tiles that are not
+# safe are flagged), as the fallback for flagged tiles, or with both forms in one launch.
+GENERAL, FAST, FALLBACK, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -40,17 +43,17 @@ def schedule(n_tiles, n_heads, SECTION):
 @triton.jit
 def padded_rows(n):
     """Rows of a head in the vectors that one pass leaves for the other."""
-    return tl.cdiv(n, ROWS) * ROWS
+    return tl.cdiv(n, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 @triton.jit
-def extent(cu_ptr, i_b, n, PACKED: tl.constexpr):
+def sequence_bounds(cu_ptr, i_b, n, PACKED: tl.constexpr):
     """Batch entry, first position, length and first tile (of TILE) of sequence i_b."""
     if PACKED:
         start = tl.load(cu_ptr + i_b)
-        return i_b * 0, start, tl.load(cu_ptr + i_b + 1) - start, start // TILE + i_b
+        return i_b * 0, start, tl.load(cu_ptr + i_b + 1) - start, start // KEY_TILE + i_b
     else:
-        return i_b, i_b * 0, n, i_b * tl.cdiv(n, TILE)
+        return i_b, i_b * 0, n, i_b * tl.cdiv(n, KEY_TILE)
 
 
 @triton.jit
@@ -81,7 +84,7 @@ def load_rows(ptr, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr, MAS
 
 
 @triton.jit
-def head_of(src, i_b, i_h, start, stride_b, stride_h, stride_row, TMA: tl.constexpr):
+def head_pointer(src, i_b, i_h, start, stride_b, stride_h, stride_row, TMA: tl.constexpr):
     """Where a head's sequence begins: a pointer moved there; a descriptor stays what it is."""
     if TMA:
         return src
@@ -108,7 +111,7 @@ def load_tile(
 
 
 @triton.jit
-def in_registers(b_x, BD: tl.constexpr, HALF: tl.constexpr):
+def to_registers(b_x, BD: tl.constexpr, HALF: tl.constexpr):
     """The same values as the result of a product: a left operand that stays in registers instead of being read from
     shared memory at every use,
     whose row sums lie as the rows of later products do."""
@@ -145,7 +148,7 @@ def load_shift(shift_ptr, i_h, r: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def product(x, y):
+def mul_rn(x, y):
     """x y, rounded. Left to itself the compiler makes a multiply-add of a product and a later difference: equal
     products then differ by what the rounding of one of them lost, and a tie is none."""
     if INTERPRETED:
@@ -171,12 +174,12 @@ def row_terms(
             b_a += tl.sum(b_x * load_shift(shift_ptr, i_h, r, M, D, BD)[None, :], 1)
         if UNEQUAL:
             b_a -= 0.5 * tau * norm
-        out = out + (product(b_a, lam[r] * LOG2E),)
+        out = out + (mul_rn(b_a, lam[r] * LOG2E),)
     return out, norm
 
 
 @triton.jit
-def columns(xs, b_sub, M: tl.constexpr):
+def as_columns(xs, b_sub, M: tl.constexpr):
     """x_r - b_sub, each as a column [rows, 1]."""
     out = ()
     for r in tl.static_range(M):
@@ -185,7 +188,7 @@ def columns(xs, b_sub, M: tl.constexpr):
 
 
 @triton.jit
-def zeros_like_each(b_x, N: tl.constexpr):
+def zeros_tuple(b_x, N: tl.constexpr):
     out = ()
     for _ in tl.static_range(N):
         out = out + (tl.zeros_like(b_x),)
@@ -193,7 +196,7 @@ def zeros_like_each(b_x, N: tl.constexpr):
 
 
 @triton.jit
-def largest(xs, M: tl.constexpr):
+def elementwise_max(xs, M: tl.constexpr):
     out = xs[0]
     for r in tl.static_range(1, M):
         out = tl.maximum(out, xs[r])
@@ -201,7 +204,7 @@ def largest(xs, M: tl.constexpr):
 
 
 @triton.jit
-def smallest(xs, M: tl.constexpr):
+def elementwise_min(xs, M: tl.constexpr):
     out = xs[0]
     for r in tl.static_range(1, M):
         out = tl.minimum(out, xs[r])
@@ -229,7 +232,7 @@ def key_range(stats_ptr, n_tiles):
         b_longest = tl.load(p_stats + 2, mask=m_t, other=0.0)
         norm = tl.maximum(norm, tl.abs(b_longest))
         masked = tl.maximum(masked, tl.where(b_longest < 0.0, 1, 0))
-    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * TILE, tl.max(masked, 0)
+    return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * KEY_TILE, tl.max(masked, 0)
 
 
 @triton.jit
@@ -239,20 +242,20 @@ def key_span(high, low):
 
 
 @triton.jit
-def not_mine(p_flag, PATH: tl.constexpr):
+def skip_tile(p_flag, PATH: tl.constexpr):
     """The second kernel (PATH 2) takes only the tiles that the first flagged; a kernel without a first (PATH 0) takes
     all."""
-    if PATH == 2:
+    if PATH == FALLBACK:
         return tl.load(p_flag) == 0.0
     else:
         return False
 
 
 @triton.jit
-def leaves_to_second(p_flag, safe, PATH: tl.constexpr):
+def flag_for_fallback(p_flag, safe, PATH: tl.constexpr):
     """The first kernel (PATH 1) takes the safe tiles and flags the others. A kernel of both forms (PATH 3) leaves
     nothing, and walks over safe tiles by the first, over others by the general one."""
-    if PATH == 1:
+    if PATH == FAST:
         tl.store(p_flag, tl.where(safe, 0.0, 1.0))
         return not safe
     else:
@@ -261,9 +264,9 @@ def leaves_to_second(p_flag, safe, PATH: tl.constexpr):
 
 @triton.jit
 def component_scores(
-    b_q, k_src, i_b, i_k, start, n, stride_m, stride_s, S, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    b_q, k_src, i_b, i_k, start, n, stride_m, stride_s, S,
+    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """q.k_j for shifted keys (one product), q.k_jr for independent ones (a product for each r from FIRST to LAST)."""
     out = ()
@@ -274,7 +277,7 @@ def component_scores(
 
 
 @triton.jit
-def hide(scores, m_valid, M: tl.constexpr):
+def apply_mask(scores, m_valid, M: tl.constexpr):
     out = ()
     for r in tl.static_range(M):
         out = out + (tl.where(m_valid, scores[r], -float("inf")),)
@@ -296,13 +299,13 @@ def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: t
     m_in = (o_i < L) & (o_j < S)
     p_mask = mask_ptr + o_i.to(tl.int64) * stride_l + o_j.to(tl.int64) * stride_s
     if MASK == 1:
-        return hide(scores, tl.load(p_mask, mask=m_in, other=0) != 0, NS)
+        return apply_mask(scores, tl.load(p_mask, mask=m_in, other=0) != 0, NS)
     else:
         return add_bias(scores, tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32), lam, NS)
 
 
 @triton.jit
-def kept(seed, i_bh, o_i, o_j, S, dropout_p):
+def dropout_mask(seed, i_bh, o_i, o_j, S, dropout_p):
     """Which weights a_ij dropout keeps: one draw per (batch and head, i, j), whatever the tile."""
     return tl.rand(seed + i_bh, o_i * S + o_j) >= dropout_p
 
@@ -320,7 +323,7 @@ def exponents(scores, alpha, bias, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
 
 
 @triton.jit
-def blend(rho, coef, M: tl.constexpr):
+def mixture_sum(rho, coef, M: tl.constexpr):
     """sum_r A_ir C_jr / A_i0."""
     out = coef[0]
     for r in tl.static_range(1, M):
@@ -329,7 +332,7 @@ def blend(rho, coef, M: tl.constexpr):
 
 
 @triton.jit
-def ratios(alpha, M: tl.constexpr, HARD: tl.constexpr, LIMIT: tl.constexpr):
+def component_ratios(alpha, M: tl.constexpr, HARD: tl.constexpr, LIMIT: tl.constexpr):
     """A_ir / A_i0 for r >= 1, at most 2^LIMIT; for hard assignment a_ir - a_i0."""
     out = ()
     for r in tl.static_range(1, M):

@@ -8,8 +8,14 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.component_gemm import add_products, blend_operand, blended, component_sums, write_key_operand
-from mgk.kernels.mixture.tile import TILE, load_vectors
+from mgk.kernels.mixture.component_gemm import (
+    accumulate_gemm,
+    component_gemm,
+    component_sums,
+    gemm_operand,
+    write_key_operand,
+)
+from mgk.kernels.mixture.tile import KEY_TILE, load_vectors
 from tests.kernels.mixture.test_kernels import DEVICE, GPU
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -20,14 +26,14 @@ def sums_and_blend(
     x_ptr, y_ptr, g_ptr, blend_ptr, over_keys_ptr, over_rows_ptr, N: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     o, o_c = tl.arange(0, N), tl.arange(0, 16)
-    left = blend_operand(load_vectors(x_ptr, o, N, N, M, 1, False), o_c, M, True)
-    right = blend_operand(load_vectors(y_ptr, o, N, N, M, 1, False), o_c, M, False)
+    left = gemm_operand(load_vectors(x_ptr, o, N, N, M, 1, False), o_c, M, True)
+    right = gemm_operand(load_vectors(y_ptr, o, N, N, M, 1, False), o_c, M, False)
     square = o[:, None] * N + o[None, :]
     b_g = tl.load(g_ptr + square)
-    tl.store(blend_ptr + square, blended(left, right))
+    tl.store(blend_ptr + square, component_gemm(left, right))
     nothing = tl.zeros([N, 16], tl.float32)
-    over_keys = component_sums(add_products(b_g, right, nothing), 0, M, False)
-    over_rows = component_sums(add_products(tl.trans(b_g), left, nothing), 0, M, True)
+    over_keys = component_sums(accumulate_gemm(b_g, right, nothing), 0, M, False)
+    over_rows = component_sums(accumulate_gemm(tl.trans(b_g), left, nothing), 0, M, True)
     for r in tl.static_range(M):
         tl.store(over_keys_ptr + r * N + o, over_keys[r])
         tl.store(over_rows_ptr + r * N + o, over_rows[r])
@@ -52,8 +58,8 @@ def test_sixteen_bits(M):
 def test_key_operand_of_each_head():
     g = torch.Generator().manual_seed(0)
     heads, M, slots = 2, 3, 2
-    factors = torch.randn(heads, M, slots * TILE.value, generator=g).exp2().to(DEVICE)
-    operand = torch.empty(heads * slots * TILE.value, 16, dtype=torch.bfloat16, device=DEVICE)
+    factors = torch.randn(heads, M, slots * KEY_TILE.value, generator=g).exp2().to(DEVICE)
+    operand = torch.empty(heads * slots * KEY_TILE.value, 16, dtype=torch.bfloat16, device=DEVICE)
     write_key_operand[(slots, heads)](factors, operand, slots, M=M, PATH=0)
     columns = operand.double().view(heads, -1, 16).transpose(1, 2)
     high, low, again, rest = columns.split((M, M, M, 16 - 3 * M), 1)

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from mgk.kernels.mixture.exp2 import exact_exp2, weight
+from mgk.kernels.mixture.exp2 import accurate_exp2, accurate_weight
 from tests.kernels.mixture.test_kernels import DEVICE, GPU
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -19,8 +19,8 @@ ULP = 2.0**-23
 def apply(x_ptr, row_ptr, key_ptr, plain_ptr, weight_ptr, lam, less, N: tl.constexpr):
     o = tl.arange(0, N)
     b_x, row, key = tl.load(x_ptr + o), tl.load(row_ptr + o), tl.load(key_ptr + o)
-    tl.store(plain_ptr + o, exact_exp2(row))
-    tl.store(weight_ptr + o, weight(b_x, lam, row, key, less))
+    tl.store(plain_ptr + o, accurate_exp2(row))
+    tl.store(weight_ptr + o, accurate_weight(b_x, lam, row, key, less))
 
 
 def run(x, row, key, lam, less):

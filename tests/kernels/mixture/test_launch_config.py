@@ -132,7 +132,7 @@ def test_a_small_call_of_many_components_is_one_launch_a_pass(M, D, steps, monke
     gradients(tensors(M=M, D=D, E=D), causal="top-left")
     passes = {step.kernel.__name__: step.paths for step in steps}
     assert len(passes) == len(steps) == 5
-    assert [passes[name] for name in ("mixture_forward", "gradient_queries", "gradient_keys")] == [(3,)] * 3
+    assert [passes[name] for name in ("mixture_forward", "mixture_backward_dq", "mixture_backward_dkdv")] == [(3,)] * 3
     assert [plan.flags for plan in plans] == [0, 0]
 
 
