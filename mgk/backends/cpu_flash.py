@@ -140,13 +140,23 @@ def _pieces(
                 bias = bias + (part if part.shape[-1] == 1 else part[..., :seen]).clamp(min=MASK_VALUE)
             if allowed is not None:
                 bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :seen]), MASK_VALUE)
-            bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+            # The sum has the layout of the mask.
+            bias = bias.contiguous().expand(query.shape[0], query.shape[1], -1, -1)
             yield _offset(tile, rows.start), slice(columns.start, columns.start + seen), False, bias
 
 
 def _for_query_heads(tensor: Tensor, group: int) -> Tensor:
     """Repeated also where there is one key head: the flash kernel does not broadcast, it reads past the end."""
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
+def _row_major(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors contiguous: copies of those that are not.
+
+    The flash kernel takes the last dimension's stride for 1 without a check, and `torch.cat` keeps the channels-last
+    layout of its parts.
+    """
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 def _offset(part: slice, start: int) -> slice:
@@ -165,8 +175,9 @@ def mixture_forward(
 ) -> tuple[Tensor, Tensor]:
     """Softmax over keys and components of query·keys_r: output [B, H, L, F] and lse [B, H, L].
 
-    query [B, H, L, F], keys [B, Hk, M, S, F], value [B, Hk, S, F] with zeros in its last column.
+    query [B, H, L, F], keys [B, Hk, M, S, F], value [B, Hk, S, F] with zeros in its last column; any strides.
     """
+    query, keys, value = _row_major(query, keys, value)
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
     keys, value = _for_query_heads(keys, group), _for_query_heads(value, group)
     parts = []
@@ -225,13 +236,14 @@ def mixture_backward(
     output: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query, keys, value = _row_major(query, keys, value)
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
     all_keys, all_value = _for_query_heads(keys, group), _for_query_heads(value, group)
     grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
     # Rows without keys: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
     lse = lse.masked_fill(lse == -math.inf, -MASK_VALUE)
     # The kernel uses the output for δ = dO·O alone, and d lse is to be taken from δ: the free last column carries it.
-    grad_output, output = grad_output.clone(), output.clone()
+    grad_output, output = (x.clone(memory_format=torch.contiguous_format) for x in (grad_output, output))
     grad_output[..., -1] = 1
     output[..., -1] = -grad_lse
     for rows, columns, is_causal, bias in _pieces(query, all_keys, mask, causal, cu_seqlens_q, cu_seqlens_k):

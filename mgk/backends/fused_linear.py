@@ -71,7 +71,7 @@ def run(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:
         initial = torch.cat([call.initial_state[0].flatten(2), call.initial_state[1]], dim=-1).float()
     output, final = ops.linear_attention(
         query, keys, value, None if call.shift is None else call.shift.contiguous(), call.log_prior,
-        None if call.key_mask is None else call.key_mask.to(torch.uint8), initial, call.cu_seqlens,
+        None if call.key_mask is None else call.key_mask.to(torch.uint8).contiguous(), initial, call.cu_seqlens,
         MAPS[call.feature_map], call.normalise, call.causal,
     )  # fmt: skip
     if not call.return_state:

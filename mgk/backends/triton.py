@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mgk._core.calls import MixtureCall
+from mgk._core.calls import MixtureCall, Packed
 from mgk._core.masks import MASK_VALUE
 
 
@@ -102,8 +102,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
     packed = call.packed
     arguments = (
-        query, keys, value, shift, bias, scale_t, tau_t, mask, seed,
-        packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k,
+        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, *_offsets(packed),
         scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard,
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
     )  # fmt: skip
@@ -146,7 +145,7 @@ def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:
         seen, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] >= MASK_VALUE, None
     count, pairs = em_ops.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
-        packed and packed.cu_seqlens_q, packed and packed.cu_seqlens_k, scale, tau, CAUSAL[call.causal],
+        *_offsets(packed), scale, tau, CAUSAL[call.causal],
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or call.value.shape[2],
     )  # fmt: skip
     return (count, pairs) if seen is None else (count * seen.unsqueeze(2), pairs * seen)
@@ -158,6 +157,11 @@ def _numbers(call: MixtureCall) -> tuple[float, Tensor | None, float, Tensor | N
     scale_t = scale.float()[0, :, :, 0].expand(key_heads, -1).contiguous() if isinstance(scale, Tensor) else None
     tau_t = tau.float().expand(key_heads).contiguous() if isinstance(tau, Tensor) else None
     return 1.0 if scale_t is not None else float(scale), scale_t, 0.0 if tau_t is not None else float(tau), tau_t
+
+
+def _offsets(packed: Packed | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the offsets of packed queries and keys, contiguous: the kernels read them by address."""
+    return (None, None) if packed is None else (packed.cu_seqlens_q.contiguous(), packed.cu_seqlens_k.contiguous())
 
 
 def last_contiguous(x: Tensor) -> Tensor:
