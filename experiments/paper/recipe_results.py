@@ -18,7 +18,7 @@ from mgk.training import config as recipes
 from mgk.training import predictions
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.objectives import OBJECTIVES
-from mgk.training.summary import interval
+from mgk.training.report import binomial_half_width
 from mgk.training.sweep import filter_rows, metric_format
 from mgk.variants import VARIANTS
 
@@ -77,7 +77,7 @@ class TrainedRun:
             return False
         for split, share in self.majority.items():
             value = self.values.get(split)
-            if value is not None and value - interval(value, self.examples[split]) <= share:
+            if value is not None and value - binomial_half_width(value, self.examples[split]) <= share:
                 return False
         return True
 

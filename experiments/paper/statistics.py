@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from experiments.paper.recipe_results import RecipeResults, Scale, TrainedRun
 from mgk.training import predictions
 from mgk.training.config import ModelSpec
-from mgk.training.summary import interval
+from mgk.training.report import binomial_half_width
 
 # Student's t, two-sided 95 %, for 1, 2, … 30 degrees of freedom; beyond, the last one, which is a little wide.
 T = (
@@ -122,4 +122,6 @@ def over_examples(found: RecipeResults, a: list[TrainedRun], b: list[TrainedRun]
             return 100 * difference.half_width
     if found.scale.sign < 0:
         return None
-    return math.hypot(*(statistics.mean(interval(r.values[split], r.examples[split]) for r in side) for side in (a, b)))
+    return math.hypot(
+        *(statistics.mean(binomial_half_width(r.values[split], r.examples[split]) for r in side) for side in (a, b))
+    )

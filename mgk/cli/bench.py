@@ -47,7 +47,6 @@ def bench(
     """
     import torch
 
-    from experiments.paper import speed_goals
     from mgk.bench import suite
     from mgk.bench.implementations import Shape, variant_and_components
     from mgk.training import results
@@ -81,15 +80,11 @@ def bench(
     print("checking outputs and gradients" + (", which compiles every kernel" if gpu else ""), file=sys.stderr)
     right, wrong = suite.without_the_wrong(setting, ours)
     print(f"{MEANINGS[setting.device]}\n{HEADERS[setting.device]}")
-    measured = []
     for name in names:
         for row in suite.PARTS[name].rows(setting, right[name]):
             row = {key: str(value) for key, value in (row | common).items()}
-            measured.append(row)
             if out is not None:
                 results.append(out, [row], suite.EXTRA)
-    for line in speed_goals.lines(measured):
-        print(line)
     if out is not None:
         print(f"results: {out}")
     if wrong:

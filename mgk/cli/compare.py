@@ -165,7 +165,7 @@ def _show(
 
     from mgk.training import report
 
-    lines = report.report(recipe, models, preset, sorted(out.glob("*.csv")), out, setups)
+    lines = report.write_report(recipe, models, preset, sorted(out.glob("*.csv")), out, setups)
     shown = Table(*lines[0], title=recipe.title)
     for line in lines[1:]:
         shown.add_row(*line)

@@ -1,36 +1,167 @@
-"""One table and one picture of what a comparison has found, made from the files of results."""
+"""Table and plot of a sweep, computed from result files."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mgk._core.io import write_atomically
+import numpy as np
+
+from mgk._core.io import replacing, write_atomically
 from mgk._core.markdown import markdown_table
-from mgk.training import results
+from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
-from mgk.training.plots import draw
 from mgk.training.predictions import Difference
-from mgk.training.summary import Summary, all_splits, compare_answers, summarise
-from mgk.training.sweep import MetricFormat, metric_format
+from mgk.training.sweep import MetricFormat, filter_rows, metric_format
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOT_MEASURED = "—"
 MAJORITY = "always the most frequent class"
 
+# Title and value of each cost panel of the plot; a panel is omitted unless every model has the value.
+COST_PANELS = (
+    ("parameters, thousands", lambda summary: summary.params / 1e3),
+    ("GFLOPs of one forward", lambda summary: summary.flops / 1e9),
+    ("training step, ms", lambda summary: summary.step_ms),
+)
 
-def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list[list[str]]:
-    """Header and rows, as text."""
-    splits, how = all_splits(summaries), metric_format(recipe)
-    header = ["model", *(f"{split} {how.title}" for split in splits), "each seed"]
-    header += [f"minus {summaries[0].row}, {paired_on}{how.unit}"] if paired_on else []
+
+@dataclass
+class ModelSummary:
+    """Results of one model of a sweep over all its seeds: one row of the table."""
+
+    row: ModelSpec
+    values: dict[str, dict[int, float]] = field(default_factory=dict)  # split -> seed -> score, in the table's unit
+    examples: dict[str, int] = field(default_factory=dict)  # split -> number of examples
+    params: int = 0
+    flops: int = 0
+    step_ms: float | None = None  # timed in isolation; step times of concurrent jobs are not comparable
+    memory_mb: float = math.nan
+    left_plateau: dict[int, int] = field(default_factory=dict)  # seed -> step, 0 if never
+    # Difference to the first row on the same examples, in the table's unit, or the reason why there is none.
+    difference: Difference | str = ""
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for values in self.values.values() for seed in values})
+
+    @property
+    def stuck(self) -> bool:
+        """True if no seed left the plateau that training on the task starts with."""
+        return all(self.left_plateau.get(seed) == 0 for seed in self.seeds)
+
+    @property
+    def counted_seeds(self) -> list[int]:
+        """Seeds that enter the mean: those that left the plateau, or all if none did."""
+        return [seed for seed in self.seeds if self.stuck or self.left_plateau.get(seed) != 0]
+
+    def scores(self, split: str) -> list[float]:
+        """Return the scores of the counted seeds on a split."""
+        values = self.values.get(split, {})
+        return [values[seed] for seed in self.counted_seeds if seed in values]
+
+    def spread(self, split: str, style: MetricFormat) -> float | None:
+        """Return the standard deviation over seeds; for one seed, the sampling error of an accuracy."""
+        scores = self.scores(split)
+        if len(scores) > 1:
+            return statistics.stdev(scores)
+        return binomial_half_width(scores[0], self.examples[split]) if scores and style.metric == "accuracy" else None
+
+
+def binomial_half_width(percent: float, examples: int) -> float:
+    """Return half the width of the 95 % interval of an accuracy, in per cent."""
+    share = percent / 100
+    return float(196 * (share * (1 - share) / examples) ** 0.5)
+
+
+def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> list[ModelSummary]:
+    """Summarise the results of each model that has some, in the order of `models`."""
+    style = metric_format(recipe)
+    summaries = []
+    for model in models:
+        model_rows = filter_rows(rows, recipe, model, preset, None)
+        score_rows = [row for row in model_rows if row["metric"] == style.metric]
+        if not score_rows:
+            continue
+
+        summary = ModelSummary(model, params=int(score_rows[0]["params"]), flops=int(score_rows[0]["flops"]))
+        for row in score_rows:
+            summary.values.setdefault(row["split"], {})[int(row["seed"])] = style.factor * float(row["value"])
+            summary.examples[row["split"]] = int(row["n_examples"])
+        summary.left_plateau = {
+            int(row["seed"]): int(row["value"]) for row in model_rows if row["metric"] == "plateau_left_at_step"
+        }
+        summary.step_ms = results.latest(model_rows, "step_ms_alone")
+        solo_memory = results.latest(model_rows, "peak_mem_mb_alone")
+        training_memory = statistics.median(float(row["peak_mem_mb"]) for row in score_rows)
+        summary.memory_mb = training_memory if solo_memory is None else solo_memory
+        summaries.append(summary)
+    return summaries
+
+
+def ordered_splits(summaries: list[ModelSummary]) -> list[str]:
+    """Return the names of all splits: test first, then dev, then the others by name."""
+    names = {split for summary in summaries for split in summary.values}
+    return sorted(names, key=lambda name: (name != "test", name != "dev", name))
+
+
+def add_differences(
+    summaries: list[ModelSummary], recipe: Recipe, preset: str, out: Path, setups: dict[ModelSpec, str]
+) -> str:
+    """Set each summary's paired difference to the first one.
+
+    The split with the most examples is compared; of equally large ones, the first in the table. Two models are
+    comparable only if both left the plateau or both did not.
+
+    Args:
+        summaries: Summaries to change in place.
+        recipe: Recipe of the sweep.
+        preset: Preset of the sweep.
+        out: Results directory with the stored predictions.
+        setups: Setup hash of each model.
+
+    Returns:
+        The split that was compared, or "" if no two models have predictions on the same examples.
+    """
+    first, *others = summaries
+    factor = metric_format(recipe).factor
+    split = max(ordered_splits([first]), key=lambda name: first.examples[name])
+
+    def read_predictions(summary: ModelSummary) -> list[np.ndarray]:
+        setup = setups.get(summary.row, "")
+        keys = (
+            predictions.PredictionsKey(recipe.name, summary.row, preset, seed, split, setup)
+            for seed in summary.counted_seeds
+        )
+        return [stored for key in keys if (stored := predictions.read(out, key)) is not None]
+
+    for summary in others:
+        difference = predictions.paired(read_predictions(summary), read_predictions(first))
+        if difference is not None and summary.stuck != first.stuck:
+            summary.difference = f"n/a: {summary.row if summary.stuck else first.row} stayed on the plateau"
+        elif difference is not None:
+            summary.difference = Difference(factor * difference.mean, factor * difference.half_width)
+    return split if any(summary.difference for summary in others) else ""
+
+
+def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str = "") -> list[list[str]]:
+    """Return the table as text cells, the header first."""
+    splits, style = ordered_splits(summaries), metric_format(recipe)
+    header = ["model", *(f"{split} {style.title}" for split in splits), "each seed"]
+    header += [f"minus {summaries[0].row}, {paired_split}{style.unit}"] if paired_split else []
     header += [] if recipe.plateau is None else ["left the plateau at step"]
     header += ["paper"] if recipe.paper else []
     lines = [[*header, "parameters", "GFLOPs", "step, ms", "memory, MB"]]
     for summary in summaries:
-        each = summary.values.get(splits[0], {})
-        cells = [str(summary.row), *(_mean(summary, split, how) for split in splits)]
-        cells.append(" ".join(f"{each[seed]:.1f}" for seed in summary.seeds if seed in each))
-        cells += [_difference(summary.difference, how.decimals)] if paired_on else []
+        values = summary.values.get(splits[0], {})
+        cells = [str(summary.row), *(_format_mean(summary, split, style) for split in splits)]
+        cells.append(" ".join(f"{values[seed]:.1f}" for seed in summary.seeds if seed in values))
+        cells += [_format_difference(summary.difference, style.decimals)] if paired_split else []
         if recipe.plateau is not None:
             steps = [summary.left_plateau[seed] for seed in summary.seeds if seed in summary.left_plateau]
             cells.append(" ".join(f"{step:,}" if step else "never" for step in steps))
@@ -42,66 +173,63 @@ def table(summaries: list[Summary], recipe: Recipe, paired_on: str = "") -> list
     return lines
 
 
-def _mean(summary: Summary, split: str, how: MetricFormat) -> str:
-    values, width = summary.of(split), summary.spread(split, how)
-    if not values:
+def _format_mean(summary: ModelSummary, split: str, style: MetricFormat) -> str:
+    scores, spread = summary.scores(split), summary.spread(split, style)
+    if not scores:
         return ""
-    said = f"{statistics.mean(values):.2f}" + ("" if width is None else f" ± {width:.2f}")
-    counted, seeds = len(summary.counted), len(summary.seeds)
-    return said if counted == seeds else f"{said} ({counted} of {seeds} seeds)"
+    text = f"{statistics.mean(scores):.2f}" + ("" if spread is None else f" ± {spread:.2f}")
+    counted, seeds = len(summary.counted_seeds), len(summary.seeds)
+    return text if counted == seeds else f"{text} ({counted} of {seeds} seeds)"
 
 
-def _difference(found: Difference | str, decimals: int) -> str:
-    return found if isinstance(found, str) else f"{found.mean:+.{decimals}f} ± {found.half_width:.{decimals}f}"
+def _format_difference(difference: Difference | str, decimals: int) -> str:
+    if isinstance(difference, str):
+        return difference
+    return f"{difference.mean:+.{decimals}f} ± {difference.half_width:.{decimals}f}"
 
 
-def without_a_network(rows: list[dict[str, str]], recipe: Recipe) -> dict[str, float]:
-    """What simple methods get on the test set, in per cent, as far as it was recorded."""
-    own = [row for row in rows if row.get("recipe") == recipe.name and row.get("split") == "test"]
-    known = {row["metric"]: 100 * float(row["value"]) for row in own}
-    simple = {name.removeprefix("baseline: "): known[name] for name in known if name.startswith("baseline: ")}
-    return simple | ({MAJORITY: known["majority_share"]} if "majority_share" in known else {})
+def baseline_scores(rows: list[dict[str, str]], recipe: Recipe) -> dict[str, float]:
+    """Return the test accuracy of methods without a network, in per cent, as far as it was recorded."""
+    test_rows = [row for row in rows if row.get("recipe") == recipe.name and row.get("split") == "test"]
+    scores = {row["metric"]: 100 * float(row["value"]) for row in test_rows}
+    baselines = {name.removeprefix("baseline: "): scores[name] for name in scores if name.startswith("baseline: ")}
+    return baselines | ({MAJORITY: scores["majority_share"]} if "majority_share" in scores else {})
 
 
-def notes(summaries: list[Summary], recipe: Recipe) -> list[str]:
-    """What the numbers are."""
-    how = metric_format(recipe)
-    cells = [(len(values), summary.spread(split, how)) for summary in summaries for split, values in _counted(summary)]
+def metric_notes(summaries: list[ModelSummary], recipe: Recipe) -> list[str]:
+    """Return sentences on the metric, the meaning of ± and the FLOP count."""
+    style = metric_format(recipe)
+    cells = [
+        (len(summary.scores(split)), summary.spread(split, style)) for summary in summaries for split in summary.values
+    ]
     several = any(count > 1 for count, _ in cells)
-    meant = ["the standard deviation over seeds"] if several else []
+    meanings = ["the standard deviation over seeds"] if several else []
     if any(count == 1 and spread is not None for count, spread in cells):
-        meant.append(f"{'with one seed ' if several else ''}half the 95 % interval of the test set")
-    # Which targets are frequent words matters where the rare ones pay for a second softmax.
+        meanings.append(f"{'with one seed ' if several else ''}half the 95 % interval of the test set")
+    # The FLOPs of an adaptive softmax depend on the targets: a rare one needs a second softmax.
     targets = ", all its targets frequent words" if recipe.model.get("cutoffs") else ""
-    said = [how.note, f"± is {', or '.join(meant)}." if meant else "", f"{how.flops}{targets}."]
-    return [sentence for sentence in said if sentence]
+    sentences = [style.note, f"± is {', or '.join(meanings)}." if meanings else "", f"{style.flops}{targets}."]
+    return [sentence for sentence in sentences if sentence]
 
 
-def _counted(summary: Summary) -> list[tuple[str, list[float]]]:
-    return [(split, summary.of(split)) for split in summary.values]
-
-
-def remarks(summaries: list[Summary], recipe: Recipe, paired_on: str) -> list[str]:
-    """What the columns mean, as far as it is not the same for all tables."""
-    said = []
-    if any(len(summary.counted) < len(summary.seeds) for summary in summaries):
-        said.append("(n of m seeds): of the n that left the plateau; the others stand in `each seed` alone.")
-    if paired_on:
-        said.append(f"Minus {summaries[0].row}: {metric_format(recipe).paired}, with its 95 % interval over examples.")
-        said.append("Other seeds would widen it.")
+def column_notes(summaries: list[ModelSummary], recipe: Recipe, paired_split: str) -> list[str]:
+    """Return sentences on those columns and entries that only some tables have."""
+    sentences = []
+    if any(len(summary.counted_seeds) < len(summary.seeds) for summary in summaries):
+        sentences.append("(n of m seeds): mean over the n seeds that left the plateau; `each seed` lists all m.")
+    if paired_split:
+        style = metric_format(recipe)
+        sentences.append(f"Minus {summaries[0].row}: {style.paired}, with the 95 % interval over examples.")
+        sentences.append("The interval does not include the variation between seeds.")
     if any(isinstance(summary.difference, str) and summary.difference for summary in summaries):
-        said.append("n/a where one of the two learned and the other stayed on the plateau.")
+        sentences.append("n/a: only one of the two models left the plateau.")
     timed = [summary.step_ms is not None for summary in summaries]
-    said += ["Step time: one model after another, with nothing else of mgk beside it."] if any(timed) else []
-    said += [] if all(timed) else [f"{NOT_MEASURED}: not timed alone on the machine, which `--alone` does."]
-    return said
+    sentences += ["Step time: each model timed in isolation."] if any(timed) else []
+    sentences += [] if all(timed) else [f"{NOT_MEASURED}: not timed in isolation (use `--alone`)."]
+    return sentences
 
 
-def page(lines: list[list[str]], recipe: Recipe, said: list[str]) -> str:
-    return "\n".join([f"# {recipe.title}", "", markdown_table(lines), "", " ".join(said), ""])
-
-
-def report(
+def write_report(
     recipe: Recipe,
     models: list[ModelSpec],
     preset: str,
@@ -109,28 +237,114 @@ def report(
     out: Path,
     setups: dict[ModelSpec, str] | None = None,
 ) -> list[list[str]]:
-    """Writes NAME.md and NAME.png beside the results; the table comes back for the terminal.
+    """Write the table to `out`/NAME.md and the plot to `out`/NAME.png, where NAME is the recipe's.
 
-    setups: of the models' runs; results of the same name with other settings or data are then left out.
+    Args:
+        recipe: Recipe of the sweep.
+        models: Rows of the table.
+        preset: Preset of the sweep.
+        files: Result files to read.
+        out: Directory of the report and of the stored predictions.
+        setups: Setup hash of each model; results with any other setup are ignored. None: all results count.
+
+    Returns:
+        The table as text cells, the header first.
+
+    Raises:
+        ValueError: If no file has results of any of the models.
     """
-    known = results.read(files)
-    rows = known if setups is None else [row for row in known if row.get("setup") in setups.values()]
+    all_rows = results.read(files)
+    rows = all_rows if setups is None else [row for row in all_rows if row.get("setup") in setups.values()]
     summaries = summarise(rows, recipe, models, preset)
     if not summaries:
-        named = sorted(
-            {f"{row['variant']}:{row['heads']}" for row in known if row.get("recipe") == recipe.name} - {":"}
-        )
-        others = " with other settings or data, which --set may give" if set(named) & set(map(str, models)) else ""
-        has = f"; there are {', '.join(named)}{others}" if named else ""
-        asked = ", ".join(map(str, models))
-        raise ValueError(f"{out} has no results of {asked} under recipe {recipe.name} and preset {preset}{has}")
-    paired_on = compare_answers(summaries, recipe, preset, out, setups or {})
-    lines = table(summaries, recipe, paired_on)
-    simple = without_a_network(rows, recipe)
-    said = notes(summaries, recipe)
-    if simple:
-        said.append(f"Without a network: {', '.join(f'{name} {value:.1f} %' for name, value in simple.items())}.")
+        raise ValueError(_no_results_message(all_rows, recipe, models, preset, out))
+    paired_split = add_differences(summaries, recipe, preset, out, setups or {})
+    lines = make_table(summaries, recipe, paired_split)
+    baselines = baseline_scores(rows, recipe)
+    sentences = metric_notes(summaries, recipe)
+    if baselines:
+        scores = ", ".join(f"{name} {value:.1f} %" for name, value in baselines.items())
+        sentences.append(f"Without a network: {scores}.")
+    sentences += column_notes(summaries, recipe, paired_split)
+    page = [f"# {recipe.title}", "", markdown_table(lines), "", " ".join(sentences), ""]
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{recipe.name}.md", page(lines, recipe, said + remarks(summaries, recipe, paired_on)))
-    draw(summaries, recipe, out / f"{recipe.name}.png", simple.get(MAJORITY))
+    write_atomically(out / f"{recipe.name}.md", "\n".join(page))
+    with replacing(out / f"{recipe.name}.png") as temporary:
+        make_figure(summaries, recipe, baselines.get(MAJORITY)).savefig(temporary, dpi=150, format="png")
     return lines
+
+
+def _no_results_message(
+    rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str, out: Path
+) -> str:
+    names = sorted({f"{row['variant']}:{row['heads']}" for row in rows if row.get("recipe") == recipe.name} - {":"})
+    requested = [str(model) for model in models]
+    message = f"{out} has no results of {', '.join(requested)} under recipe {recipe.name} and preset {preset}"
+    if not names:
+        return message
+    hint = " with other settings or data (see --set)" if set(names) & set(requested) else ""
+    return f"{message}; it has {', '.join(names)}{hint}"
+
+
+def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | None = None) -> Figure:
+    """Plot the scores of each model and, as bars, its costs.
+
+    Args:
+        summaries: Models of the plot, from top to bottom.
+        recipe: Recipe of the sweep.
+        chance: Accuracy of always predicting the most frequent class.
+
+    Returns:
+        A Matplotlib figure with one panel of scores and up to three of costs.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    costs = [(title, list(map(cost, summaries))) for title, cost in COST_PANELS]
+    costs = [(title, values) for title, values in costs if None not in values]
+    figure = Figure(figsize=(5 + 1.9 * len(costs), 1.6 + 0.36 * len(summaries)), layout="constrained")
+    panels = figure.subplots(1, 1 + len(costs), sharey=True, squeeze=False, width_ratios=[2.6, *[1] * len(costs)])
+    score_axes, *cost_axes = panels[0]
+    variants = dict.fromkeys(summary.row.variant for summary in summaries)
+    colours = {variant: f"C{n % 10}" for n, variant in enumerate(variants)}
+    _plot_scores(score_axes, summaries, recipe, colours, chance)
+    for axes, (title, values) in zip(cost_axes, costs, strict=True):
+        bars = axes.barh(range(len(values)), values, 0.6, color=[colours[s.row.variant] for s in summaries], alpha=0.6)
+        axes.bar_label(
+            bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=2, fontsize=9
+        )
+        # Margin for the numbers to the right of the bars.
+        axes.margins(x=0.55)
+        axes.set_xlim(left=0)
+        axes.set_title(title, fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.tick_params(axis="y", length=0)
+    for axes in panels[0]:
+        axes.tick_params(labelsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    score_axes.set_yticks(range(len(summaries)), [str(summary.row) for summary in summaries])
+    score_axes.set_ylim(len(summaries) - 0.4, -0.6)
+    figure.suptitle(recipe.title, fontsize=10, wrap=True)
+    return figure
+
+
+def _plot_scores(
+    axes: Any, summaries: list[ModelSummary], recipe: Recipe, colours: dict[str, str], chance: float | None
+) -> None:
+    style, split = metric_format(recipe), ordered_splits(summaries)[0]
+    for y, summary in enumerate(summaries):
+        scores, colour = summary.scores(split), colours[summary.row.variant]
+        seed_scores = list(summary.values.get(split, {}).values())
+        axes.plot(seed_scores, [y] * len(seed_scores), "|", color=colour, markersize=9, alpha=0.7)
+        if scores:
+            spread = summary.spread(split, style)
+            axes.errorbar(statistics.mean(scores), y, xerr=spread, fmt="o", capsize=3, color=colour)
+        if str(summary.row) in recipe.paper:
+            axes.plot(recipe.paper[str(summary.row)], y, "D", color="black", fillstyle="none", markersize=7)
+    if chance is not None:
+        axes.axvline(chance, color="black", linestyle=":", linewidth=1)
+    legend = ["● mean ± as in the table", "| each seed", *(["◇ the paper"] if recipe.paper else [])]
+    legend += [] if chance is None else ["dotted: most frequent class"]
+    axes.set_xlabel(f"{split} {style.title}\n({', '.join(legend)})", fontsize=9)
+    axes.margins(x=0.08)
+    axes.grid(axis="x", alpha=0.3)

@@ -173,6 +173,7 @@ FILES = {
     "broken/run.json": b"{",
     "binary/run.json": b"\xff",
     "empty/run.json": b"{}",
+    "classifier/run.json": b'{"task": "listops"}',
     "headless/run.json": b'{"task": "bytes"}',
     "headless/best/config.json": b'{"a": 1}',
     "file": b"",
@@ -216,7 +217,7 @@ WRONG = [
     (["train", "demo", "--set", "model.preset=ref-lra"], "is no setting: give --preset\n"),
     (["train", "heads.yaml"], "model.num_heads (from --set or the recipe) is no setting"),
     (["compare", "demo", "--set", "model.variant=smgk"], "model.variant (from --set or the recipe) is no setting"),
-    (["study", "bytes", "--set", "model.num_heads=2"], "model.num_heads (from --set or the recipe) is no setting"),
+    (["compare", "bytes", "--set", "model.num_heads=2"], "model.num_heads (from --set or the recipe) is no setting"),
     (["flops", "demo", "--set", "model.preset=ref-lra"], "model.preset (from --set or the recipe) is no setting"),
     (["train", "listops", "--resume", "yes"], "--resume must be auto"),
     (["train", "listops", "--accelerator", "tpu"], "--accelerator must be one of"),
@@ -248,8 +249,8 @@ WRONG = [
     (["compare", "demo", "--out", "file"], "--out file: file is no folder"),
     (["compare", "demo", "--runs", "file"], "--runs file: file is no folder"),
     (["compare", "demo", "--redraw"], "results has no results of softmax:4, smgk:2 under recipe demo"),
-    (["study", "demo"], "trains no language model"),
-    (["study", "bytes", "--rows", "smgk"], "--rows must read"),
+    (["generate", "classifier", "--prompt", "a"], "holds no language model"),
+    (["compare", "bytes", "--rows", "smgk"], "--rows must read"),
     (["analyze"], "give the directory"),
     (["analyze", "nowhere"], "nowhere is not a run directory"),
     (["analyze", "empty", "--threshold", "0"], "--threshold must be more than 0"),
@@ -258,6 +259,7 @@ WRONG = [
     (["flops", "demo", "--variants", ""], "--variants must be one of"),
     (["flops", "demo", "--out", "file"], "--out file: file is no folder"),
     (["bench", "--out", "empty"], "--out empty is a folder"),
+    (["evidence", "--check"], "In a clone of the repository run: python -m experiments.paper --check"),
     (["nothing"], "No such command 'nothing' (see mgk --help)"),
     (["train"], "Missing argument 'recipe' (see mgk train --help)"),
     (["train", "demo", "--sed", "1"], "--sed"),
@@ -291,7 +293,7 @@ def test_help_and_version(mgk):
     assert f'\nversion = "{__version__}"\n' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
     code, said, _ = mgk()
     assert code == 0
-    for name in ("train", "eval", "data", "recipes", "compare", "analyze", "generate", "flops", "bench", "study"):
+    for name in ("train", "eval", "data", "recipes", "compare", "analyze", "generate", "flops", "bench"):
         assert f" {name} " in said
         assert mgk(name, "--help")[0] == 0
 

@@ -51,7 +51,7 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr("mgk.training.run_dir.load_language_model", load)
     monkeypatch.setattr("mgk.training.evaluate.judge_of", judge)
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: seen.update(data=arguments[1]))
-    monkeypatch.setattr(type(tasks.TASKS["listops"]), "key", lambda *arguments: "some data")
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "checksum", lambda *arguments: "some data")
     for name, task in (("classes", "listops"), ("text", "bytes")):
         Path(name, "best").mkdir(parents=True)
         Path(name, "run.json").write_text(json.dumps({"task": task, "training": {"stride": 4, "precision": "bf16"}}))

@@ -16,7 +16,6 @@ from mgk.models.sliding_window import sliding_losses
 from mgk.training import config as recipes
 from mgk.training import report, sweep
 from mgk.training.config import ModelSpec
-from mgk.training.summary import summarise
 from tests.models.test_decoder import tiny
 
 TEXT = "the cat sat on the mat and the dog sat on the log ; " * 30
@@ -208,7 +207,7 @@ def test_wrong_input_of_the_commands_is_one_line_and_exit_code_2(own_text, tmp_p
         (["generate", str(tmp_path), "--prompt", "a"], "is not a run directory"),
         (["eval", run, "--data-dir", str(own_text), "--split", "other"], "split must be one of"),
         (["train", "wikitext-2", "--data-dir", str(tmp_path)], "wiki.train.tokens is missing"),
-        (["study", "listops"], "trains no language model"),
+        (["analyze", run, "--data-dir", str(own_text), "--split", "other"], "--split must be one of"),
         (["eval", str(classifier), "--stride", "2"], "--stride is for language models"),
         (["eval", run, "--data-dir", str(own_text), "--stride", "0"], "stride must be a positive integer"),
     ]
@@ -247,7 +246,7 @@ def test_comparisons_of_language_models_show_perplexity(tmp_path):
         }
         for split, value in (("dev", 80.25), ("wikitext-103-valid", 90.5))
     ]
-    lines = report.table(summarise(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
+    lines = report.make_table(report.summarise(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
     assert lines[0][:4] == ["model", "dev perplexity", "wikitext-103-valid perplexity", "each seed"]
     assert lines[1][:4] == ["softmax:8", "80.25", "90.50", "80.2"]
 
@@ -266,18 +265,24 @@ def test_the_paper_s_table_3_is_all_there():
 
 
 @pytest.mark.slow
-def test_a_study_leaves_everything_but_the_weights(own_text, tmp_path):
+def test_compare_generate_and_analyze_write_all_but_the_weights_to_out(own_text, tmp_path):
     settings = [part for setting in SMALL for part in ("--set", setting)]
-    arguments = ["study", "bytes", "--rows", "smgk:1", "--data-dir", str(own_text), "--matrices", "1", *settings]
-    places = ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(commands.app, [*arguments, *places])
-    assert result.exception is None, result.output
-    left = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
-    table, samples = "bytes.md", "bytes-smgk-1-paper-s0-samples.md"
-    assert {table, samples, "bytes-analysis/report.html", "bytes-analysis/ranks.csv"} <= left
-    assert any(name.startswith("curves/bytes-smgk-1-paper-s0-") for name in left)  # of these settings
-    assert not any(name.endswith((".safetensors", ".ckpt")) for name in left)
-    assert "## Seed 2" in (tmp_path / "out" / samples).read_text(encoding="utf-8")
+    out, run = tmp_path / "out", str(tmp_path / "runs" / "bytes" / "smgk-1-paper-s0")
+    data = ["--data-dir", str(own_text)]
+    for arguments in (
+        ["compare", "bytes", "--rows", "smgk:1", *data, *settings, "--out", str(out), "--runs", str(tmp_path / "runs")],
+        ["generate", run, "--prompt", "The", "--max-tokens", "20", "--top-p", "0.9", "--seed", "2"],
+        ["analyze", run, "--split", "dev", "--matrices", "1", *data, "--out", str(out / "bytes-analysis")],
+    ):
+        result = CliRunner().invoke(commands.app, arguments)
+        assert result.exception is None, result.output
+        if arguments[0] == "generate":
+            assert result.stdout.startswith("The")
+            assert len(result.stdout) > len("The\n")
+    files = {str(path.relative_to(out)) for path in out.rglob("*")}
+    assert {"bytes.md", "bytes-analysis/report.html", "bytes-analysis/ranks.csv"} <= files
+    assert any(name.startswith("curves/bytes-smgk-1-paper-s0-") for name in files)  # named after the settings too
+    assert not any(name.endswith((".safetensors", ".ckpt")) for name in files)
 
 
 @pytest.mark.parametrize("command", [["generate", "--prompt", "the"], ["eval"], ["analyze"]], ids=lambda each: each[0])

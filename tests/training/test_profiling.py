@@ -17,9 +17,11 @@ from tests.support import tiny_training
 def test_a_step_a_forward_and_the_memory_are_measured(tmp_path, monkeypatch, accumulate):
     run = tiny_training.run(str(tmp_path), accumulate=accumulate)
     seen = []
-    take = profiling.Order.take
+    take = profiling.EpochPermutation.take
     monkeypatch.setattr(
-        profiling.Order, "take", lambda self, start, count: seen.append((start, count)) or take(self, start, count)
+        profiling.EpochPermutation,
+        "take",
+        lambda self, start, count: seen.append((start, count)) or take(self, start, count),
     )
     rows = profiling.measure(run, tiny_training.TinyTask(), torch.device("cpu"))
     assert [row["metric"] for row in rows] == list(COSTS)

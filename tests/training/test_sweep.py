@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mgk.training import config, plots, predictions, report, results, summary, sweep
+from mgk.training import config, predictions, report, results, sweep
 from mgk.training.config import ModelSpec
 from mgk.training.evaluate import plateau_left
 
@@ -79,7 +79,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     results.append(again, [measured("softmax:8", 1, 0.38)])
     results.append(path, [measured("softmax:8", 0, 0.687, metric="baseline: bag of words")])
     models, files = [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], [path, again]
-    lines = report.report(config.load("listops"), models, "paper", files, tmp_path)
+    lines = report.write_report(config.load("listops"), models, "paper", files, tmp_path)
     table = (tmp_path / "listops.md").read_text()
     assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "750 751", "37.03"]
     assert "bag of words 68.7 %" in table
@@ -88,7 +88,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     assert "| smgk:4 |" in table
     assert (tmp_path / "listops.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no results"):
-        report.report(config.load("listops"), [ModelSpec("mgk", 1)], "paper", [path], tmp_path)
+        report.write_report(config.load("listops"), [ModelSpec("mgk", 1)], "paper", [path], tmp_path)
 
 
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
@@ -107,9 +107,9 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     assert not sweep.is_trained(results.read([path]), recipe, row, "paper", 0)
     results.append(path, [measured("smgk:4", 0, 0.37)])
     assert sweep.is_trained(results.read([path]), recipe, row, "paper", 0)
-    lines = report.report(recipe, [row], "paper", [path], tmp_path)
+    lines = report.write_report(recipe, [row], "paper", [path], tmp_path)
     assert lines[1][-2:] == ["12.5", "77"]
-    assert "Step time: one model after another" in (tmp_path / "listops.md").read_text()
+    assert "Step time: each model timed in isolation" in (tmp_path / "listops.md").read_text()
     # Who asks for every time gets the forward's too, and what was measured last counts.
     assert not sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
     results.append(
@@ -117,18 +117,18 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
         [measured("smgk:4", 0, value, "train", name) for name, value in zip(sweep.COSTS, (9, 4, 70), strict=True)],
     )
     assert sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
-    assert report.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["9.0", "70"]
+    assert report.write_report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["9.0", "70"]
 
 
 def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
     path, recipe, row = tmp_path / "listops.csv", config.load("listops"), ModelSpec("smgk", 4)
     results.append(path, [measured("smgk:4", 0, 0.37)])
-    assert report.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["—", "100"]
-    assert "not timed alone" in (tmp_path / "listops.md").read_text()
+    assert report.write_report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["—", "100"]
+    assert "not timed in isolation" in (tmp_path / "listops.md").read_text()
     # A training that nothing ran beside.
     results.append(path, sweep.to_solo_rows(results.read([path])))
     assert sweep.is_timed(results.read([path]), recipe, row, "paper")
-    assert report.report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["5.0", "100"]
+    assert report.write_report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["5.0", "100"]
     # A run that was done before it was asked for has measured nothing.
     assert sweep.to_solo_rows([{**results.read([path])[0], "step_ms": "nan"}]) == []
 
@@ -144,14 +144,14 @@ def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
             predictions.keep(
                 tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", seed, "test"), right
             )
-    first, second, third = report.report(recipe, [ModelSpec.parse(row) for row in shares], "paper", [path], tmp_path)[
-        1:
-    ]
+    first, second, third = report.write_report(
+        recipe, [ModelSpec.parse(row) for row in shares], "paper", [path], tmp_path
+    )[1:]
     assert first[1:3] == ["36.00 ± 2.10 (1 of 2 seeds)", "20.0 36.0"]
     assert second[3].startswith("+1.00 ± ")
     assert third[1:4] == ["20.50 ± 0.71", "20.0 21.0", "n/a: linear:8 stayed on the plateau"]
     # The other way round: against a model that learned nothing there is no difference either.
-    turned = report.report(recipe, [ModelSpec("linear", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
+    turned = report.write_report(recipe, [ModelSpec("linear", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
     assert turned[2][3] == "n/a: linear:8 stayed on the plateau"
 
 
@@ -163,8 +163,8 @@ def test_nothing_in_the_picture_crosses_a_frame_or_another_label(tmp_path, rows)
     for n, row in enumerate(rows):
         results.append(path, [measured(row, seed, 0.2 + 0.006 * n + seed / 100) for seed in (0, 1)])
         results.append(path, [measured(row, 0, 12345.678, "train", "step_ms_alone")])
-    found = summary.summarise(results.read([path]), recipe, [ModelSpec.parse(row) for row in rows], "paper")
-    figure = plots.figure_of(found, recipe, chance=17.6)
+    found = report.summarise(results.read([path]), recipe, [ModelSpec.parse(row) for row in rows], "paper")
+    figure = report.make_figure(found, recipe, chance=17.6)
     figure.draw_without_rendering()
     first, *others = figure.axes
     titles = [text.get_window_extent() for text in (*figure.texts, *(axes.title for axes in others), first.xaxis.label)]
@@ -191,7 +191,7 @@ def test_models_are_compared_on_the_same_examples(tmp_path):
         predictions.keep(
             tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", 0, "test"), right
         )
-    lines = report.report(recipe, [ModelSpec.parse(row) for row in said], "paper", [path], tmp_path)
+    lines = report.write_report(recipe, [ModelSpec.parse(row) for row in said], "paper", [path], tmp_path)
     column = lines[0].index("minus softmax:8, test")
     gained = (said["smgk:4"] & hard).sum()
     assert lines[1][column] == ""
@@ -228,7 +228,7 @@ def test_only_what_stands_in_the_table_has_a_footnote(tmp_path, name, metric, se
             settings = recipe.training
             each |= {"steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size, "recipe": name}
             results.append(path, [each])
-    report.report(recipe, list(recipe.rows), "paper", [path], tmp_path)
+    report.write_report(recipe, list(recipe.rows), "paper", [path], tmp_path)
     note = (tmp_path / f"{name}.md").read_text().splitlines()[-1]
     assert "± is" not in note if means is None else means in note
     assert ("frequent words" in note) == words
@@ -243,7 +243,7 @@ def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
             predictions.keep(
                 tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", 0, split), right
             )
-    lines = report.report(recipe, [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
+    lines = report.write_report(recipe, [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
     assert "minus softmax:8, test" in lines[0]
 
 
@@ -270,7 +270,7 @@ def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
         predictions.keep(
             tmp_path, predictions.PredictionsKey("bytes", ModelSpec.parse(row), "paper", 0, "test"), np.full(2000, 4.6)
         )
-    lines = report.report(recipe, [ModelSpec("softmax", 2), ModelSpec("smgk", 2)], "paper", [path], tmp_path)
+    lines = report.write_report(recipe, [ModelSpec("softmax", 2), ModelSpec("smgk", 2)], "paper", [path], tmp_path)
     assert "minus softmax:2, test, nats a token" in lines[0]
 
 
@@ -293,9 +293,9 @@ def test_other_settings_or_other_data_are_another_experiment(tmp_path):
     rows = results.read([path])
     assert sweep.is_trained(rows, recipe, row, "paper", 0, "these")
     assert not sweep.is_trained(rows, recipe, row, "paper", 0, "those")
-    assert report.report(recipe, [row], "paper", [path], tmp_path, {row: "these"})[1][1].startswith("37.00")
+    assert report.write_report(recipe, [row], "paper", [path], tmp_path, {row: "these"})[1][1].startswith("37.00")
     with pytest.raises(ValueError, match="no results"):
-        report.report(recipe, [row], "paper", [path], tmp_path, {row: "those"})
+        report.write_report(recipe, [row], "paper", [path], tmp_path, {row: "those"})
     predictions.keep(
         tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "these"), np.ones(5, bool)
     )
