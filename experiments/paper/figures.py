@@ -13,8 +13,9 @@ from experiments.paper import verdicts
 from experiments.paper.claims import ExperimentResults, half, paper_difference, same
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
 from mgk._core.io import replacing
-from mgk.analysis.report.curves import kept_of, read_metrics
+from mgk.analysis.report.curves import read_metrics
 from mgk.training.config import ModelSpec
+from mgk.training.results import curve_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +58,7 @@ def curves(parts: list[ExperimentResults], results: Path) -> Picture:
     for part in parts:
         lines = []
         for row in part.rows:
-            for seed, path in kept_of(results, part.found.recipe.name, row, PRESET).items():
+            for seed, path in curve_files(results, part.found.recipe.name, row, PRESET).items():
                 own = {c.metric: c for c in read_metrics(path, str(row)) if c.split == "dev"}
                 values = {metric: [curve.steps, curve.values] for metric, curve in own.items()}
                 lines.append({"row": str(row), "seed": str(seed), "metrics": values})

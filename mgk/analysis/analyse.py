@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mgk._core.calls import LinearCall
+from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, positive_integer
 from mgk.analysis.ablation import Removal, remove_heads
 from mgk.analysis.attention_maps import Maps, MapSums
-from mgk.analysis.capture import Call, Progress, Watch, call_model, capture_attention, eval_mode
+from mgk.analysis.capture import Call, Progress, Watch, call_model, capture_attention
 from mgk.analysis.components import Mixture, MixtureSums
 from mgk.analysis.ranks import THRESHOLD, in_batches, matrices_at_once, spectra
 from mgk.analysis.similarity import PairSums, Similarity

@@ -72,19 +72,6 @@ def capture_attention(model: nn.Module, watcher: Watcher) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients; every module is left in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def call_model(model: nn.Module, sample: Any) -> Any:
     """model(x), model(*arguments) or model(**arguments)."""
     if isinstance(sample, dict):

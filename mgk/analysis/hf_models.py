@@ -7,7 +7,6 @@ and no attentions of all layers have to be held.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,17 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
-from transformers.masking_utils import eager_mask
+from transformers import AutoConfig, PreTrainedModel
 
 from mgk._core.calls import mixture_call
 from mgk._core.validation import fail
 from mgk.analysis.capture import Watcher, attention_layers
 from mgk.analysis.capture import capture_attention as capture_native_attention
-from mgk.analysis.inputs import NO_FILE
+from mgk.analysis.inputs import PATH_HINT
 
 # As it is before anyone watches it, so that a call is seen once.
 from mgk.functional import run_mixture
+from mgk.hf.attention_interface import find_model_class, replace_attention, with_infinite_mask
 
 WATCHED = "mgk_watched"
 
@@ -51,20 +50,8 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
 
 
 def _load(config: Any, name: str) -> Any:
-    chosen = class_of(config) or transformers.AutoModel
+    chosen = find_model_class(config) or transformers.AutoModel
     return chosen.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
-
-
-def class_of(config: Any) -> Any:
-    """The class that a configuration names: one of Transformers' own, or one that was registered there; or None."""
-    names = config.architectures or []
-    own = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
-    registered = [
-        auto._model_mapping[type(config)]
-        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification)
-        if type(config) in auto._model_mapping
-    ]
-    return next(iter([*own, *(kind for kind in registered if kind.__name__ in names), None]))
 
 
 def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
@@ -83,8 +70,7 @@ def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
                 fail("--hf", f"names a model whose attention has {name}, which is not covered")
         mask = attention_mask
         if mask is not None and mask.is_floating_point():
-            # Transformers hides a key by the most negative number.
-            mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)[..., : key.shape[2]]
+            mask = with_infinite_mask(mask)[..., : key.shape[2]]
         if (bias := extras.get("position_bias")) is not None:
             mask = bias if mask is None else bias + mask
         call = mixture_call(query, key.unsqueeze(2), value, mask, scale=scaling, similarity="dot")
@@ -99,18 +85,11 @@ def capture_attention(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """`mgk.analysis.capture.capture_attention` for a Transformers model, which may have layers of ours inside."""
     assert isinstance(model, PreTrainedModel)
     names = {module: name for name, module in model.named_modules()}
-    before = model.config._attn_implementation
-    # The mask with the function: under a name without one, causal models would see the future.
-    AttentionInterface.register(WATCHED, _attend(watcher, names))
-    AttentionMaskInterface.register(WATCHED, eager_mask)
-    try:
-        model.set_attn_implementation(WATCHED)
-        if model.config._attn_implementation != WATCHED and not attention_layers(model):
+    with replace_attention(model, WATCHED, _attend(watcher, names)) as replaced:
+        if not replaced and not attention_layers(model):
             fail("--hf", f"names a {type(model).__name__}, which does not let its attention be watched")
         with capture_native_attention(model, watcher):
             yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def from_text(
@@ -129,7 +108,7 @@ def from_text(
     for text in texts:
         ids = tokeniser(text, truncation=length is not None, max_length=length)["input_ids"]
         if len(ids) < least:
-            fail("--text", f"is {len(ids)} tokens long, and at least {least} are needed; {NO_FILE}")
+            fail("--text", f"is {len(ids)} tokens long, and at least {least} are needed; {PATH_HINT}")
         samples.append({"input_ids": torch.tensor([ids])})
         tokens.append([str(token) for token in tokeniser.convert_ids_to_tokens(ids)])
     return samples, tokens[0]

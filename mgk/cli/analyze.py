@@ -178,6 +178,7 @@ def _run(
     from mgk.analysis.report.html import AnalyzedModel
     from mgk.models import load_model
     from mgk.models.run_directory import RunDirectory
+    from mgk.tasks.samples import sample_split, text_codec
 
     description = RunDirectory(run).read_description("recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,11 +188,11 @@ def _run(
     if given.images:
         fail("--images", "goes with --hf")
     task = tasks.task(description["task"])
-    reader = samples.reader_of(task, run)
+    codec = text_codec(task, run)
     if given.texts:
-        found = samples.from_ids(model, samples.read_text(model, given.texts, given.length, reader), reader)
+        found = samples.from_ids(model, samples.read_text(model, given.texts, given.length, codec), codec)
     elif given.ids is not None:
-        found = samples.from_ids(model, samples.read_ids(given.ids, given.length), reader)
+        found = samples.from_ids(model, samples.read_ids(given.ids, given.length), codec)
     else:
         one_of("--split", given.split, task.splits)
         where = data_directory(given.data, description)
@@ -199,7 +200,7 @@ def _run(
         check_same_data(run, description, task, where)
         count = max(-(-wanted // config.num_heads), settings["removal"])
         split, words = task.split(where, given.split), f"{description['task']}, {given.split}"
-        found = samples.from_split(model, split, words, count, given.length, given.seed, reader)
+        found = sample_split(model, split, words, count, given.length, given.seed, codec)
     inputs = samples.to_device(found.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
     settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
@@ -255,7 +256,7 @@ def _transformers(
     length = min(x for x in (given.length, positions, 1 << 30) if x is not None)
     tokens: list[str] = []
     if given.texts:
-        inputs, tokens = hf_models.from_text(name, given.texts, length, given.length or samples.LEAST)
+        inputs, tokens = hf_models.from_text(name, given.texts, length, given.length or samples.MIN_LENGTH)
         about = "text"
     elif given.ids is not None:
         rows = [row[:length] for row in samples.read_ids(given.ids, given.length)]

@@ -59,7 +59,6 @@ def train(
 
     from mgk import tasks
     from mgk._core.io import write_atomically
-    from mgk.analysis.report import curves
     from mgk.models.run_directory import RunDirectory
     from mgk.training.evaluate import finish, parameters
     from mgk.training.run_dir import run_path
@@ -130,7 +129,7 @@ def train(
                 results_file.parent, predictions.PredictionsKey(chosen.name, row, preset, seed, split, setup), said
             )
         changed = None if chosen == own else setup
-        curve = curves.kept(results_file.parent, chosen.name, row, preset, seed, changed)
+        curve = results.curve_file(results_file.parent, chosen.name, row, preset, seed, changed)
         curve.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(curve, files.metrics.read_text())
     objective = module.objective

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.analysis.capture import eval_mode
-from mgk.analysis.hf_models import class_of
+from mgk.hf.attention_interface import find_model_class
 from mgk.hf.mixture import NAME, MixtureKeys, install, remove, renamed
 from mgk.variants import VARIANTS
 
@@ -120,7 +120,7 @@ def load_converted(
     saved = getattr(config, NAME, None)
     if saved is None:
         fail("folder", f"{folder} holds no converted model: use from_pretrained, then mgk.hf.convert")
-    origin: Any = class_of(config) if model_class is None else model_class
+    origin: Any = find_model_class(config) if model_class is None else model_class
     if origin is None:
         fail("model_class", f"is needed: Transformers has no {(config.architectures or ['?'])[0]}")
 

@@ -6,7 +6,6 @@ B batch, H query heads, Hk key heads, M components, L queries, S keys, D head wi
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from mgk._core.priors import LearnedPrior
 from mgk._core.validation import fail
 from mgk.functional import smgk_attention
+from mgk.hf.attention_interface import with_infinite_mask
 from mgk.variants import PRESETS, VARIANTS
 
 NAME = "mgk"  # of the attention function, and of what a converted layer holds
@@ -158,8 +158,7 @@ def attend(
     elif is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if mask is not None and mask.is_floating_point():
-        # Transformers hides a key by the most negative number, which is none any more once it is scaled.
-        mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
+        mask = with_infinite_mask(mask)
     output, weights = mixture(
         query,
         key,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from mgk._core.io import locked, replacing
+from mgk.training.config import ModelSpec
 
 COLUMNS = (
     "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
@@ -104,3 +106,26 @@ def latest(rows: list[dict[str, str]], metric: str) -> float | None:
     commit = [row["commit"] for row in own if row["date"] == last_day][-1]
     last = {row["seed"]: float(row["value"]) for row in own if (row["date"], row["commit"]) == (last_day, commit)}
     return statistics.median(last.values())
+
+
+def curve_file(results: Path, recipe: str, spec: ModelSpec, preset: str, seed: int, setup: str | None = None) -> Path:
+    """Return the path of a run's learning curve in a results folder.
+
+    Args:
+        results: the folder of the results.
+        recipe: the recipe's name.
+        spec: the model.
+        preset: the preset of the attention.
+        seed: the seed of the run.
+        setup: the run's setup hash if its settings differ from the recipe's, else None.
+    """
+    name = "-".join(part for part in (recipe, spec.file_name, preset, f"s{seed}", setup) if part)
+    return results / "curves" / f"{name}.csv"
+
+
+def curve_files(results: Path, recipe: str, spec: ModelSpec, preset: str) -> dict[int, Path]:
+    """Return the existing learning curves of runs with the recipe's own settings, by seed."""
+    first = curve_file(results, recipe, spec, preset, 0)
+    pattern = re.compile(rf"{re.escape(first.stem[:-1])}(\d+)\.csv")
+    seeds = sorted(int(match[1]) for path in first.parent.glob("*.csv") if (match := pattern.fullmatch(path.name)))
+    return {seed: curve_file(results, recipe, spec, preset, seed) for seed in seeds}

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import mgk
+from mgk._core.eval_mode import eval_mode
 from mgk._core.priors import EMPrior, LearnedPrior
 from mgk.analysis import analyse
 from mgk.analysis.ablation import remove_heads
-from mgk.analysis.capture import capture_attention, eval_mode
+from mgk.analysis.capture import capture_attention
 from mgk.analysis.ranks import matrices_at_once
 from mgk.analysis.weights import sample_weights
 from mgk.models import Classifier, EncoderConfig

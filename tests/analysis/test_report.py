@@ -363,7 +363,7 @@ def test_a_language_model_on_its_text_and_on_the_users(tmp_path, monkeypatch, re
 def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path, refused):
     refused("is not a run directory (no run.json)", tmp_path / "nowhere")
     refused("give the directory of one or more runs, or --hf MODEL")
-    refused("--text is not for this model, whose task has no text", run, "--text", "some text of mine")
+    refused("--text does not fit this model, whose task has no text", run, "--text", "some text of mine")
     refused("--images goes with --hf", run, "--images", "x.png")
     refused("--memory must be more than 0", run, "--memory", "0")
     ids = tmp_path / "ids.txt"
@@ -374,7 +374,7 @@ def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path, refused):
     ):
         ids.write_text(text)
         refused(says, run, "--ids", ids)
-    refused("is no file", run, "--ids", tmp_path / "none")
+    refused("--ids must name a file", run, "--ids", tmp_path / "none")
     weights = run / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     refused("is damaged", run, "--ids", ids)

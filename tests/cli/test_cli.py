@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from mgk import __version__, cli, tasks
-from mgk.analysis.report.curves import kept_of
 from mgk.cli import commands
 from mgk.cli.common import apply_steps, data_directory
 from mgk.models import Classifier
@@ -104,7 +103,7 @@ def test_the_curve_of_a_run_is_kept_beside_its_results(finished, tmp_path):
     command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(kept / "found.csv")]
     for more in ([], ["--seed", "1"], ["--seed", "1", "--steps", "100"]):
         assert CliRunner().invoke(commands.app, command + more).exception is None
-    found = kept_of(kept, "listops", ModelSpec("softmax", 4), "paper")
+    found = results.curve_files(kept, "listops", ModelSpec("softmax", 4), "paper")
     assert list(found) == [0, 1]
     assert {path.read_text() for path in found.values()} == {(run / "metrics.csv").read_text()}
     # With other settings it is another model's.

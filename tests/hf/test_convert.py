@@ -330,7 +330,7 @@ def test_loaded_by_others_it_is_not_taken_for_converted(folder):
     with pytest.raises(ValueError, match=r"loaded without them: use mgk.hf.load_converted"):
         convert(plain)
     with pytest.raises(ValueError, match=r"has the mixture keys of mgk.hf.convert"):
-        mgk.analysis.foreign.load(str(folder))
+        mgk.analysis.hf_models.load(str(folder))
     make("llama").save_pretrained(folder / "plain")
     with pytest.raises(ValueError, match="holds no converted model"):
         load_converted(folder / "plain")

@@ -1,0 +1,97 @@
+"""Inputs of `mgk analyze` from prepared data: samples of a split, and the text codec of a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mgk._core.validation import fail
+from mgk.analysis.inputs import MIN_LENGTH, Samples, TextCodec
+from mgk.tasks.base import Split, Task, byte_tokens
+from mgk.tasks.corpus import Corpus, TokenStream
+from mgk.tasks.listops import SYMBOLS, ListOps
+
+BYTE_VOCAB_SIZE = 512  # of the tasks that read bytes
+
+
+def text_codec(task: Task, run: Path) -> TextCodec:
+    """Return the codec of a task; a word-level corpus reads its vocabulary from the run directory."""
+    if isinstance(task, Corpus):
+        vocabulary = task.vocabulary_in(run)
+        return TextCodec(
+            lambda text: vocabulary.encode(text)[0].tolist(),
+            lambda ids: [vocabulary.decode([i]).strip() or "␣" for i in ids],
+        )
+    if task.vocab_size == BYTE_VOCAB_SIZE:
+        return TextCodec(lambda text: byte_tokens(text.encode()).tolist(), lambda ids: [_byte_name(i - 1) for i in ids])
+    symbols = ("·", *SYMBOLS) if isinstance(task, ListOps) else ()
+    return TextCodec(None, lambda ids: [symbols[i] if i < len(symbols) else str(i) for i in ids])
+
+
+def _byte_name(value: int) -> str:
+    return chr(value) if 32 < value < 127 else "␣" if value == 32 else f"x{max(value, 0):02x}"
+
+
+def sample_split(
+    model: nn.Module,
+    split: Split | TokenStream,
+    name: str,
+    count: int,
+    length: int | None,
+    seed: int,
+    codec: TextCodec,
+) -> Samples:
+    """Draw samples from a split at random.
+
+    Args:
+        model: its configuration gives the longest sample.
+        split: examples, or a running text to cut segments from.
+        name: of the split, for messages and for the report.
+        count: number of samples, at most.
+        length: use only documents of at least this many tokens, cut to it; for a running text, the segment length.
+        seed: of the draw.
+        codec: gives the token names of the first sample.
+    """
+    config: Any = model.config
+    if isinstance(split, TokenStream):
+        return _segments(config, split, name, count, length, seed, codec)
+    return _documents(config, split, name, count, length, seed, codec)
+
+
+def _documents(
+    config: Any, split: Split, name: str, count: int, length: int | None, seed: int, codec: TextCodec
+) -> Samples:
+    if length is not None and length > config.max_length:
+        fail("--length", f"= {length} is more than the model's {config.max_length} positions")
+    lengths = split.lengths.reshape(len(split), -1).min(1)
+    shortest = max(length or 0, MIN_LENGTH)
+    eligible = np.flatnonzero(lengths >= shortest)
+    if not len(eligible):
+        required = f"at least {shortest} tokens are needed"
+        fail("--length", f"finds no example of {name}: {required}, and the longest has {lengths.max(initial=0)}")
+    drawn: list[int] = np.random.default_rng(seed).permutation(eligible)[:count].tolist()
+    # The report shows the maps of the first sample: the longest one.
+    indices = sorted(drawn, key=lambda index: -int(lengths[index])) if length is None else drawn
+    inputs = []
+    for index in indices:
+        tokens, sizes, _ = split.batch([index], length)
+        width = min(int(sizes.max()), config.max_length)
+        inputs.append((tokens[..., :width], sizes.clamp(max=width)))
+    first = inputs[0][0].flatten(0, -2)[0].tolist()
+    return Samples(inputs, codec.names(first), f"{len(inputs)} examples of {name}")
+
+
+def _segments(
+    config: Any, split: TokenStream, name: str, count: int, length: int | None, seed: int, codec: TextCodec
+) -> Samples:
+    length = length or config.max_length
+    if len(split.tokens) < length:
+        fail("--length", f"= {length} is more than the {len(split.tokens)} tokens of {name}")
+    starts = np.random.default_rng(seed).integers(0, len(split.tokens) - length + 1, count)
+    segments = [np.asarray(split.tokens[start : start + length]).astype(np.int64) for start in starts.tolist()]
+    inputs: list[Any] = [torch.from_numpy(segment)[None] for segment in segments]
+    return Samples(inputs, codec.names(segments[0].tolist()), f"{count} segments of {length} tokens of {name}")
