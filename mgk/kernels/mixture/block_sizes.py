@@ -1,4 +1,4 @@
-"""Block sizes of the fused kernels, found on an H200 in bf16 with benchmarks/blocks.py; docs/kernels-log.md has the
+"""Block sizes of the fused kernels, found on an H200 in bf16 with benchmarks/block_sizes.py; docs/kernels-log.md has the
 measurements."""
 
 import functools

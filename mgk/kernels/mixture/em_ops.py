@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mgk.kernels.jit_cache import LaunchSpec, launch
+from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.em_counts import count_components, query_terms
 from mgk.kernels.mixture.launch import leading_strides, precision_of, prepare, slots_of
 from mgk.kernels.mixture.launch_config import SLOT, ceil_div, key_strides, padded_width
@@ -19,14 +20,35 @@ def component_counts(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """N_jr [B, Hk, M, S] and N_j [B, Hk, S] of the queries that may see key j."""
     (B, H, L, D), HK, S = query.shape, keys.shape[1], keys.shape[-2]
-    M = keys.shape[2] if shift is None else shift.shape[1]
+    args = MixtureArgs(
+        query,
+        keys,
+        keys,
+        shift,
+        log_prior,
+        scale_t,
+        tau_t,
+        mask,
+        None,
+        cu_q,
+        cu_k,
+        scale,
+        tau,
+        0.0,
+        0.0,
+        causal,
+        False,
+        max_q,
+        max_k,
+    )  # fmt: skip  (no values)
+    M = args.components
     count = query.new_empty(B, HK, M, S, dtype=torch.float32)
     pairs = count.new_empty(B, HK, S)
     if query.numel() == 0 or S == 0:
         return count.zero_(), pairs.zero_()
-    n_seq, slots, shifted = (B if cu_q is None else cu_q.shape[0] - 1), slots_of(cu_k, B, S), shift is not None
+    n_seq, slots, shifted = args.num_sequences, slots_of(cu_k, B, S), shift is not None
     prepared, stats = count.new_empty(2, HK, M, slots * SLOT), count.new_empty(HK, slots, 4)
-    prepare(keys, shift, log_prior, scale_t, tau_t, cu_k, prepared, stats, scale, tau, 0.0, False, n_seq, max_k)
+    prepare(args, prepared, stats)
     unequal = scale_t is not None and scale_t.shape[1] > 1
     products = not shifted or unequal
     rows, cols = (32, 32) if products and (query.element_size() > 2 or D > 128) else (64, 64)

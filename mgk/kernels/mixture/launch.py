@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.kernels.jit_cache import LaunchSpec, launch
+from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.block_sizes import blocks, row_block
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
@@ -109,31 +110,24 @@ def slots_of(cu_k: Tensor | None, batch: int, keys: int) -> int:
     return batch * ((keys + SLOT - 1) // SLOT) if cu_k is None else keys // SLOT + cu_k.shape[0] - 1
 
 
-def prepare(
-    keys: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, cu_k: Any, prepared: Any, stats: Any, scale: Any,
-    tau: Any, constant: Any, hard: Any, n_seq: Any, max_k: Any,
-) -> None:  # fmt: skip
-    """Fills `prepared` and `stats`."""
-    step = preparation(layouts(keys, shift, bias, scale_t, tau_t, cu_k), hard, n_seq, max_k, stats.shape[1])
+def prepare(args: MixtureArgs, prepared: Tensor, stats: Tensor) -> None:
+    """Fill `prepared` and `stats`."""
+    keys, shift, bias, scale_t, tau_t, cu_k = args.keys, args.shift, args.bias, args.scale_t, args.tau_t, args.cu_k
+    step = preparation(
+        layouts(keys, shift, bias, scale_t, tau_t, cu_k), args.hard, args.num_sequences, args.max_k, stats.shape[1]
+    )
     tensors = (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, None)
-    launch(step, tensors, (scale, tau, constant))
+    launch(step, tensors, (args.scale, args.tau, args.constant))
 
 
-def launch_forward(
-    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any,
-    cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any,
-    max_k: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out, lse, prepared and stats of `triton_ops.forward_op`."""
-    (B, H, L), (HK, S) = query.shape[:3], value.shape[1:3]
-    out = by_position(query, value.shape[3])
+def launch_forward(args: MixtureArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, lse, prepared and stats of `ops.forward_op`."""
+    query, value = args.query, args.value
+    (B, H, L, _), (_, HK, S, E) = query.shape, value.shape
+    out = by_position(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
-    M = keys.shape[2] if shift is None else shift.shape[1]
-    prepared, stats = workspace(lse, HK, M, slots_of(cu_k, B, S))
-    forward_into(
-        out, lse, prepared, stats, query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau,
-        constant, dropout_p, causal, hard, max_q, max_k,
-    )  # fmt: skip
+    prepared, stats = workspace(lse, HK, args.components, slots_of(args.cu_k, B, S))
+    forward_into(out, lse, prepared, stats, args)
     return out, lse, prepared, stats
 
 
@@ -144,27 +138,24 @@ def workspace(like: Tensor, key_heads: int, components: int, slots: int) -> tupl
 
 
 def forward_into(
-    out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any, shift: Any, bias: Any,
-    scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any,
-    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, unblended: bool = False,
-) -> None:  # fmt: skip
+    out: Tensor, lse: Tensor | None, prepared: Tensor, stats: Tensor, args: MixtureArgs, unblended: bool = False
+) -> None:
     """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], which is contiguous. unblended: by blocks that need
     no operand to blend components, where there are such."""
     if out.numel() == 0:
         return
-    if value.shape[2] == 0:
+    if args.value.shape[2] == 0:
         out.zero_()
         if lse is not None:
             lse.fill_(float("inf"))
         return
-    flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats, unblended)
+    (
+        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, constant, dropout_p, _, _,
+        _, _,
+    ) = args  # fmt: skip
+    flags = _flags(args, stats, unblended)
     bulk = not flags.small and _bulk(keys, value)
-    plan = forward_plan(
-        layouts(query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, out),
-        flags,
-        bulk,
-        lse is not None,
-    )
+    plan = forward_plan(layouts(*args[:NUM_TENSORS], out), flags, bulk, lse is not None)
     operand = _operand(stats, plan.operand)
     launch(
         plan.prepare, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
@@ -178,15 +169,12 @@ def forward_into(
     )  # fmt: skip
 
 
-def _flags(
-    query: Any, cu_q: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, stats: Any,
-    unblended: bool = False,
-) -> LaunchFlags:  # fmt: skip
-    B, H = query.shape[:2]
-    pairs = (B if cu_q is None else cu_q.shape[0] - 1) * H * max_q * max_k
+def _flags(args: MixtureArgs, stats: Tensor, unblended: bool = False) -> LaunchFlags:
+    query, max_q, max_k = args.query, args.max_q, args.max_k
+    pairs = args.num_sequences * query.shape[1] * max_q * max_k
     return LaunchFlags(
-        causal, hard, dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= SMALL_PAIRS, query.dtype in BOUNDED,
-        precision_of(query), blocks, unblended,
+        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= SMALL_PAIRS,
+        query.dtype in BOUNDED, precision_of(query), blocks, unblended,
     )  # fmt: skip
 
 
@@ -215,21 +203,17 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def launch_decode(
-    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, scale: Any,
-    tau: Any, constant: Any, causal: Any, hard: Any, count: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse of `triton_ops.decode_op`."""
-    (B, H, L), (HK, S, E), shifted = query.shape[:3], value.shape[1:], shift is not None
+def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return out and lse of `ops.decode_op`."""
+    query, keys, value, shift, bias, scale_t, tau_t, mask, _, _, _, scale, tau, constant, _, _, _, _, _ = args
+    (B, H, L, _), (_, HK, S, E), shifted = query.shape, value.shape, shift is not None
     out = query.new_empty(B, H, L, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     if S == 0:
         return out.zero_(), lse.fill_(float("inf"))
-    switches = switches_of(
-        query, keys, value, shift, mask, scale_t, tau_t, None, False, causal, hard, precision_of(query)
-    )  # fmt: skip
+    switches = switches_of(args, precision_of(query))
     mask = None if mask is None else mask.expand(B, H, L, S)
     bias_strides = (0,) * 4 if bias is None else broadcast_strides(bias.shape, bias.stride())
     group = H // HK
@@ -276,12 +260,14 @@ def launch_decode(
 
 
 def launch_backward(
-    grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
-    shift: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any,
-    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any, prior_grad: Any,
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, prepared: Tensor, stats: Tensor, args: MixtureArgs,
+    mask_grad: bool, prior_grad: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients that `triton_ops.backward_op` returns, None where those are empty."""
-    (B, H, L, D), (HK, S), M = query.shape, value.shape[1:3], prepared.shape[2]
+    """Return the gradients of `ops.backward_op`, None where those are empty. bias and constant are not read."""
+    query, keys, value, shift, _, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, _, dropout_p, causal, _, _, _ = (
+        args
+    )
+    (B, H, L, D), (_, HK, S, _), M = query.shape, value.shape, prepared.shape[2]
     shifts = 0 if shift is None else M * D
     dq, dk, dv = by_position(query), by_position(keys), by_position(value)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else None
@@ -291,11 +277,10 @@ def launch_backward(
             if x is not None:
                 x.zero_()
         return dq, dk, dv, dbias, lse.new_zeros(HK * summed_entries(M, shifts, prior_grad == SUMMED)), dmask
-    flags = _flags(query, cu_q, dropout_p, causal, hard, max_q, max_k, stats)
+    flags = _flags(args, stats)
     along_keys, along_queries = (not flags.small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
     plan = backward_plan(
-        layouts(query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, out, grad, grad_lse), flags,
-        along_keys, along_queries, mask_grad, prior_grad,
+        layouts(*args[:NUM_TENSORS], out, grad, grad_lse), flags, along_keys, along_queries, mask_grad, prior_grad,
     )  # fmt: skip
     rows, spread = lse.new_empty(plan.rows), lse.new_empty(plan.spread)
     flagged = lse.new_empty(plan.flags) if plan.flags else spread

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
 from mgk.kernels.jit_cache import LaunchSpec
+from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.block_sizes import CAPPED, SPLIT_WIDTH, Block
 from mgk.kernels.mixture.bwd_common import add_parts, summed_entries
 from mgk.kernels.mixture.bwd_dkdv import DK_AND_DV, DK_ONLY, DV_ONLY, mixture_backward_dkdv
@@ -56,9 +56,16 @@ class LaunchFlags(NamedTuple):
     unblended: bool = False  # the forward takes blocks without the operand of a blend, where there are such
 
 
-def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
+def layouts(*tensors: Any) -> tuple[Any, ...]:
     """Plain tuples, which cost a call less; a plan makes `Layout` of them."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+
+
+def _args_of_layouts(tensors: tuple[Any, ...], flags: LaunchFlags) -> tuple[Any, list[Any]]:
+    """Return a `MixtureArgs` with layouts in place of tensors, and the layouts that follow its own."""
+    layouts = [x and TensorLayout(*x) for x in tensors]
+    numbers = (0.0, 0.0, 0.0, float(flags.dropout), flags.causal, flags.hard, flags.max_q, flags.max_k)
+    return MixtureArgs._make((*layouts[:NUM_TENSORS], *numbers)), layouts[NUM_TENSORS:]
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -88,18 +95,16 @@ def _section(n_heads: int, bytes_per_head: int) -> int:
     return max(1, min(n_heads, L2_BYTES // max(1, bytes_per_head)))
 
 
-def switches_of(
-    query: Any, keys: Any, value: Any, shift: Any, mask: Any, scale_t: Any, tau_t: Any, cu_q: Any, dropout: bool,
-    causal: int, hard: bool, precision: str,
-) -> dict[str, Any]:  # fmt: skip
-    """What the attention kernels are compiled for, by tensors or their layouts; a launch adds its block sizes."""
+def switches_of(args: MixtureArgs, precision: str) -> dict[str, Any]:
+    """What the attention kernels are compiled for; a launch adds its block sizes."""
+    query, _, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, _, _, _, dropout_p, causal, hard, _, _ = args
     D, E = query.shape[3], value.shape[3]
     return {
-        "M": keys.shape[2] if shift is None else shift.shape[1], "D": D, "E": E, "BD": padded_width(D),
+        "M": args.components, "D": D, "E": E, "BD": padded_width(D),
         "BE": padded_width(E),
         "SHIFTED": shift is not None, "HARD": hard,
         "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "CAUSAL": causal,
-        "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point, "DROPOUT": dropout,
+        "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point, "DROPOUT": dropout_p > 0,
         "PACKED": cu_q is not None,
         "PRECISION": precision,
     }  # fmt: skip
@@ -159,12 +164,11 @@ class ForwardPlan(NamedTuple):
 
 @functools.lru_cache(1 << 10)
 def forward_plan(tensors: tuple[Any, ...], flags: LaunchFlags, bulk: bool, want_lse: bool) -> ForwardPlan:
-    """Of query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k and out, as `layouts` gives them."""
-    query, keys, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, out = (x and TensorLayout(*x) for x in tensors)
-    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, unblended = flags
-    switches = switches_of(
-        query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
-    )  # fmt: skip
+    """tensors: the layouts of the tensors of `MixtureArgs`, and of out."""
+    args, (out,) = _args_of_layouts(tensors, flags)
+    query, keys, value, shift, mask, cu_q = args.query, args.keys, args.value, args.shift, args.mask, args.cu_q
+    _, hard, _, max_q, max_k, slots, small, bounded, precision, blocks, unblended = flags
+    switches = switches_of(args, precision)
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq, size = B if cu_q is None else cu_q.shape[0] - 1, query.dtype.itemsize
     # A float mask has no bound that is known beforehand.
@@ -215,15 +219,12 @@ def backward_plan(
     tensors: tuple[Any, ...], flags: LaunchFlags, along_keys: bool, along_queries: bool, mask_grad: bool,
     prior_grad: int,
 ) -> BackwardPlan:  # fmt: skip
-    """Of query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k, out and the gradients of it and lse, as
-    `layouts` gives them. The bulk copy engine reads along_keys keys and value, along_queries query and gradient."""
-    query, keys, value, shift, scale_t, tau_t, mask, _, cu_q, _, out, grad, grad_lse = (
-        x and TensorLayout(*x) for x in tensors
-    )
-    causal, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, _ = flags
-    switches = switches_of(
-        query, keys, value, shift, mask, scale_t, tau_t, cu_q, dropout, causal, hard, precision
-    )  # fmt: skip
+    """tensors: the layouts of the tensors of `MixtureArgs`, of out and of the gradients of out and lse. The bulk copy
+    engine reads along_keys keys and value, along_queries query and gradient."""
+    args, (out, grad, grad_lse) = _args_of_layouts(tensors, flags)
+    query, keys, value, shift, mask, cu_q = args.query, args.keys, args.value, args.shift, args.mask, args.cu_q
+    _, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, _ = flags
+    switches = switches_of(args, precision)
     (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
     n_seq = B if cu_q is None else cu_q.shape[0] - 1
     width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.block_sizes import Block, blocks
 from mgk.kernels.mixture.launch import by_position, forward_into, slots_of, workspace
 from mgk.kernels.mixture.launch_config import BLEND_WIDTH, SLOT, ceil_div, padded_width
@@ -47,33 +48,27 @@ def parts(batch: int, key_heads: int, at_a_time: int) -> Iterator[Part]:
             yield slice(b, b + 1), slice(h, min(h + at_a_time, key_heads))
 
 
-def launch_inference(
-    want_lse: bool, query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any,
-    seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any, dropout_p: Any, causal: Any, hard: Any,
-    max_q: Any, max_k: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def launch_inference(want_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tensor | None]:
     """out and, if wanted, lse as `launch_forward` gives them."""
-    (B, H, L), (HK, S, E) = query.shape[:3], value.shape[1:]
-    M = keys.shape[2] if shift is None else shift.shape[1]
+    query, value, shift, cu_q = args.query, args.value, args.shift, args.cu_q
+    (B, H, L, D), (_, HK, S, E) = query.shape, value.shape
+    M = args.components
     out = by_position(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32) if want_lse else None
     # Packed sequences share an entry of the batch, and dropout draws by the number of a head in the call.
     at_a_time = B * HK
-    if out.numel() and S and cu_q is None and dropout_p == 0:
-        width = padded_width(max(query.shape[3], E))
+    if out.numel() and S and cu_q is None and args.dropout_p == 0:
+        width = padded_width(max(D, E))
         block = blocks("unblended forward", width, M, shift is not None, query.element_size())
         at_a_time = key_heads_of_part(B, H, HK, L, S, M, block)
     if at_a_time >= B * HK:
-        prepared, stats = workspace(query, HK, M, slots_of(cu_k, B, S))
-        forward_into(
-            out, lse, prepared, stats, query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale,
-            tau, constant, dropout_p, causal, hard, max_q, max_k,
-        )  # fmt: skip
+        prepared, stats = workspace(query, HK, M, slots_of(args.cu_k, B, S))
+        forward_into(out, lse, prepared, stats, args)
         return out, lse
     entries, heads, group = max(1, at_a_time // HK), min(at_a_time, HK), H // HK
     prepared, stats = workspace(query, heads, M, slots_of(None, entries, S))
 
-    def of(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
+    def of(x: Any, batch: slice, heads: slice) -> Any:
         """A part of [B or 1, heads or 1, ...]."""
         if x is None:
             return None
@@ -82,14 +77,14 @@ def launch_inference(
 
     for batch, key in parts(B, HK, at_a_time):
         row = slice(key.start * group, key.stop * group)
-        q, n_heads = of(query, batch, row), key.stop - key.start
-        slots = slots_of(None, q.shape[0], S)  # type: ignore[union-attr]
-        forward_into(
-            of(out, batch, row), of(lse, batch, row), *_leading(prepared, stats, n_heads, slots), q,
-            of(keys, batch, key), of(value, batch, key), None if shift is None else shift[key], of(bias, batch, key),
-            None if scale_t is None else scale_t[key], None if tau_t is None else tau_t[key], of(mask, batch, row),
-            seed, cu_q, cu_k, scale, tau, constant, dropout_p, causal, hard, max_q, max_k, True,
+        part = args._replace(
+            query=of(query, batch, row), keys=of(args.keys, batch, key), value=of(value, batch, key),
+            shift=None if shift is None else shift[key], bias=of(args.bias, batch, key),
+            scale_t=None if args.scale_t is None else args.scale_t[key],
+            tau_t=None if args.tau_t is None else args.tau_t[key], mask=of(args.mask, batch, row),
         )  # fmt: skip
+        buffers = _leading(prepared, stats, key.stop - key.start, slots_of(None, part.query.shape[0], S))
+        forward_into(of(out, batch, row), of(lse, batch, row), *buffers, part, True)
     return out, lse
 
 

@@ -1,4 +1,4 @@
-"""The kernels as torch operators: shapes for the compiler, gradients and FLOP counts."""
+"""The mixture kernels as torch operators: fake implementations, gradients and FLOP counts."""
 
 from typing import Any
 
@@ -7,53 +7,56 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels.autograd import make_autograd_op, needs_dispatcher, raise_no_double_backward
+from mgk.kernels.mixture.args import MixtureArgs, schema
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
 from mgk.kernels.mixture.launch_config import EACH, NOTHING, SLOT, SUMMED
 from mgk.kernels.mixture.launch_parts import launch_inference
 
 
-@torch.library.custom_op("mgk::mixture_forward", mutates_args=())
-def forward_op(
-    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, bias: Tensor | None, scale_t: Tensor | None,
-    tau_t: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, scale: float, tau: float,
-    constant: float, dropout_p: float,
-    causal: int, hard: bool, max_q: int, max_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, H, L, E], base-2 lse [B, H, L], and for the backward pass: c and C [2, Hk, M, slots * TILE], statistics
-    of their tiles."""
-    return launch_forward(
-        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, constant, dropout_p,
-        causal, hard, max_q, max_k,
-    )  # fmt: skip
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out [B, H, L, E], base-2 lse [B, H, L] and, for the backward pass, the preprocessed keys.
+
+    Those are c and C [2, Hk, M, key tiles * 128] and the statistics [Hk, key tiles, 4] of their tiles.
+    """
+    return launch_forward(MixtureArgs(*args))
+
+
+forward_op = torch.library.custom_op("mgk::mixture_forward", _forward, mutates_args=(), schema=schema(4))
 
 
 @forward_op.register_fake
-def _forward_fake(
-    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any,
-    cu_q: Any, cu_k: Any, scale: Any, tau: Any, constant: Any, dropout_p: Any, causal: Any, hard: Any, max_q: Any,
-    max_k: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
+    args = MixtureArgs(*flat)
+    query = args.query
     B, H, L, _ = query.shape
-    HK, S, E = value.shape[1:]
-    M = shift.shape[1] if shift is not None else keys.shape[2]
-    slots = slots_of(cu_k, B, S)
+    HK, S, E = args.value.shape[1:]
+    slots = slots_of(args.cu_k, B, S)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
-    return by_position(query, E), empty(B, H, L), empty(2, HK, M, slots * SLOT), empty(HK, slots, 4)
+    return by_position(query, E), empty(B, H, L), empty(2, HK, args.components, slots * SLOT), empty(HK, slots, 4)
 
 
-@torch.library.custom_op("mgk::mixture_decode", mutates_args=())
-def decode_op(
-    query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, bias: Tensor | None, scale_t: Tensor | None,
-    tau_t: Tensor | None, mask: Tensor | None, scale: float, tau: float, constant: float, causal: int, hard: bool,
-    count: Tensor | None = None,
+def _decode(
+    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, scale: Any,
+    tau: Any, constant: Any, causal: Any, hard: Any, count: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, H, L, E] and base-2 lse [B, H, L] for few queries; no gradient. count: int32 [1], so many of the keys are
-    there."""
-    return launch_decode(
-        query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, causal, hard, count
+    """Return out [B, H, L, E] and base-2 lse [B, H, L] for few queries, without gradients.
+
+    count: int32 [1], the number of keys that are valid, or None for all.
+    """
+    args = MixtureArgs(
+        query, keys, value, shift, bias, scale_t, tau_t, mask, None, None, None, scale, tau, constant, 0.0, causal,
+        hard, 0, 0,
     )  # fmt: skip
+    return launch_decode(args, count)
+
+
+decode_op = torch.library.custom_op(
+    "mgk::mixture_decode",
+    _decode,
+    mutates_args=(),
+    schema=schema(2, without=("seed", "cu_q", "cu_k", "dropout_p", "max_q", "max_k"), after="Tensor? count=None"),
+)
 
 
 @decode_op.register_fake
@@ -62,34 +65,51 @@ def _decode_fake(query: Any, keys: Any, value: Any, *_: Any) -> tuple[Tensor, Te
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("mgk::mixture_backward", mutates_args=())
-def backward_op(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, prepared: Tensor, stats: Tensor, query: Tensor,
-    keys: Tensor, value: Tensor,
-    shift: Tensor | None, scale_t: Tensor | None, tau_t: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None,
-    scale: float, tau: float, dropout_p: float, causal: int, hard: bool, max_q: int, max_k: int, mask_grad: bool,
-    prior_grad: int,
+# bias and constant are part of `prepared`: the backward operator does not take them.
+def _without_bias(args: MixtureArgs) -> tuple[Any, ...]:
+    return *args[:4], *args[5:13], *args[14:]
+
+
+def _with_bias(flat: list[Any]) -> MixtureArgs:
+    return MixtureArgs._make([*flat[:4], None, *flat[4:12], 0.0, *flat[12:]])
+
+
+def _backward(
+    grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys, value; of log prior [B, Hk, M, S] if prior_grad is EACH, or empty; one after
-    another of shift [Hk, M, D], tau [Hk], scale [Hk, M] (one for all: in the first column, and 0 in the
-    others) and, if prior_grad is SUMMED, log prior [Hk, M];
-    [B, H, L, S] of a float mask or empty."""
+    """Return the gradients of query, keys, value, log prior, the small parameters and a float mask.
+
+    That of the log prior is [B, Hk, M, S] if prior_grad is EACH, else empty. Those of the small parameters are
+    concatenated: shift [Hk, M, D], tau [Hk], scale [Hk, M] (a scale shared by all components: in the first column, the
+    others are 0) and, if prior_grad is SUMMED, log prior [Hk, M]. That of the mask is [B, H, L, S] or empty.
+    """
+    *flat_args, mask_grad, prior_grad = flat
     dq, dk, dv, dbias, sums, dmask = launch_backward(
-        grad, grad_lse, out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k,
-        scale, tau, dropout_p, causal, hard,
-        max_q, max_k, mask_grad, prior_grad,
-    )  # fmt: skip
+        grad, grad_lse, out, lse, prepared, stats, _with_bias(flat_args), mask_grad, prior_grad
+    )
     dbias, dmask = (lse.new_empty(0) if x is None else x for x in (dbias, dmask))
     return dq, dk, dv, dbias, sums, dmask
+
+
+backward_op = torch.library.custom_op(
+    "mgk::mixture_backward",
+    _backward,
+    mutates_args=(),
+    schema=schema(
+        6,
+        before="Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor prepared, Tensor stats",
+        without=("bias", "constant"),
+        after="bool mask_grad, SymInt prior_grad",
+    ),
+)
 
 
 @backward_op.register_fake
 def _backward_fake(
     grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
-    shift: Any, scale_t: Any, tau_t: Any, mask: Any, seed: Any, cu_q: Any, cu_k: Any, scale: Any, tau: Any,
-    dropout_p: Any, causal: Any, hard: Any, max_q: Any, max_k: Any, mask_grad: Any, prior_grad: Any,
+    shift: Any, *flat: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    *_, mask_grad, prior_grad = flat
     B, H, L, D = query.shape
     HK, S = value.shape[1:3]
     M = prepared.shape[2]
@@ -100,66 +120,78 @@ def _backward_fake(
     return dq, dk, dv, dbias, lse.new_empty(n), dmask
 
 
+def _dispatch_backward(
+    grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, args: MixtureArgs, mask_grad: bool,
+    prior_grad: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    gradients: tuple[Tensor, ...] = backward_op(
+        grad, grad_lse, out, lse, prepared, stats, *_without_bias(args), mask_grad, prior_grad
+    )
+    return gradients
+
+
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, *numbers = inputs
-    ctx.save_for_backward(*output, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k)
+    bias = inputs[4]
+    ctx.save_for_backward(*output, *inputs[:4], *inputs[5:11])
+    ctx.numbers = inputs[11:]
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-    ctx.numbers = numbers
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _reduced(grad: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+def _reduce_to(grad: Any, shape: Any, dtype: torch.dtype) -> Tensor:
     return (grad if grad.shape == shape else grad.sum_to_size(shape)).to(dtype)
 
 
-def _gradients(ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = None) -> tuple[Tensor | None, ...]:
-    out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k = ctx.saved_tensors
-    scale, tau, _, dropout_p, causal, hard, max_q, max_k = ctx.numbers
+def _gradients(
+    ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = _dispatch_backward
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    out, lse, prepared, stats, query, keys, value, shift, *tensors = ctx.saved_tensors
+    args: Any = MixtureArgs(query, keys, value, shift, None, *tensors, *ctx.numbers)
     if grad is None:
         grad = torch.zeros_like(out)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    need = ctx.needs_input_grad
+    need = MixtureArgs(*ctx.needs_input_grad)
     prior_grad = NOTHING
-    if need[4]:
+    if need.bias:
         shape = ctx.bias_like[0]
         prior_grad = SUMMED if shape[0] == shape[3] == 1 else EACH
-    dq, dk, dv, dbias, sums, dmask = (launch or backward_op)(
-        grad, grad_lse, out, lse, prepared, stats, query, keys, value, shift, scale_t, tau_t, mask, seed, cu_q, cu_k,
-        scale, tau, dropout_p, causal, hard,
-        max_q, max_k, need[7], prior_grad,
+    dq, dk, dv, dbias, sums, dmask = launch(
+        grad, grad_lse, out, lse, prepared, stats, args, need.mask, prior_grad
     )  # fmt: skip
     M, D, HK = prepared.shape[2], query.shape[3], value.shape[1]
     taus = 0 if shift is None else HK * M * D
     scales = taus + HK
     if prior_grad == SUMMED:
         dbias = sums.as_strided((1, HK, M, 1), (HK * M, M, 1, 1), scales + HK * M)
+    mask, scale_t, tau_t = args.mask, args.scale_t, args.tau_t
     return (
         dq, dk, dv,
-        sums.as_strided((HK, M, D), (M * D, D, 1)).to(shift.dtype) if need[3] else None,
-        _reduced(dbias, *ctx.bias_like) if need[4] else None,
-        sums.as_strided(scale_t.shape, (M, 1), scales).to(scale_t.dtype) if need[5] else None,
-        sums[taus:scales].to(tau_t.dtype) if need[6] else None,
-        _reduced(dmask, mask.shape, mask.dtype) if need[7] else None,
+        sums.as_strided((HK, M, D), (M * D, D, 1)).to(shift.dtype) if need.shift else None,
+        _reduce_to(dbias, *ctx.bias_like) if need.bias else None,
+        sums.as_strided(scale_t.shape, (M, 1), scales).to(scale_t.dtype) if need.scale_t else None,
+        sums[taus:scales].to(tau_t.dtype) if need.tau_t else None,
+        _reduce_to(dmask, mask.shape, mask.dtype) if need.mask else None,
         *(None,) * 11,
     )  # fmt: skip
 
 
-mixture = make_autograd_op(forward_op, launch_forward, launch_backward, _save, _gradients)
+# Output and lse, differentiable.
+mixture = make_autograd_op(forward_op, _forward, launch_backward, _save, _gradients)
 backward_op.register_autograd(raise_no_double_backward)
 
 
 def infer(want_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """As `mixture` where no gradient is needed: out and, if wanted, lse."""
+    """Return out and lse (None unless want_lse) of `mixture` for a call that needs no gradients."""
     if not needs_dispatcher():
-        return launch_inference(want_lse, *args)
+        return launch_inference(want_lse, MixtureArgs(*args))
     out, lse, _, _ = forward_op(*args)
     return out, lse if want_lse else None
 
 
 def decode(*args: Any) -> tuple[Tensor, Tensor]:
-    return (decode_op if needs_dispatcher() else launch_decode)(*args)
+    return (decode_op if needs_dispatcher() else _decode)(*args)
 
 
 @register_flop_formula([torch.ops.mgk.mixture_forward, torch.ops.mgk.mixture_decode])
@@ -176,7 +208,7 @@ def _backward_flops(
     grad: Any, grad_lse: Any, out: Any, lse: Any, prepared: Any, stats: Any, query: Any, keys: Any, value: Any,
     shift: Any, *args: Any, out_shape: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """As torch counts SDPA's: the products that the gradients need, one pass, with the scores recomputed."""
+    """Count the GEMMs of the gradients and of the recomputed scores once, as torch does for SDPA."""
     B, H, L, D = query
     M = 1 if shift is not None else keys[2]
     return 2 * B * H * L * value[2] * (3 * M * D + 2 * value[3])

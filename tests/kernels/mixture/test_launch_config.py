@@ -154,7 +154,7 @@ def test_few_registers_are_for_plain_calls_by_the_first_kernel(change, capped):
     )  # fmt: skip
     forward = launch_config.forward_plan(some, flags, True, True).attend
     backward = launch_config.backward_plan(
-        (*some[:4], *some[5:11], row, row, None), flags, True, True, False, launch_config.NOTHING
+        (*some[:11], row, row, None), flags, True, True, False, launch_config.NOTHING
     )
     for step, rows, cols in ((forward, 64, 64), (backward.queries, 64, 64 if capped else 128)):
         assert (step.registers is not None) == capped

@@ -1,8 +1,8 @@
 """One kernel of the fused passes over block sizes: how the tables of mgk/kernels/triton_blocks.py are found.
 
-    python benchmarks/blocks.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
-    python benchmarks/blocks.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
-    python benchmarks/blocks.py --candidates
+    python benchmarks/block_sizes.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
+    python benchmarks/block_sizes.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
+    python benchmarks/block_sizes.py --candidates
 
 A block is rows, keys, warps, stages, registers a thread (0: the compiler's choice) and its way (see the tables); for
 decoding, keys, warps, stages and programs a processor. "table" is what the tables have. Medians in bf16, with what the
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import block_sizes, launch, launch_config
+from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.bwd_dkdv import DV_ONLY
 from mgk.training.results import environment
 
@@ -100,19 +101,18 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     """The launches that a user's call makes, and their results."""
     torch.manual_seed(0)
     query, keys, value, shift, prior = draw(case.variant, case.components, B, H, N, D)
-    hard, scale, nothing = case.variant.endswith("hard"), D**-0.5, (None,) * 6
+    args = MixtureArgs(
+        query, keys, value, shift, prior, *(None,) * 6, scale=D**-0.5, tau=1.0, constant=0.0, dropout_p=0.0,
+        causal=int(case.causal), hard=case.variant.endswith("hard"), max_q=N, max_k=N,
+    )  # fmt: skip
     if case.kernel == "decode":
-        return launch.launch_decode(
-            query[:, :, :1], keys, value, shift, prior, None, None, None, scale, 1.0, 0.0, 0, hard
-        )
-    out, lse, prepared, stats = launch.launch_forward(
-        query, keys, value, shift, prior, *nothing, scale, 1.0, 0.0, 0.0, int(case.causal), hard, N, N
-    )
+        return launch.launch_decode(args._replace(query=query[:, :, :1], causal=0))
+    out, lse, prepared, stats = launch.launch_forward(args)
     if case.kernel == "forward":
         return out, lse
+    prior_grad = launch_config.NOTHING if prior is None else launch_config.SUMMED
     gradients = launch.launch_backward(
-        torch.randn_like(out), None, out, lse, prepared, stats, query, keys, value, shift, *nothing, scale, 1.0,
-        0.0, int(case.causal), hard, N, N, False, 0 if prior is None else launch_config.SUMMED,
+        torch.randn_like(out), None, out, lse, prepared, stats, args, False, prior_grad
     )  # fmt: skip
     # Of the sums, those that a variant has no use for are never written.
     return gradients[:3]

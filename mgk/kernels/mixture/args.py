@@ -1,0 +1,61 @@
+"""The argument list of the mixture kernels, and the operator schemas made from it."""
+
+from typing import Any, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+
+class MixtureArgs(NamedTuple):
+    """Arguments of one mixture attention call, in the order of `torch.ops.mgk.mixture_forward`.
+
+    A launch configuration depends on layouts alone: there the tensor fields hold `TensorLayout`s.
+    """
+
+    query: Tensor  # [B, H, L, D]
+    keys: Tensor  # [B, Hk, S, D] if shift is given, else [B, Hk, M, S, D]
+    value: Tensor  # [B, Hk, S, E]
+    shift: Tensor | None  # [Hk, M, D]
+    bias: Tensor | None  # log prior and masks that are the same for all queries, broadcastable to [B, Hk, M, S]
+    scale_t: Tensor | None  # [Hk, 1 or M], replaces scale
+    tau_t: Tensor | None  # [Hk], replaces tau
+    mask: Tensor | None  # bool or additive, broadcastable to [B, H, L, S]
+    seed: Tensor | None  # of dropout, [1]
+    cu_q: Tensor | None  # cumulative lengths of packed sequences, int32
+    cu_k: Tensor | None
+    scale: float
+    tau: float
+    constant: float  # log prior of every component if there is no bias
+    dropout_p: float
+    causal: int  # 0 no, 1 top-left, 2 bottom-right
+    hard: bool
+    max_q: int  # longest packed sequence, or L
+    max_k: int
+
+    @property
+    def components(self) -> int:
+        return self.keys.shape[2] if self.shift is None else self.shift.shape[1]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.query.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
+
+
+# The first fields are tensors.
+NUM_TENSORS = MixtureArgs._fields.index("scale")
+
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "SymInt", bool: "bool"}
+
+
+def schema(outputs: int, before: str = "", without: tuple[str, ...] = (), after: str = "") -> str:
+    """Return the schema of an operator that takes these arguments.
+
+    Args:
+        outputs: Number of tensors it returns.
+        before: Further arguments in front of them.
+        without: Fields of `MixtureArgs` that it does not take.
+        after: Further arguments behind them.
+    """
+    types: dict[str, Any] = get_type_hints(MixtureArgs)
+    arguments = [f"{_SCHEMA_TYPES[types[name]]} {name}" for name in MixtureArgs._fields if name not in without]
+    arguments = [*([before] if before else []), *arguments, *([after] if after else [])]
+    return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * outputs)})"
