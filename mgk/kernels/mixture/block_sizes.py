@@ -1,5 +1,4 @@
-"""Block sizes of the fused kernels, found on an H200 in bf16 with benchmarks/block_sizes.py; docs/kernels-log.md has the
-measurements."""
+"""Block sizes of the mixture kernels, measured on an H200 in bf16 (benchmarks/block_sizes.py, docs/kernels-log.md)."""
 
 import functools
 
