@@ -11,7 +11,7 @@ import typer
 
 from mgk._core.validation import number
 from mgk.cli import run_app
-from mgk.cli.common import DataDir, check_folder, data_directory, progress
+from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
 
 # Child processes (trainings, analyses) load the tasks and recipes of this package through MGK_PLUGINS.
 PLUGIN = "experiments.paper"
@@ -47,9 +47,9 @@ def evidence(
         number("--minutes", minutes, 0, above=True)
     failed = []
     if run:
-        check_folder("--results", results)
-        check_folder("--runs", runs)
-        failed = run_missing.run(results, runs, data_directory(data_dir), jobs, minutes, progress)
+        check_output_directory("--results", results)
+        check_output_directory("--runs", runs)
+        failed = run_missing.run(results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress)
     if not any(results.glob("*.csv")):
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
     folder = figures or page.parent / "figures"

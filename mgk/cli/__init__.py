@@ -1,4 +1,7 @@
-"""The command `mgk`. What it needs beyond the core is imported when it runs, and asked for in one line if missing."""
+"""The command `mgk`.
+
+Importing this package does not import Typer: a missing package of the extra `train` is reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +12,13 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-
-def _leave(number: int, frame: object) -> None:
-    sys.exit(128 + number)
-
-
-def hard_exit(status: int) -> None:
-    """Leaves a process that is one of several of a run, past Python's own end: a thread of their connection that still
-    wants something of Python there aborts the process, and torchrun then stops the others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-# What the extra installs, as it is imported.
+# Import names of the packages that the extra `train` installs.
 EXTRA = ("matplotlib", "pytorch_lightning", "rich", "tensorboard", "typer", "yaml")
 
 
-def _package(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
-def _missing(name: str | None) -> str:
-    needed = f"this command needs the extra 'train' ({_package(name)} is missing)"
-    return f"{needed}: pip install 'mgk[train]', or '.[train]' in a clone"
-
-
-def format_error(error: Exception) -> str | None:
-    """What is wrong with what was asked for, in one line; None for an error of ours."""
-    if isinstance(error, ModuleNotFoundError) and _package(error.name) in EXTRA:
-        return _missing(error.name)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, ValueError | OSError):
-        return str(error)
-    # Typer's mistakes in a command line: their class is click's or its own, by version.
-    if hasattr(error, "format_message"):
-        context = getattr(error, "ctx", None)
-        where = "mgk" if context is None else context.command_path
-        return f"{error.format_message().rstrip('.')} (see {where} --help)"
-    return None
-
-
-def load_plugins() -> None:
-    """Import the modules named in MGK_PLUGINS, separated by commas: they register tasks and recipes of their own."""
-    for name in filter(None, os.environ.get("MGK_PLUGINS", "").split(",")):
-        try:
-            importlib.import_module(name.strip())
-        except ModuleNotFoundError as error:
-            if _package(error.name) != _package(name.strip()):
-                raise
-            raise ValueError(f"MGK_PLUGINS names {name!r}, which cannot be imported: {error}") from None
+def main() -> None:
+    """Run the command line of `mgk` and exit."""
+    run_app(_load_app, "mgk", sys.argv[1:] or ["--help"])
 
 
 def _load_app() -> Callable[..., int | None]:
@@ -68,41 +27,90 @@ def _load_app() -> Callable[..., int | None]:
     return commands.app
 
 
-def main() -> None:
-    run_app(_load_app, "mgk", sys.argv[1:] or ["--help"])
-
-
 def run_app(load: Callable[[], Callable[..., int | None]], program: str, arguments: list[str]) -> NoReturn:
-    """Run a Typer application and exit. Errors of the user become one line and exit code 2.
+    """Run a Typer app and exit. User errors become one line on stderr and exit code 2.
 
     Args:
-        load: Imports and returns the application; a missing package of the extra is reported by name.
-        program: Name shown in help texts.
-        arguments: Command line without the program's name.
+        load: Imports and returns the app; a missing package of the extra `train` is reported by name.
+        program: Name of the command in help texts.
+        arguments: Command line without the program name.
     """
     try:
         app = load()
     except ModuleNotFoundError as error:
-        if _package(error.name) not in EXTRA:
+        if _top_level_package(error.name) not in EXTRA:
             raise
-        print(f"mgk: {_missing(error.name)}", file=sys.stderr)
+        print(f"mgk: {_missing_extra_message(error.name)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    # As Ctrl-C does, so that what a command has started is ended with it. Under nohup SIGHUP stays ignored.
+    # Raise SystemExit, as Ctrl-C raises KeyboardInterrupt: commands then end their child processes.
+    # nohup ignores SIGHUP, and that must not be overridden.
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _leave)
+            signal.signal(number, _exit_on_signal)
     try:
         load_plugins()
         status = app(arguments, prog_name=program, standalone_mode=False)
     except Exception as error:
-        told = format_error(error)
-        if told is None or os.environ.get("MGK_TRACEBACK", "0") not in ("", "0"):
+        message = format_error(error)
+        if message is None or os.environ.get("MGK_TRACEBACK", "0") not in ("", "0"):
             raise
-        print(f"mgk: {told}", file=sys.stderr)
+        print(f"mgk: {message}", file=sys.stderr)
         status = 2
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         hard_exit(status or 0)
     sys.exit(status)
+
+
+def load_plugins() -> None:
+    """Import the modules named in MGK_PLUGINS, separated by commas, which register tasks and recipes."""
+    for name in filter(None, map(str.strip, os.environ.get("MGK_PLUGINS", "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if _top_level_package(error.name) != _top_level_package(name):
+                raise
+            raise ValueError(f"MGK_PLUGINS names {name!r}, which cannot be imported: {error}") from None
+
+
+def format_error(error: Exception) -> str | None:
+    """Return a user error as one line, or None for an error in mgk itself."""
+    if isinstance(error, ModuleNotFoundError) and _top_level_package(error.name) in EXTRA:
+        return _missing_extra_message(error.name)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    # Usage errors: depending on the version, Typer raises click's classes or its own.
+    if hasattr(error, "format_message"):
+        context = getattr(error, "ctx", None)
+        command = "mgk" if context is None else context.command_path
+        return f"{error.format_message().rstrip('.')} (see {command} --help)"
+    return None
+
+
+def hard_exit(status: int) -> None:
+    """Exit with os._exit, for a rank of a distributed run.
+
+    NCCL threads can abort the process during interpreter shutdown, after which torchrun stops the other ranks.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _exit_on_signal(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _top_level_package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _missing_extra_message(module: str | None) -> str:
+    return (
+        f"this command needs the extra 'train' ({_top_level_package(module)} is missing): "
+        "pip install 'mgk[train]', or '.[train]' in a clone"
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.cli.common import DataDir, app, check_folder, check_same_data, data_directory, progress
+from mgk.cli.app import DataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
 
 if TYPE_CHECKING:
     from mgk.analysis.capture import Progress
@@ -79,7 +79,7 @@ def analyze(
     from mgk.analysis.report.tables import write_tables
 
     directory = out or (runs[0] / "analysis" if runs else Path("analysis") / Path(hf or "").name)
-    check_folder("--out", directory)
+    check_output_directory("--out", directory)
     settings: dict[str, Any] = {"threshold": threshold, "memory": int(memory * 2**30), "removal": removal}
     if sum(map(bool, (text, ids, images))) > 1:
         raise ValueError("give one of --text, --ids and --images")
@@ -195,8 +195,8 @@ def _run(
         found = samples.from_ids(model, samples.read_ids(given.ids, given.length), codec)
     else:
         one_of("--split", given.split, task.splits)
-        where = data_directory(given.data, description)
-        task.prepare(where, 1, progress)
+        where = resolve_data_dir(given.data, description)
+        task.prepare(where, 1, print_progress)
         check_same_data(run, description, task, where)
         count = max(-(-wanted // config.num_heads), settings["removal"])
         split, words = task.split(where, given.split), f"{description['task']}, {given.split}"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import fail, one_of
-from mgk.cli.common import app, check_file
+from mgk.cli.app import app, check_output_file
 
 # What stands above the lines of the parts, and what it means.
 COLUMNS = f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28}"
@@ -68,7 +68,7 @@ def bench(
     if gpu:
         out = out or Path("results/attention.csv")
     if out is not None:
-        check_file("--out", out)
+        check_output_file("--out", out)
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
     common = suite.environment(setting, command)
     torch.seed()

@@ -1,7 +1,7 @@
-"""The subcommands of `mgk`, a file each; importing one adds it to the application."""
+"""All commands of `mgk`, one file each. Importing a command adds it to the app."""
 
 from mgk.cli import analyze, bench, compare, data, evaluate, evidence, flops, generate, recipes, train
-from mgk.cli.common import app
+from mgk.cli.app import app
 
 __all__ = [
     "analyze",

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.validation import number, one_of
-from mgk.cli.common import (
+from mgk.cli.app import (
     DataDir,
     Settings,
     app,
     apply_steps,
-    check_folder,
-    data_directory,
+    check_output_directory,
     parse_rows,
-    progress,
+    print_progress,
+    resolve_data_dir,
     warn_if_gpu_recommended,
 )
 from mgk.training import config, results
@@ -79,11 +79,11 @@ def compare(
         found = results.read(sorted(out.glob("*.csv")))
         _show(chosen, models, preset, out, comparison.setups_of(found, chosen, models, preset))
         return
-    check_folder("--out", out)
-    check_folder("--runs", runs)
-    where = data_directory(data_dir)
+    check_output_directory("--out", out)
+    check_output_directory("--runs", runs)
+    where = resolve_data_dir(data_dir)
     task = tasks.task(chosen.task)
-    task.prepare(where, os.cpu_count() or 1, progress)
+    task.prepare(where, os.cpu_count() or 1, print_progress)
     first = {row: Run(chosen, row, preset, 0, where, run_path(runs, chosen.name, row, preset, 0)) for row in models}
     setups = {row: run.setup(task) for row, run in first.items()}
     # Its own file, and any other of results/ that already has the row.

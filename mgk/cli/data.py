@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mgk.cli.common import DataDir, app, data_directory, progress
+from mgk.cli.app import DataDir, app, print_progress, resolve_data_dir
 
 
 @app.command()
@@ -21,13 +21,13 @@ def data(
     from mgk import tasks
     from mgk.training import config
 
-    where = data_directory(data_dir)
+    where = resolve_data_dir(data_dir)
     if task not in tasks.TASKS and task in config.names():
         task = config.load(task).task
     missing = []
     for chosen in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
         try:
-            chosen.prepare(where, workers or os.cpu_count() or 1, progress)
+            chosen.prepare(where, workers or os.cpu_count() or 1, print_progress)
         except tasks.DataError as error:
             if task != "all":
                 raise

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import one_of, positive_integer
-from mgk.cli.common import DataDir, app, check_same_data, data_directory
+from mgk.cli.app import DataDir, app, check_same_data, resolve_data_dir
 
 
 @app.command("eval")
@@ -47,7 +47,7 @@ def evaluate(
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = TrainConfig(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = data_directory(data_dir, description)
+    data = resolve_data_dir(data_dir, description)
     judge = judge_of(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
     same = check_same_data(run, description, task, data)
     for name in judge.splits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mgk.cli.common import app
+from mgk.cli.app import app
 
 
 @app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mgk._core.validation import fail, one_of
-from mgk.cli.common import DataDir, Settings, app, check_folder, data_directory
+from mgk.cli.app import DataDir, Settings, app, check_output_directory, resolve_data_dir
 from mgk.training import config as recipes
 from mgk.variants import VARIANTS
 
@@ -88,11 +88,11 @@ def flops(
     if figure is not None:
         one_of("--figure", str(figure), map(str, FIGURES))
     if out is not None:
-        check_folder("--out", out)
+        check_output_directory("--out", out)
     counts = _numbers("--heads", heads)
     given = list(VARIANTS) if variants is None else variants.split(",")
     names = [one_of("--variants", name.strip(), VARIANTS) for name in given]
-    config = _config(recipe, settings or [], data_directory(data_dir))
+    config = _config(recipe, settings or [], resolve_data_dir(data_dir))
     tokens = _numbers("--lengths", lengths) if lengths else [config.max_length]
     if figure is not None:
         for path in _draw(figure, config, counts, tokens[0], out or Path("."), recipe):

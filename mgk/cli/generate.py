@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import positive_integer
-from mgk.cli.common import app
+from mgk.cli.app import app
 
 
 @app.command()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mgk.cli.common import app
+from mgk.cli.app import app
 from mgk.training import config
 
 

@@ -12,15 +12,15 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.cli.common import (
+from mgk.cli.app import (
     DataDir,
     Settings,
     app,
     apply_steps,
-    check_file,
-    check_folder,
-    data_directory,
-    progress,
+    check_output_directory,
+    check_output_file,
+    print_progress,
+    resolve_data_dir,
     warn_if_gpu_recommended,
 )
 from mgk.training import config, predictions, results
@@ -86,11 +86,11 @@ def train(
         fail("--resume", f"must be auto, got {resume!r}")
     task = tasks.task(chosen.task)
     where = out or run_path(Path("runs"), chosen.name, row, preset, seed)
-    data = data_directory(data_dir)
-    check_folder("--out", where)
+    data = resolve_data_dir(data_dir)
+    check_output_directory("--out", where)
     if results_file is not None:
-        check_file("--results", results_file)
-    task.prepare(data, os.cpu_count() or 1, progress)
+        check_output_file("--results", results_file)
+    task.prepare(data, os.cpu_count() or 1, print_progress)
     run = Run(chosen, row, preset, seed, data, where)
     if os.environ.get("RANK", "0") == "0":
         count = parameters(run.model_config(task))

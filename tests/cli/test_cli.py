@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mgk import __version__, cli, tasks
 from mgk.cli import commands
-from mgk.cli.common import apply_steps, data_directory
+from mgk.cli.app import apply_steps, resolve_data_dir
 from mgk.models import Classifier
 from mgk.training import config, results
 from mgk.training.config import ModelSpec
@@ -221,9 +221,9 @@ WRONG = [
     (["train", "listops", "--resume", "yes"], "--resume must be auto"),
     (["train", "listops", "--accelerator", "tpu"], "--accelerator must be one of"),
     (["train", "listops", "--strategy", "none"], "--strategy must be one of"),
-    (["train", "listops", "--out", "file"], "--out file: file is no folder"),
-    (["train", "listops", "--out", "file/run"], "is no folder"),
-    (["train", "listops", "--results", "empty"], "--results empty is a folder"),
+    (["train", "listops", "--out", "file"], "--out file: file is not a directory"),
+    (["train", "listops", "--out", "file/run"], "is not a directory"),
+    (["train", "listops", "--results", "empty"], "--results empty is a directory"),
     (["data", "nothing"], "task must be one of"),
     (["data", "listops", "--workers", "0"], "'--workers'"),
     (["eval", "nowhere"], "nowhere is not a run directory"),
@@ -245,19 +245,19 @@ WRONG = [
     (["compare", "demo", "--jobs", "-1"], "'--jobs'"),
     (["compare", "demo", "--minutes", "0"], "--minutes must be more than 0"),
     (["compare", "demo", "--preset", "best"], "--preset must be one of"),
-    (["compare", "demo", "--out", "file"], "--out file: file is no folder"),
-    (["compare", "demo", "--runs", "file"], "--runs file: file is no folder"),
+    (["compare", "demo", "--out", "file"], "--out file: file is not a directory"),
+    (["compare", "demo", "--runs", "file"], "--runs file: file is not a directory"),
     (["compare", "demo", "--redraw"], "results has no results of softmax:4, smgk:2 under recipe demo"),
-    (["generate", "classifier", "--prompt", "a"], "holds no language model"),
+    (["generate", "classifier", "--prompt", "a"], "is a run of listops, not of a language model"),
     (["compare", "bytes", "--rows", "smgk"], "--rows must read"),
     (["analyze"], "give the directory"),
     (["analyze", "nowhere"], "nowhere is not a run directory"),
     (["analyze", "empty", "--threshold", "0"], "--threshold must be more than 0"),
     (["analyze", "empty", "--seed", "-1"], "--seed must be at least 0"),
-    (["analyze", "empty", "--out", "file"], "--out file: file is no folder"),
+    (["analyze", "empty", "--out", "file"], "--out file: file is not a directory"),
     (["flops", "demo", "--variants", ""], "--variants must be one of"),
-    (["flops", "demo", "--out", "file"], "--out file: file is no folder"),
-    (["bench", "--out", "empty"], "--out empty is a folder"),
+    (["flops", "demo", "--out", "file"], "--out file: file is not a directory"),
+    (["bench", "--out", "empty"], "--out empty is a directory"),
     (["evidence", "--check"], "In a clone of the repository run: python -m experiments.paper --check"),
     (["nothing"], "No such command 'nothing' (see mgk --help)"),
     (["train"], "Missing argument 'recipe' (see mgk train --help)"),
@@ -297,7 +297,8 @@ def test_help_and_version(mgk):
         assert mgk(name, "--help")[0] == 0
 
 
-def test_a_recipe_is_printed_as_it_is_written(mgk):
+def test_a_recipe_is_printed_as_it_is_written(mgk, monkeypatch):
+    monkeypatch.setenv("MGK_PLUGINS", "experiments.paper")
     code, said, _ = mgk("recipes", "retrieval-peerread-random")
     assert code == 0
     assert "extends: retrieval-peerread" in said
@@ -351,11 +352,11 @@ def test_fewer_steps_keep_the_share_of_the_warm_up_unless_it_is_set():
 def test_data_lies_where_it_is_said_to_or_where_the_run_found_it(monkeypatch):
     monkeypatch.delenv("MGK_DATA", raising=False)
     run = {"data_dir": "there"}
-    assert data_directory(None) == Path("data")
-    assert data_directory(None, run) == Path("there")
+    assert resolve_data_dir(None) == Path("data")
+    assert resolve_data_dir(None, run) == Path("there")
     monkeypatch.setenv("MGK_DATA", "everywhere")
-    assert data_directory(None, run) == Path("everywhere")
-    assert data_directory(Path("here"), run) == Path("here")
+    assert resolve_data_dir(None, run) == Path("everywhere")
+    assert resolve_data_dir(Path("here"), run) == Path("here")
 
 
 def test_all_data_is_prepared_and_what_is_missing_is_said(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,119 @@
+"""The Typer app of `mgk`, with the options and checks that several commands share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mgk import __version__
+from mgk._core.validation import fail, positive_integer
+from mgk.training import config
+from mgk.training.config import ModelSpec, Recipe
+
+if TYPE_CHECKING:
+    from mgk.tasks import Task
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train, compare and analyze transformers whose attention keys are mixtures of Gaussians.",
+    epilog="Environment variables: MGK_DATA is the default data directory. MGK_PLUGINS lists modules to import first, "
+    "separated by commas, which register tasks and recipes. MGK_TRACEBACK=1 shows the traceback of an error.",
+)
+
+# Sequence length and number of parameters above which training on a CPU is impractical.
+LONG, LARGE = 1000, 10_000_000
+
+DataDir = Annotated[Path | None, typer.Option(help="Data directory; default: $MGK_DATA, or ./data.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a setting of the recipe: key=value or model.key=value; may be repeated."),
+]
+
+
+def resolve_data_dir(option: Path | None, description: dict[str, Any] | None = None) -> Path:
+    """Return the data directory: --data-dir, $MGK_DATA, the one in a run's description, or ./data."""
+    return option or Path(os.environ.get("MGK_DATA") or (description or {}).get("data_dir") or "data")
+
+
+def check_same_data(run: Path, description: dict[str, Any], task: Task, data_dir: Path) -> dict[str, bool]:
+    """Warn if a run was trained on data other than that in `data_dir`.
+
+    Returns:
+        {"same_data": ...} for the line of results; empty if the run's description has no checksum of its data.
+    """
+    if "data" not in description:
+        return {}
+    is_same = task.checksum(data_dir) == description["data"]
+    if not is_same:
+        print(f"{data_dir} is not the data that {run} was trained on", file=sys.stderr)
+    return {"same_data": is_same}
+
+
+def warn_if_gpu_recommended(recipe: Recipe, length: int, parameters: int) -> None:
+    """Print a warning if a model is too large to train on a CPU."""
+    if length >= LONG or parameters > LARGE:
+        size = f"{parameters:,} parameters, sequences of {length:,}"
+        print(f"{recipe.name} ({size}) is meant for a GPU; on a CPU try `mgk compare demo`", file=sys.stderr)
+
+
+def print_progress(stage: str, done: int, total: int) -> None:
+    """Print a line of progress on stderr; without a terminal, only when a stage is complete."""
+    end = "\n" if done >= total else "\r"
+    if sys.stderr.isatty() or done >= total:
+        print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+
+
+def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
+    """Return the models of --rows without duplicates; by default, all rows of the recipe."""
+    rows = list(recipe.rows) if option is None else [ModelSpec.parse(text, "--rows") for text in option.split(",")]
+    if not rows:
+        fail("--rows", f"is required: recipe {recipe.name} defines no rows")
+    return list(dict.fromkeys(rows))
+
+
+def check_output_directory(option: str, path: Path) -> None:
+    """Raise if a directory cannot be created or written to, before any work is done."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        fail(option, f"{path}: {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        fail(option, f"{path}: {existing} is not writable")
+
+
+def check_output_file(option: str, path: Path) -> None:
+    """Raise if a file cannot be written, before any work is done."""
+    check_output_directory(option, path.parent)
+    if path.is_dir():
+        fail(option, f"{path} is a directory, not a file")
+
+
+def apply_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:
+    """Return the settings with --steps as one of them; the warm-up is scaled unless it is set explicitly."""
+    overrides = list(settings or [])
+    if steps is None:
+        return overrides
+    positive_integer("--steps", steps)
+    training = config.load(recipe).training
+    if not any(setting.partition("=")[0].strip().removeprefix("training.") == "warmup" for setting in overrides):
+        overrides.append(f"warmup={round(training.warmup * steps / training.steps)}")
+    return [*overrides, f"steps={steps}"]
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"mgk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
