@@ -34,7 +34,7 @@ from mgk.models.decoding import DecodingStep
 from mgk.models.sliding_window import sliding_losses
 from mgk.training import results
 from mgk.training.config import ModelSpec
-from mgk.training.evaluate import forward_flops, parameters
+from mgk.training.evaluate import count_parameters, forward_flops
 from mgk.variants import VARIANTS
 
 PAPER = DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000))
@@ -99,7 +99,7 @@ class Bench:
             "backend": config.backend,
             "metric": metric,
             "value": f"{value:.6g}",
-            "params": parameters(config),
+            "params": count_parameters(config),
             "command": shlex.join(["python", *sys.argv]),
             **results.environment(),
             **more,

@@ -20,7 +20,7 @@ from torch import nn
 from mgk.models import Classifier, EncoderConfig
 from mgk.training import results
 from mgk.training.config import ModelSpec
-from mgk.training.evaluate import forward_flops, parameters
+from mgk.training.evaluate import count_parameters, forward_flops
 from mgk.training.profiling import median_ms, warm_up
 from mgk.variants import VARIANTS
 
@@ -82,7 +82,7 @@ def main() -> None:
             "backend": "auto",
             "metric": "step_ms",
             "value": f"{ms:.4f}",
-            "params": parameters(config),
+            "params": count_parameters(config),
             "flops": forward_flops(config, arguments.length),
             "step_ms": f"{ms:.4f}",
             "peak_mem_mb": f"{memory:.0f}",

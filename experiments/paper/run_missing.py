@@ -15,7 +15,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk import tasks
 from mgk.training import config, results
 from mgk.training.config import ModelSpec
-from mgk.training.evaluate import parameters
+from mgk.training.evaluate import count_parameters
 from mgk.training.job_queue import Job, chosen_at_once, run_jobs
 from mgk.training.sweep import filter_rows, train_job
 from mgk.training.trainer import Run
@@ -35,7 +35,7 @@ def trainings(wanted: dict[str, list[tuple[ModelSpec, int]]], found: Path, runs:
     for name, seeds in wanted.items():
         recipe = config.load(name)
         first = Run(recipe, seeds[0][0], PRESET, 0, data, Path())
-        size = parameters(first.model_config(tasks.task(recipe.task)))
+        size = count_parameters(first.model_config(tasks.task(recipe.task)))
         jobs += [
             (size, train_job(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs))
             for row, seed in seeds

@@ -212,11 +212,11 @@ def _run(
 def _costs(config: Any) -> tuple[list[Any], Any]:
     """What the model costs with other variants and fewer heads, and as it is; nothing where it cannot be counted."""
     from mgk.analysis.flops import ModelCost, costs, smaller
-    from mgk.training.evaluate import forward_flops, parameters
+    from mgk.training.evaluate import count_parameters, forward_flops
     from mgk.variants import VARIANTS
 
     def count(changed: Any, length: int) -> tuple[int, int]:
-        return parameters(changed), forward_flops(changed, length)
+        return count_parameters(changed), forward_flops(changed, length)
 
     kinds = set(config.layer_variants)
     mixed = len(kinds) > 1

@@ -64,7 +64,7 @@ def compare(
 
     from mgk import tasks
     from mgk.training import sweep as comparison
-    from mgk.training.evaluate import parameters
+    from mgk.training.evaluate import count_parameters
     from mgk.training.job_queue import chosen_at_once, run_jobs
     from mgk.training.run_dir import run_path
     from mgk.training.trainer import Run
@@ -102,7 +102,7 @@ def compare(
         told = f"{total - len(wanted)} of {total} trainings are already in {out} and not run again"
         print(f"{told} (another --out has its own)", file=sys.stderr)
     if wanted and not torch.cuda.is_available():
-        warn_if_gpu_recommended(chosen, task.max_length, parameters(first[wanted[0].row].model_config(task)))
+        warn_if_gpu_recommended(chosen, task.max_length, count_parameters(first[wanted[0].row].model_config(task)))
     at_once = chosen_at_once(jobs)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     queue = run_jobs(wanted, at_once, minutes)

@@ -30,7 +30,8 @@ def evaluate(
     from mgk import tasks
     from mgk.models.run_directory import RunDirectory
     from mgk.training.config import PRECISIONS, TrainConfig
-    from mgk.training.evaluate import judge_of
+    from mgk.training.evaluate import load_objective
+    from mgk.training.objectives import OBJECTIVES
 
     for name, count in (("--batch-size", batch_size), ("--stride", stride)):
         if count is not None:
@@ -41,17 +42,17 @@ def evaluate(
     task = tasks.task(description["task"])
     if split is not None:
         one_of("--split", split, task.splits)
-    if stride is not None and task.objective != "language-model":
+    if stride is not None and not OBJECTIVES[task.objective].uses_stride:
         raise ValueError(f"--stride is for language models, and {run} is none")
     given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = TrainConfig(**{**description["training"], "compile": False, **chosen})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = resolve_data_dir(data_dir, description)
-    judge = judge_of(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
+    objective = load_objective(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
     same = check_same_data(run, description, task, data)
-    for name in judge.splits:
-        found = list(judge.judge(name, None))
+    for name in objective.splits:
+        found = list(objective.evaluate(name, None))
         values = {each.metric: each.value for each in found}
         line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples}
         print(json.dumps({**line, **same, **values}))

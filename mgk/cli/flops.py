@@ -125,9 +125,9 @@ def _config(recipe: str, settings: list[str], data: Path) -> Any:
 
 
 def _count(config: Any, length: int) -> tuple[int, int]:
-    from mgk.training.evaluate import forward_flops, parameters
+    from mgk.training.evaluate import count_parameters, forward_flops
 
-    return parameters(config), forward_flops(config, length)
+    return count_parameters(config), forward_flops(config, length)
 
 
 def _against(

@@ -60,7 +60,7 @@ def train(
     from mgk import tasks
     from mgk._core.io import write_atomically
     from mgk.models.run_directory import RunDirectory
-    from mgk.training.evaluate import finish, parameters
+    from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.run_dir import run_path
     from mgk.training.trainer import STRATEGIES, Run, fit, shutdown_distributed
 
@@ -93,7 +93,7 @@ def train(
     task.prepare(data, os.cpu_count() or 1, print_progress)
     run = Run(chosen, row, preset, seed, data, where)
     if os.environ.get("RANK", "0") == "0":
-        count = parameters(run.model_config(task))
+        count = count_parameters(run.model_config(task))
         print(
             f"{row}, {count:,} parameters, on {task.dataset}: {chosen.training.steps:,} steps",
             file=sys.stderr,
@@ -116,7 +116,7 @@ def train(
     files = RunDirectory(where)
     # A run that was already done keeps the times and the memory that were measured while it trained.
     is_finished = files.result.exists() and not record.steps
-    rows = json.loads(files.result.read_text()) if is_finished else finish(run, task, module, record)
+    rows = json.loads(files.result.read_text()) if is_finished else evaluate_run(run, task, module, record)
     if results_file is not None:
         new = results.rows_not_in(results_file, rows)
         if new:
@@ -124,7 +124,7 @@ def train(
         else:
             print(f"{results_file} has the results of this run already", file=sys.stderr)
         setup = run.setup(task)
-        for split, said in module.objective.answers(where):
+        for split, said in module.objective.read_predictions(where):
             predictions.keep(
                 results_file.parent, predictions.PredictionsKey(chosen.name, row, preset, seed, split, setup), said
             )
@@ -134,8 +134,8 @@ def train(
         write_atomically(curve, files.metrics.read_text())
     objective = module.objective
     for each in rows:
-        if each["metric"] == objective.judged_by(chosen.training):
+        if each["metric"] == objective.test_metric(chosen.training):
             how = "" if each["metric"] == objective.metric else f" ({each['metric']})"
-            told = f"{each['split']} {objective.told(each['value'])}{how} of {each['n_examples']:,}"
+            told = f"{each['split']} {objective.format_metric(each['value'])}{how} of {each['n_examples']:,}"
             print(f"{row} seed {seed} on {each['dataset']}: {told}")
     print(f"run: {where}")

@@ -129,13 +129,15 @@ class CheckpointCallback(pl.Callback):
         # The last step is evaluated also where it is no multiple of eval_every.
         if not self._left and (self._mark is None or self._mark[0] != trainer.global_step):
             module.eval()
-            self._record(trainer, cast(TrainingModule, module), cast(TrainingModule, module).objective.means("dev"))
+            self._record(
+                trainer, cast(TrainingModule, module), cast(TrainingModule, module).objective.evaluate_means("dev")
+            )
 
     def _record(self, trainer: pl.Trainer, module: TrainingModule, dev: dict[str, float]) -> None:
         """The last training step, and the development set."""
         objective, step = module.objective, trainer.global_step
         means = {"train": {name: float(value) for name, value in module.latest.items()}, "dev": dev}
-        found = {split: objective.value(each) if each else math.nan for split, each in means.items()}
+        found = {split: objective.metric_value(each) if each else math.nan for split, each in means.items()}
         if not math.isfinite(means["dev"].get("loss", 0.0)):
             raise ValueError(f"the loss is not finite at step {step}: the training has diverged; lower lr, or set clip")
         if trainer.is_global_zero:
@@ -145,9 +147,9 @@ class CheckpointCallback(pl.Callback):
                     loss = each.get("loss", math.nan)
                     file.write(f"{step},{split},{loss:.6g},{found[split]:.6g},{lr:.6g},{time.time():.1f}\n")
             loss = means["train"].get("loss", math.nan)
-            told = f"step {step}/{self.settings.steps}  loss {loss:.3f}  dev {objective.told(found['dev'])}"
+            told = f"step {step}/{self.settings.steps}  loss {loss:.3f}  dev {objective.format_metric(found['dev'])}"
             print(told, file=sys.stderr, flush=True)
-        if objective.better * (found["dev"] - module.best[objective.metric]) > 0:
+        if objective.is_better(found["dev"], module.best[objective.metric]):
             module.best = {objective.metric: found["dev"], "step": step}
             weights = whole_weights(module.model)
             if trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""What a finished run is worth: its metric on the test sets, parameters, FLOPs, step time, memory."""
+"""Evaluation of a finished run: test metrics, parameters, FLOPs, step time and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import resource
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +16,43 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mgk._core.io import write_atomically
-from mgk.models import Classifier, LanguageModel, load_model
-from mgk.models.checkpoint import KINDS
+from mgk.models import load_model
 from mgk.training import results
 from mgk.training.callbacks import CheckpointCallback
 from mgk.training.config import TrainConfig
 from mgk.training.module import TrainingModule
-from mgk.training.objectives import OBJECTIVES, Metric, Objective
+from mgk.training.objectives import OBJECTIVES, Metric, Objective, objective_for
 from mgk.training.trainer import Run
 from mgk.variants import VARIANTS
 
 
-def _classify(model: Any, length: int) -> None:
-    shape = (1, length) if model.config.documents == 1 else (1, 2, length)
-    model(torch.empty(shape, dtype=torch.long), torch.empty(shape[:-1], dtype=torch.long))
-
-
-def _predict(model: Any, length: int) -> None:
-    """Every target a frequent token: how many are not, and pay for a second softmax, only the text can tell."""
-    tokens = torch.empty((1, length), dtype=torch.long)
-    model.losses(tokens, tokens, [0] * len(model.config.cutoffs))
-
-
-FORWARDS: dict[type, Callable[[Any, int], None]] = {Classifier: _classify, LanguageModel: _predict}
-
-
-def _unallocated(config: Any) -> nn.Module:
+def _meta_model(config: Any) -> nn.Module:
     with torch.device("meta"):
-        kind = next(model for configuration, model in KINDS.values() if isinstance(config, configuration))
-        model: nn.Module = kind(config)
-        return model.eval()
+        return objective_for(config).model_class(config).eval()
 
 
 def forward_flops(config: Any, length: int) -> int:
-    """FLOPs of one example's forward, counted on the meta device."""
-    model = _unallocated(config)
+    """Count the FLOPs of one example's forward pass, on the meta device."""
+    model = _meta_model(config)
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
-        FORWARDS[type(model)](model, length)
+        objective_for(config).run_example(model, length)
     return int(counter.get_total_flops())
 
 
-def parameters(config: Any) -> int:
-    return sum(parameter.numel() for parameter in _unallocated(config).parameters())
+def count_parameters(config: Any) -> int:
+    """Count the parameters of the model with this configuration."""
+    return sum(parameter.numel() for parameter in _meta_model(config).parameters())
 
 
 def peak_memory_mb() -> float:
+    """Return the peak memory of this process, on the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def plateau_left(metrics: Path, accuracy: float) -> int:
-    """The first step at which the development set was above this accuracy, 0 if none was."""
+def first_step_above(metrics: Path, accuracy: float) -> int:
+    """Return the first step in metrics.csv with a higher accuracy on the development set, or 0 if there is none."""
     with metrics.open(newline="", encoding="utf-8") as file:
         steps = [
             int(row["step"])
@@ -78,8 +62,8 @@ def plateau_left(metrics: Path, accuracy: float) -> int:
     return min(steps, default=0)
 
 
-def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
-    """The columns of results that say which model was measured on what, and where."""
+def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
+    """Return the columns that all rows of results of a run share: model, data, settings and environment."""
     settings = run.recipe.training
     return {
         "recipe": run.recipe.name,
@@ -97,7 +81,7 @@ def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
         "length": task.max_length,
         "dtype": settings.precision,
         "backend": config.backend,
-        "params": parameters(config),
+        "params": count_parameters(config),
         "flops": forward_flops(config, task.max_length),
         "command": shlex.join(["mgk", *sys.argv[1:]]),
         "setup": run.setup(task),
@@ -105,38 +89,50 @@ def description(run: Run, task: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def finish(run: Run, task: Any, module: TrainingModule, record: CheckpointCallback) -> list[dict[str, Any]]:
-    """Evaluates the best model on the test sets and writes result.json; the rows are for a file of results."""
+def evaluate_run(run: Run, task: Any, module: TrainingModule, callback: CheckpointCallback) -> list[dict[str, Any]]:
+    """Evaluate the best model of a run on the test splits and write result.json.
+
+    Args:
+        run: The run that `fit` has trained.
+        task: Its task.
+        module: The module that `fit` returned.
+        callback: The callback that `fit` returned.
+
+    Returns:
+        Rows for a file of results.
+    """
     config, settings = module.model.config, run.recipe.training
     memory = peak_memory_mb()
-    # What was compiled for training also evaluates; of a model that is shared out this process has a part alone.
+    # The network compiled for training also evaluates, unless FSDP has left this process a shard of it.
     trained = None if module.device_mesh is not None else module.objective
-    judge = judge_of(run.files.best_model, settings, task, run.data_dir, record.device, trained=trained)
-    # The first window holds compilation and warm-up.
-    windows = record.step_ms[1:] or record.step_ms
+    objective = load_objective(run.files.best_model, settings, task, run.data_dir, callback.device, trained=trained)
+    # The first window includes compilation and warm-up.
+    windows = callback.step_ms[1:] or callback.step_ms
     step_ms = statistics.median(windows) if windows else float("nan")
-    common = description(run, task, config)
-    common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}")
-    metric = module.objective.metric
+    columns = result_columns(run, task, config)
+    columns.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}")
+    metric = objective.metric
     rows = [
-        {**common, "split": "dev", "n_examples": len(module.splits["dev"]), "metric": name, "value": value}
+        {**columns, "split": "dev", "n_examples": len(module.splits["dev"]), "metric": name, "value": value}
         for name, value in ((f"best_{metric}", module.best[metric]), ("best_step", module.best["step"]))
     ]
     if run.recipe.plateau is not None:
-        # 0: never.
-        step = plateau_left(run.files.metrics, run.recipe.plateau / 100)
+        step = first_step_above(run.files.metrics, run.recipe.plateau / 100)
         rows.append({**rows[0], "metric": "plateau_left_at_step", "value": step})
     baselines = task.baselines(run.data_dir)
-    for split in judge.splits:
-        known = [(f"baseline: {name}", scores[split]) for name, scores in baselines.items() if split in scores]
-        found = list(judge.judge(split, run.directory))
-        found += [Metric(found[0].n_examples, *baseline) for baseline in known]
-        rows += [{**common, "split": split, **each._asdict()} for each in found]
+    for split in objective.splits:
+        metrics = list(objective.evaluate(split, run.directory))
+        metrics += [
+            Metric(metrics[0].n_examples, f"baseline: {name}", scores[split])
+            for name, scores in baselines.items()
+            if split in scores
+        ]
+        rows += [{**columns, "split": split, **entry._asdict()} for entry in metrics]
     write_atomically(run.files.result, json.dumps(rows, indent=2))
     return rows
 
 
-def judge_of(
+def load_objective(
     directory: Path,
     settings: TrainConfig,
     task: Any,
@@ -145,20 +141,26 @@ def judge_of(
     split: str | None = None,
     trained: Objective | None = None,
 ) -> Objective:
-    """A saved model, ready to be judged on a split, or on all that a finished model is judged on.
+    """Load a saved model and the splits to evaluate it on.
 
-    trained: the objective whose model this was; that model takes the saved weights, and nothing is compiled again.
+    Args:
+        directory: Directory of the saved model.
+        settings: Settings of the evaluation.
+        task: Task of the model.
+        data_dir: Directory of the data.
+        device: Device of the evaluation.
+        split: Split to load; None loads all test splits.
+        trained: Objective that trained the model. Its compiled network is reused with the saved weights.
     """
-    kind = OBJECTIVES[task.objective]
+    objective_class = OBJECTIVES[task.objective]
     model = load_model(directory, device)
-    if not isinstance(model, kind.model_class):
-        raise ValueError(
-            f"{directory} holds a {type(model).__name__}, and {task.name} is for a {kind.model_class.__name__}"
-        )
+    model_class = objective_class.model_class
+    if not isinstance(model, model_class):
+        raise ValueError(f"{directory} holds a {type(model).__name__}, but {task.name} needs a {model_class.__name__}")
     if trained is not None:
         trained.model.load_state_dict(model.state_dict())
         model = trained.model.to(device).eval()
-    names = kind.judged_on(task) if split is None else [split]
-    judge = kind(model, settings, task, {name: task.split(data_dir, name) for name in names})
-    judge.place(device, trained and trained.network)
-    return judge
+    names = objective_class.test_splits(task) if split is None else [split]
+    objective = objective_class(model, settings, task, {name: task.split(data_dir, name) for name in names})
+    objective.to_device(device, trained and trained.network)
+    return objective

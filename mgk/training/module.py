@@ -54,14 +54,14 @@ class TrainingModule(pl.LightningModule):
         self.objective, self.settings, self.seed, self.graphs = objective, objective.settings, seed, graphs
         self.model, self.splits = objective.model, objective.splits
         self._sharded = False
-        self.recorded: Callable[[Tensor], dict[str, Tensor]] | None = None
+        self.graphed_step: Callable[[Tensor], dict[str, Tensor]] | None = None
         self.latest: dict[str, Tensor] = {}  # of the last training step, on the device
-        self.best: dict[str, float] = {objective.metric: -objective.better * math.inf, "step": -1}
+        self.best: dict[str, float] = {objective.metric: objective.worst_value(), "step": -1}
 
     def setup(self, stage: str) -> None:
-        self.objective.place(self.device)
+        self.objective.to_device(self.device)
         if self.graphs and not is_distributed() and self.settings.accumulate == 1:
-            self.recorded = self.objective.recorder()
+            self.graphed_step = self.objective.graphed_step()
 
     def configure_model(self) -> None:
         """FSDP: every layer's weights are shared out among the processes, and gathered where they are used."""
@@ -71,7 +71,7 @@ class TrainingModule(pl.LightningModule):
 
             for part in (*self.model.layers, self.model):
                 fully_shard(part, mesh=mesh["data_parallel"])
-            for method in self.objective.entries:
+            for method in self.objective.fsdp_entry_points:
                 register_fsdp_forward_method(self.model, method)
             self._sharded = True
 
@@ -102,17 +102,17 @@ class TrainingModule(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         # Nothing is logged here: Lightning would spend a millisecond a step on it.
-        means = self.recorded(batch) if self.recorded else self.objective.measure(batch, "train")
+        means = self.graphed_step(batch) if self.graphed_step else self.objective.measure(batch, "train")
         self.latest = {name: value.detach() for name, value in means.items()}
         return means["loss"]
 
     def backward(self, loss: Tensor) -> None:
         """A recorded step has left its gradients already."""
-        if not self.recorded:
+        if not self.graphed_step:
             loss.backward()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        if not self.recorded:
+        if not self.graphed_step:
             optimizer.zero_grad()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mgk.models.cuda_graphs import GraphedForward
 from mgk.training.data import EpochPermutation, seed_of
-from mgk.training.evaluate import description, peak_memory_mb
+from mgk.training.evaluate import peak_memory_mb, result_columns
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES
 from mgk.training.sweep import COSTS
@@ -48,7 +48,7 @@ class StepProfiler:
         self.optimizer = self.module.configure_optimizers()["optimizer"]
         self.order = EpochPermutation(len(splits["train"]), seed_of(run.seed, 1))
         self.size = self.settings.batch_size // self.settings.accumulate
-        self.asked = GraphedForward(objective.measure_batch, recording=objective.compiles)
+        self.asked = GraphedForward(objective.measure_batch, recording=objective.is_compiled)
         self.memory_mb = 0.0
         self.batches: list[Any] = []  # of forwards, on the device
 
@@ -85,7 +85,7 @@ class StepProfiler:
         step_ms = median_ms(self.step, self.device)
         self.module.eval()
         inference_ms = median_ms(self.forward, self.device)
-        common = description(self.run, self.task, self.config)
+        common = result_columns(self.run, self.task, self.config)
         common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{self.memory_mb:.0f}", split="train")
         return [
             {**common, "n_examples": self.size, "metric": name, "value": f"{value:.4f}"}

@@ -132,4 +132,8 @@ class ProgressBar(pl.Callback):
 
 def _metric(module: Any, means: dict[str, Any]) -> str:
     """In words, from the means of an objective."""
-    return str(module.objective.told(module.objective.value({name: float(value) for name, value in means.items()})))
+    return str(
+        module.objective.format_metric(
+            module.objective.metric_value({name: float(value) for name, value in means.items()})
+        )
+    )

@@ -14,8 +14,9 @@ from mgk._core.io import replacing, write_atomically
 from mgk._core.markdown import markdown_table
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
+from mgk.training.objectives import MetricFormat
 from mgk.training.predictions import Difference
-from mgk.training.sweep import MetricFormat, filter_rows, metric_format
+from mgk.training.sweep import filter_rows, metric_format
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

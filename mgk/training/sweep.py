@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mgk import tasks
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.job_queue import Job
-from mgk.training.objectives import OBJECTIVES
+from mgk.training.objectives import OBJECTIVES, MetricFormat
 from mgk.training.run_dir import run_path
 
 # Costs of a row timed by itself (`mgk.training.profiling`); the table takes step time and memory from it if present.
@@ -19,49 +18,9 @@ COSTS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
 ALONE = ("step_ms_alone", "peak_mem_mb_alone")
 
 
-@dataclass(frozen=True)
-class MetricFormat:
-    """How the metric of an objective is shown."""
-
-    metric: str
-    title: str
-    factor: float
-    paired: str  # what a difference on the same examples is in
-    unit: str  # of it, where that is not the metric's
-    decimals: int  # of such a difference
-    note: str  # on the metric
-    flops: str  # what they are counted of
-
-
-SHOWN = {
-    "classification": MetricFormat(
-        "accuracy",
-        "accuracy, %",
-        100.0,
-        "points on the same examples",
-        "",
-        2,
-        "",
-        "GFLOPs are one example's forward",
-    ),
-    "language-model": MetricFormat(
-        "perplexity",
-        "perplexity",
-        1.0,
-        "nats a token on the same text",
-        ", nats a token",
-        4,
-        "Perplexity of the sliding window.",
-        "GFLOPs are one segment's forward",
-    ),
-}
-
-
 def metric_format(recipe: Recipe) -> MetricFormat:
-    objective, stride = tasks.task(recipe.task).objective, recipe.training.stride
-    how = replace(SHOWN[objective], metric=OBJECTIVES[objective].judged_by(recipe.training))
-    # How far the window moves belongs to the number.
-    return how if how.metric == SHOWN[objective].metric else replace(how, title=f"{how.title} at stride {stride}")
+    """Return the format of the recipe's metric in tables and plots."""
+    return OBJECTIVES[tasks.task(recipe.task).objective].table_format(recipe.training)
 
 
 def filter_rows(

@@ -53,7 +53,7 @@ class Run:
 
     def model_config(self, task: Any) -> Any:
         """The resolved configuration."""
-        return OBJECTIVES[task.objective].config(self.recipe, self.row, self.preset, task, self.data_dir)
+        return OBJECTIVES[task.objective].make_config(self.recipe, self.row, self.preset, task, self.data_dir)
 
     def describe(self, task: Any) -> dict[str, Any]:
         """What goes into run.json: everything that determines the run."""
@@ -167,11 +167,11 @@ def fit(
     # Where the data lay is kept for later commands, and may change.
     located = {**description, "data_dir": str(run.data_dir.resolve())}
     write_atomically(run.files.description, json.dumps(located, indent=2))
-    kind = OBJECTIVES[task.objective]
-    kind.keep(task, run.data_dir, run.directory)
+    objective = OBJECTIVES[task.objective]
+    objective.save_assets(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
     torch.manual_seed(seed_of(run.seed, 0))
-    module = TrainingModule(kind(kind.model_class(config), settings, task, splits), run.seed, graphs)
+    module = TrainingModule(objective(objective.model_class(config), settings, task, splits), run.seed, graphs)
     record = CheckpointCallback(run.directory, settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

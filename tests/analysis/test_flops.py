@@ -9,7 +9,7 @@ from mgk.analysis.flops import costs, per_head, smaller
 from mgk.cli import commands
 from mgk.cli.flops import FIGURES
 from mgk.models import EncoderConfig
-from mgk.training.evaluate import forward_flops, parameters
+from mgk.training.evaluate import count_parameters, forward_flops
 from mgk.variants import VARIANTS
 
 VOCABULARY, CLASSES, WIDTH, HEAD, INNER, HIDDEN, LAYERS = 40, 3, 24, 8, 20, 12, 2
@@ -30,7 +30,7 @@ BY_HAND = {
 
 
 def count(config, length):
-    return parameters(config), forward_flops(config, length)
+    return count_parameters(config), forward_flops(config, length)
 
 
 def by_hand(variant, heads, length):

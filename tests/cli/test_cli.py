@@ -73,8 +73,10 @@ def test_an_option_of_train_arrives(asked, option, arguments, reach, wanted):
 @pytest.fixture
 def finished(asked, monkeypatch, tmp_path):
     """The directory of a run that has nothing left to do, and the results in it."""
-    objective = SimpleNamespace(metric="accuracy", answers=lambda where: [], judged_by=lambda settings: "accuracy")
-    objective.told = str
+    objective = SimpleNamespace(
+        metric="accuracy", read_predictions=lambda where: [], test_metric=lambda settings: "accuracy"
+    )
+    objective.format_metric = str
     done = SimpleNamespace(global_rank=0, objective=objective), SimpleNamespace(stopped_by=None, steps=0)
     monkeypatch.setattr("mgk.training.trainer.fit", lambda *arguments, **options: done)
     common = {"recipe": "listops", "dataset": "listops", "metric": "accuracy", "n_examples": 10, "kv_heads": None}

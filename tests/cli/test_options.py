@@ -49,7 +49,7 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr("mgk.cli.compare._show", show)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
     monkeypatch.setattr("mgk.training.run_dir.load_language_model", load)
-    monkeypatch.setattr("mgk.training.evaluate.judge_of", judge)
+    monkeypatch.setattr("mgk.training.evaluate.load_objective", judge)
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: seen.update(data=arguments[1]))
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "checksum", lambda *arguments: "some data")
     for name, task in (("classes", "listops"), ("text", "bytes")):

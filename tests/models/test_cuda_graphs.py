@@ -36,7 +36,7 @@ def without_a_gpu(monkeypatch):
         return lambda indices: graphs(*self.batch(indices, "train"))
 
     monkeypatch.setattr(GraphedBackward, "_record", record)
-    monkeypatch.setattr(Objective, "recorder", recorder)
+    monkeypatch.setattr(Objective, "graphed_step", recorder)
 
 
 def trained(task, tmp_path, graphs):
@@ -45,7 +45,7 @@ def trained(task, tmp_path, graphs):
     recipe = Recipe("tiny", "", "tiny", model=tiny_training.MODELS[task], training=settings)
     run = trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 0, tmp_path, tmp_path / str(graphs))
     module, _ = trainer.fit(run, tiny_training.TASKS[task](), resume=False, accelerator="cpu", graphs=graphs)
-    assert (module.recorded is not None) == graphs
+    assert (module.graphed_step is not None) == graphs
     rows = (tmp_path / str(graphs) / "metrics.csv").read_text().splitlines()
     return module.model.state_dict(), [row.rsplit(",", 1)[0] for row in rows]
 
@@ -183,7 +183,7 @@ def test_a_run_on_a_gpu_is_the_same_with_recorded_steps(tmp_path, row, task):
         recipe = Recipe("tiny", "", "tiny", model=model, training=TrainConfig(steps=24, warmup=1, eval_every=4))
         run = trainer.Run(recipe, ModelSpec.parse(row), "paper", 0, tmp_path, tmp_path / str(graphs))
         module, _ = trainer.fit(run, tiny_training.TASKS[task](), resume=False, graphs=graphs)
-        assert (module.recorded is not None) == graphs
+        assert (module.graphed_step is not None) == graphs
         rows = (tmp_path / str(graphs) / "metrics.csv").read_text().splitlines()[1:]
         losses.append([float(line.split(",")[2]) for line in rows])
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)

@@ -8,7 +8,7 @@ import pytest
 
 from mgk.training import config, predictions, report, results, sweep
 from mgk.training.config import ModelSpec
-from mgk.training.evaluate import plateau_left
+from mgk.training.evaluate import first_step_above
 
 
 def measured(row: str, seed: int, value: float, split: str = "test", metric: str = "accuracy") -> dict:
@@ -94,8 +94,8 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
     lines = ["step,split,loss,accuracy", "250,dev,2.2,0.17", "500,train,1,0.4", "500,dev,2.1,0.26", "750,dev,2,0.31"]
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
-    assert plateau_left(tmp_path / "metrics.csv", 0.25) == 500
-    assert plateau_left(tmp_path / "metrics.csv", 0.35) == 0
+    assert first_step_above(tmp_path / "metrics.csv", 0.25) == 500
+    assert first_step_above(tmp_path / "metrics.csv", 0.35) == 0
 
 
 def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_path):

@@ -27,7 +27,7 @@ from mgk.training import trainer
 from mgk.training.callbacks import CheckpointCallback
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
 from mgk.training.data import DeviceDataset, EpochPermutation, TrainSampler
-from mgk.training.evaluate import finish, judge_of
+from mgk.training.evaluate import evaluate_run, load_objective
 from mgk.training.objectives import OBJECTIVES
 from tests.support import tiny_training
 
@@ -394,9 +394,11 @@ def test_the_best_model_is_judged_not_the_last(tmp_path, monkeypatch):
     module, kept = trainer.fit(described, task, resume=False, accelerator="cpu")
     torch.manual_seed(1)
     save_model(LanguageModel(module.model.config), described.files.best_model)
-    found = {row["metric"]: row["value"] for row in finish(described, task, module, kept) if row["split"] == "test"}
-    judge = judge_of(described.files.best_model, recipe.training, task, tmp_path, torch.device("cpu"), "test")
-    assert found["loss_stride_6"] == next(m.value for m in judge.judge("test", None) if m.metric == "loss_stride_6")
+    found = {
+        row["metric"]: row["value"] for row in evaluate_run(described, task, module, kept) if row["split"] == "test"
+    }
+    judge = load_objective(described.files.best_model, recipe.training, task, tmp_path, torch.device("cpu"), "test")
+    assert found["loss_stride_6"] == next(m.value for m in judge.evaluate("test", None) if m.metric == "loss_stride_6")
 
 
 def test_a_network_compiled_for_training_also_judges(monkeypatch):
@@ -407,7 +409,7 @@ def test_a_network_compiled_for_training_also_judges(monkeypatch):
             raise TypeError("does not support len()")
 
     kind, network = OBJECTIVES["classification"], Compiled()
-    monkeypatch.setattr(kind, "hold", lambda self, split: split)
+    monkeypatch.setattr(kind, "load_split", lambda self, split: split)
     judge = kind(None, recipes.load("listops").training, None, {"test": Split})
-    judge.place(torch.device("cuda"), network)
+    judge.to_device(torch.device("cuda"), network)
     assert judge.network is network

@@ -1,0 +1,22 @@
+"""Objectives: loss, metrics and evaluation of each kind of task.
+
+An objective is one class and one row of OBJECTIVES. The training loop passes it example indices and reads its loss;
+tables and commands read its metric format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mgk.training.objectives.base import Metric, MetricFormat, Objective
+from mgk.training.objectives.classification import Classification
+from mgk.training.objectives.language_modelling import LanguageModelling
+
+__all__ = ["OBJECTIVES", "Classification", "LanguageModelling", "Metric", "MetricFormat", "Objective", "objective_for"]
+
+OBJECTIVES: dict[str, type[Objective]] = {"classification": Classification, "language-model": LanguageModelling}
+
+
+def objective_for(config: Any) -> type[Objective]:
+    """Return the objective that trains models with this configuration."""
+    return next(objective for objective in OBJECTIVES.values() if isinstance(config, objective.config_class))
