@@ -46,6 +46,7 @@ from mgk._core.validation import (
     one_of,
     positive_integer,
 )
+from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS, backend_names
 from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.features import L1Features
 from mgk.rotary import Rotary
@@ -121,8 +122,8 @@ class Attention(nn.Module):
         if max_positions is not None:
             positive_integer("max_positions", max_positions)
         positions = max_positions or self.preset.max_positions
-        backends = functional.LINEAR_BACKENDS if self.is_linear else functional.MIXTURE_BACKENDS
-        self.backend = one_of("backend", backend, functional.backend_names(backends))
+        backends = LINEAR_BACKENDS if self.is_linear else MIXTURE_BACKENDS
+        self.backend = one_of("backend", backend, backend_names(backends))
         self.rotary = self._make_rotary(rotary)
         # Looked at also where the variant has no use for it, so that a wrong name is found out.
         chosen = check_feature_map(feature_map)

@@ -1,15 +1,16 @@
-"""The operators: what they take, what they promise, and which backend runs them.
+"""The attention operators, and the backend that runs a call of them.
 
-B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width.
+B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width, F features.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,38 +18,16 @@ from torch import Tensor
 from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
 from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail, one_of
-from mgk.backends import chunked, cpu_flash, eager, fused_linear, meta, torch_sdpa, triton
+from mgk.backends import mask_invalid_keys, select_backend
 
-
-class Backend(NamedTuple):
-    refuses: Callable[[Any], str | None]  # why it does not cover a call, or None
-    run: Callable[[Any], tuple[Any, Any, Any]]
-    slower: Callable[[Any], str | None] = lambda call: None  # why `auto` asks on although it covers the call, or None
-
-    @classmethod
-    def of(cls, module: ModuleType) -> Backend:
-        return cls(module.refuses, module.run)
-
-
-# In the order in which `auto` asks them.
-MIXTURE_BACKENDS = {
-    "meta": Backend(meta.refuses, meta.run_mixture),
-    "plain": Backend(torch_sdpa.refuses, torch_sdpa.run, torch_sdpa.slower),
-    "triton": Backend.of(triton),
-    "sdpa": Backend.of(cpu_flash),
-    "eager": Backend.of(eager),
-}
-LINEAR_BACKENDS = {
-    "meta": Backend(meta.refuses, meta.run_linear),
-    "triton": Backend(fused_linear.refuses, fused_linear.run),
-    "chunked": Backend(chunked.refuses_chunked, chunked.run_chunked),
-    "eager": Backend(chunked.refuses_eager, chunked.run_eager),
-}
+# Receives a call and its result, and returns the result that the caller of the operator gets.
+CallHandler = Callable[[MixtureCall | LinearCall, Any], Any]
+_call_handlers: ContextVar[tuple[CallHandler, ...]] = ContextVar("call_handlers", default=())
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """Which backend `auto` runs, and why not each of the others."""
+    """The backend that runs a call, and why each of the others does not."""
 
     backend: str
     reasons: dict[str, str]
@@ -78,30 +57,37 @@ def mgk_attention(
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Attention whose every key is a mixture of M Gaussians (Eq. 8–12), the component keys given independently.
+    """Compute attention in which every key is a mixture of M Gaussians (Eq. 8–12) with independent component keys.
 
     Args:
         query: [B, H, L, D].
-        keys: [B, Hk, M, S, D]; Hk divides H, and a group of H/Hk query heads shares keys, value, prior and scale.
+        keys: Component keys, [B, Hk, M, S, D]. Hk divides H: a group of H/Hk query heads shares keys, value, prior and
+            scale.
         value: [B, Hk, S, E].
-        attn_mask: broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
-            logits, with a gradient; below -1e30, as -inf and the least number of fp32 and bf16
-            are, it hides. May come together with is_causal; both apply.
+        attn_mask: Broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
+            logits, and differentiable; values below -1e30 (-inf, the least number of fp32 and bf16) mask the pair. May
+            be combined with is_causal: both apply.
         is_causal: True aligns the diagonal top-left, as SDPA does; "bottom-right" is for queries at the end of a cache.
-        dropout_p: dropout on the attention weights.
-        scale: 1/σ², a number or broadcastable to [Hk, M] (backend eager: also [B, Hk, M, S]). Default 1/√D.
-        log_prior: log π, broadcastable to [B, Hk, M, S] (so one per head is [Hk, M, 1]); -inf is allowed. It need not
-            be normalised: what it sums to is a weight on the key. Default: uniform, 1/M.
-        similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them: 1 is gaussian, 0 is dot; a number or [Hk].
-        assignment: "soft" (Eq. 10) or "hard" (Eq. 12, which ignores log_prior).
-        cu_seqlens_q, cu_seqlens_k: int32 [N + 1] offsets of N sequences packed along L and S, with B = 1.
-        max_seqlen_q, max_seqlen_k: longest packed sequence; only GPU kernels use them.
-        backend: "auto" runs the fastest that covers the call; a backend named runs or says why not.
+        dropout_p: Probability of dropout on the attention weights.
+        scale: 1/σ², a number or broadcastable to [Hk, M] (backend "eager": also [B, Hk, M, S]). Default: 1/√D.
+        log_prior: log π, broadcastable to [B, Hk, M, S] (one per head is [Hk, M, 1]); -inf is allowed. Need not be
+            normalised: its sum over components weights the key. Default: uniform, 1/M.
+        similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them, where 1 is gaussian and 0 is dot: a number or
+            a tensor [Hk].
+        assignment: "soft" (Eq. 10), or "hard" (Eq. 12), which ignores log_prior.
+        cu_seqlens_q: int32 [N + 1], offsets of N sequences packed along L, with B = 1.
+        cu_seqlens_k: int32 [N + 1], offsets of N sequences packed along S, with B = 1.
+        max_seqlen_q: Length of the longest packed sequence of queries; used by GPU kernels only.
+        max_seqlen_k: Length of the longest packed sequence of keys; used by GPU kernels only.
+        backend: "auto" runs the fastest backend that supports the call. "triton", "plain", "sdpa" and "eager" run that
+            backend, or raise a ValueError with the reason why it does not support the call.
+        return_weights: Return the attention weights too.
+        return_lse: Return the logsumexp of the logits too.
 
     Returns:
-        The output [B, H, L, E]; with return_weights and return_lse a tuple (output, weights [B, H, L, S],
-        lse [B, H, L]), in this order, of those asked for. lse_i = log Σ_j exp ℓ_ij, the query's log likelihood up to
-        constants. A query that may attend to nothing gives zeros, lse -inf and zero gradients.
+        The output [B, H, L, E]. With return_weights or return_lse a tuple of the output and, in this order, the
+        requested ones of weights [B, H, L, S] and lse [B, H, L]. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood
+        up to constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
     """
     call = mixture_call(
         query, keys, value, attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale, log_prior=log_prior,
@@ -132,10 +118,39 @@ def smgk_attention(
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Attention with shifted mixture keys (sMGK): component r of key j is key_j + shift_r.
+    """Compute attention with shifted mixture keys (sMGK): component r of key j is key_j + shift_r.
 
-    key is [B, Hk, S, D] and shift [Hk, M, D]; everything else is as in `mgk_attention`. With similarity="dot" and a
-    prior shared over positions this is plain softmax attention whatever the shifts: they cancel.
+    With similarity="dot" and a prior shared over positions the shifts cancel, and this is softmax attention.
+
+    Args:
+        query: [B, H, L, D].
+        key: [B, Hk, S, D]. Hk divides H: a group of H/Hk query heads shares key, value, shift, prior and scale.
+        value: [B, Hk, S, E].
+        shift: [Hk, M, D].
+        attn_mask: Broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
+            logits, and differentiable; values below -1e30 (-inf, the least number of fp32 and bf16) mask the pair. May
+            be combined with is_causal: both apply.
+        is_causal: True aligns the diagonal top-left, as SDPA does; "bottom-right" is for queries at the end of a cache.
+        dropout_p: Probability of dropout on the attention weights.
+        scale: 1/σ², a number or broadcastable to [Hk, M] (backend "eager": also [B, Hk, M, S]). Default: 1/√D.
+        log_prior: log π, broadcastable to [B, Hk, M, S] (one per head is [Hk, M, 1]); -inf is allowed. Need not be
+            normalised: its sum over components weights the key. Default: uniform, 1/M.
+        similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them, where 1 is gaussian and 0 is dot: a number or
+            a tensor [Hk].
+        assignment: "soft" (Eq. 10), or "hard" (Eq. 12), which ignores log_prior.
+        cu_seqlens_q: int32 [N + 1], offsets of N sequences packed along L, with B = 1.
+        cu_seqlens_k: int32 [N + 1], offsets of N sequences packed along S, with B = 1.
+        max_seqlen_q: Length of the longest packed sequence of queries; used by GPU kernels only.
+        max_seqlen_k: Length of the longest packed sequence of keys; used by GPU kernels only.
+        backend: "auto" runs the fastest backend that supports the call. "triton", "plain", "sdpa" and "eager" run that
+            backend, or raise a ValueError with the reason why it does not support the call.
+        return_weights: Return the attention weights too.
+        return_lse: Return the logsumexp of the logits too.
+
+    Returns:
+        The output [B, H, L, E]. With return_weights or return_lse a tuple of the output and, in this order, the
+        requested ones of weights [B, H, L, S] and lse [B, H, L]. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood
+        up to constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
     """
     call = mixture_call(
         query, key, value, attn_mask, shift=shift, shifted=True, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
@@ -161,21 +176,29 @@ def mlk_attention(
     return_weights: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Linear attention with mixture keys (Eq. 14): φ(q)·Σ_j φ̃_j v_j / φ(q)·Σ_j φ̃_j, φ̃_j = Σ_r π_jr φ(k_jr).
+    """Compute linear attention with mixture keys (Eq. 14).
+
+    The output is φ(q)·Σ_j φ̃_j v_j / φ(q)·Σ_j φ̃_j with φ̃_j = Σ_r π_jr φ(k_jr).
 
     Args:
-        query, keys, value: [B, H, L, D], [B, Hk, M, S, D], [B, Hk, S, E].
-        log_prior: log π, broadcastable to [B, Hk, M, S]. Default: uniform.
+        query: [B, H, L, D].
+        keys: Component keys k_jr, [B, Hk, M, S, D]. Hk divides H.
+        value: [B, Hk, S, E].
+        log_prior: log π, broadcastable to [B, Hk, M, S]. Default: uniform, 1/M.
         feature_map: "elu" (elu + 1), "relu", or a callable [..., D] -> [..., F] such as `FAVOR` and `DPFP`.
         key_mask: bool [B, S], **True = attend**.
-        is_causal: query i sees keys up to i; needs L = S.
-        cu_seqlens: int32 [N + 1] offsets of N packed sequences, with B = 1 and L = S.
-        initial_state, return_state: the sums over earlier keys, to go on from; constant in size.
+        is_causal: Query i attends to keys up to i; needs L = S.
+        cu_seqlens: int32 [N + 1], offsets of N packed sequences, with B = 1 and L = S.
+        initial_state: The state of earlier keys, as returned with return_state. Its size is constant.
+        return_state: Return the sums over all keys too, to continue from.
+        return_weights: Return the attention weights too.
+        backend: "auto" runs the fastest backend that supports the call. "triton", "chunked" and "eager" run that
+            backend, or raise a ValueError with the reason why it does not support the call.
 
     Returns:
-        The output [B, H, L, E]; with return_weights and return_state a tuple (output, weights [B, H, L, S], state), in
-        this order, of those asked for. state is (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR with a log weight [B, Hk].
-        A query whose features meet no key gives zeros.
+        The output [B, H, L, E]. With return_weights or return_state a tuple of the output and, in this order, the
+        requested ones of weights [B, H, L, S] and state: (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a log
+        weight [B, Hk]. A query whose denominator is 0 gives zeros.
     """
     call = linear_call(
         query, keys, value, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask, is_causal=is_causal,
@@ -200,7 +223,29 @@ def smlk_attention(
     return_weights: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Linear attention with shifted mixture keys (sMLK): key [B, Hk, S, D], shift [Hk, M, D]; else `mlk_attention`."""
+    """Compute linear attention with shifted mixture keys (sMLK): component r of key j is key_j + shift_r.
+
+    Args:
+        query: [B, H, L, D].
+        key: [B, Hk, S, D]. Hk divides H.
+        value: [B, Hk, S, E].
+        shift: [Hk, M, D].
+        log_prior: log π, broadcastable to [B, Hk, M, S]. Default: uniform, 1/M.
+        feature_map: "elu" (elu + 1), "relu", or a callable [..., D] -> [..., F] such as `FAVOR` and `DPFP`.
+        key_mask: bool [B, S], **True = attend**.
+        is_causal: Query i attends to keys up to i; needs L = S.
+        cu_seqlens: int32 [N + 1], offsets of N packed sequences, with B = 1 and L = S.
+        initial_state: The state of earlier keys, as returned with return_state. Its size is constant.
+        return_state: Return the sums over all keys too, to continue from.
+        return_weights: Return the attention weights too.
+        backend: "auto" runs the fastest backend that supports the call. "triton", "chunked" and "eager" run that
+            backend, or raise a ValueError with the reason why it does not support the call.
+
+    Returns:
+        The output [B, H, L, E]. With return_weights or return_state a tuple of the output and, in this order, the
+        requested ones of weights [B, H, L, S] and state: (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a log
+        weight [B, Hk]. A query whose denominator is 0 gives zeros.
+    """
     call = linear_call(
         query, key, value, shift=shift, shifted=True, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask,
         is_causal=is_causal, cu_seqlens=cu_seqlens, initial_state=initial_state, return_state=return_state,
@@ -210,10 +255,18 @@ def smlk_attention(
 
 
 def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> BackendChoice:
-    """Which backend runs op(*args, **kwargs), and why not each of the others.
+    """Return the backend that runs op(*args, **kwargs), and why each of the others does not.
 
-    op is one of the four operators or its name, e.g. explain_backend(mgk.smgk_attention, q, k, v, shift). With a
-    backend named, whether that covers the call: a ValueError says why not, as the call's would.
+    Example: print(explain_backend(mgk.smgk_attention, q, k, v, shift)).
+
+    Args:
+        op: One of the four operators, or its name.
+        *args: Positional arguments of the operator.
+        **kwargs: Keyword arguments of the operator. If `backend` names a backend that does not support the call, a
+            ValueError is raised, as by the operator.
+
+    Returns:
+        A `BackendChoice`: the name of the backend, and a dict of the other backends' names and reasons.
     """
     operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
     if isinstance(op, torch.nn.Module):
@@ -224,99 +277,77 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
     except TypeError as error:
         raise ValueError(f"args of {name}: {error}") from None
     bound.apply_defaults()
-    given = bound.arguments
-    asked = given.pop("backend")
-    if "key" in given:
-        given.update(keys=given.pop("key"), shifted=True)
-    if name in ("mlk_attention", "smlk_attention"):
-        return _choose(linear_call(**given), asked, LINEAR_BACKENDS)
-    return _choose(mixture_call(**given), asked, MIXTURE_BACKENDS)
+    arguments = bound.arguments
+    backend = arguments.pop("backend")
+    if "key" in arguments:
+        arguments.update(keys=arguments.pop("key"), shifted=True)
+    make_call = linear_call if name in ("mlk_attention", "smlk_attention") else mixture_call
+    selected, reasons = select_backend(make_call(**arguments), backend, explain=True)
+    return BackendChoice(selected.name, reasons)
 
 
-def _choose(call: Any, asked: Any, backends: dict[str, Backend]) -> BackendChoice:
-    """What `auto` runs: the first that covers the call. Who asks for fp64 checks gradients, and gets the equations."""
-    if asked != "auto":
-        _backend(call, asked, backends)
-        others = (name for name in backend_names(backends) if name not in ("auto", asked))
-        return BackendChoice(asked, dict.fromkeys(others, f"backend={asked!r} was asked for"))
-    reasons: dict[str, str] = {}
-    chosen = ""
-    for name, backend in backends.items():
-        if name == "meta" and call.query.device.type != "meta":
-            continue
-        if chosen:
-            reasons[name] = f"{chosen} covers the call and is faster"
-            continue
-        reason = _passed_over(name, backend, call)
-        if reason is None:
-            chosen = name
-        else:
-            reasons[name] = reason
-    return BackendChoice(chosen, reasons)
+@contextmanager
+def intercept_calls(handler: CallHandler) -> Iterator[None]:
+    """Pass every operator call of this thread, and its result, to a handler.
+
+    Calls of the four operators and of the layers are intercepted. Compiled code runs eagerly in the meantime, because
+    it does not reach the handler.
+
+    Args:
+        handler: Called as handler(call, result) after each call. It returns the result that the model receives: the
+            output, or a tuple of the output and extras. With nested contexts the inner handler runs first.
+    """
+    token = _call_handlers.set((handler, *_call_handlers.get()))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _call_handlers.reset(token)
 
 
-def _passed_over(name: str, backend: Backend, call: Any) -> str | None:
-    """Why `auto` asks on, or None."""
-    reason = backend.refuses(call) or backend.slower(call)
-    if reason is not None or name in ("eager", "chunked"):
-        return reason
-    if call.query.dtype == torch.float64:
-        return "auto computes fp64 by the equations"
-    # Only where somebody records what is done: to ask takes longer than the rest.
-    if (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
-        return "ONNX knows the equations alone"
-    return None
-
-
-def backend_names(backends: dict[str, Backend]) -> list[str]:
-    """What `backend` may be. The one for the meta device is chosen by the device."""
-    return ["auto", *(name for name in backends if name != "meta")]
-
-
-def _backend(call: Any, asked: Any, backends: dict[str, Backend]) -> Backend:
-    if asked == "auto":
-        # As `_choose`, but nobody asks why not the others.
-        for name, backend in backends.items():
-            if (name != "meta" or call.query.is_meta) and _passed_over(name, backend, call) is None:
-                return backend
-    one_of("backend", asked, backend_names(backends))
-    reason = backends[asked].refuses(call)
-    if reason is not None:
-        fail("backend", f"{asked!r} does not cover this call: {reason}. Use 'auto' or 'eager'")
-    return backends[asked]
+def _handle(call: MixtureCall | LinearCall, result: Any) -> Any:
+    # is_compiling() is constant to torch.compile, which cannot trace a ContextVar.
+    if not torch.compiler.is_compiling():
+        for handler in _call_handlers.get():
+            result = handler(call, result)
+    return result
 
 
 def run_mixture(call: MixtureCall, backend: str) -> Any:
-    if call.count is not None and (backend not in ("auto", "triton") or triton.refuses(call) is not None):
-        call = call.hiding()
-    chosen = _backend(call, backend, MIXTURE_BACKENDS)
+    """Run a validated call of mgk_attention or smgk_attention, and return the operator's result."""
+    if call.count is not None:
+        call = mask_invalid_keys(call, backend)
+    selected, _ = select_backend(call, backend)
     if call.keys.shape[-2] == 0:
-        output, lse, weights = _nothing_to_attend(call)
+        output, lse, weights = _empty_output(call)
     else:
-        output, lse, weights = chosen.run(call)
+        output, lse, weights = selected.run(call)
     if call.hard and call.log_prior is not None and call.log_prior.requires_grad:
-        # A hard assignment ignores the prior, whose gradient is then 0, and there, where somebody waits for it.
+        # Hard assignment ignores the prior: add 0 * prior, so that its gradient is 0, not None.
         output = output + (0 * call.log_prior.clamp(-1, 1).sum()).to(output.dtype)
     if lse is not None and call.return_lse:
-        # The query's own term, which is added past the mask, has no gradient either where nothing is seen.
+        # The query's norm is added after the mask: cut its gradient for fully masked rows.
         lse = lse.masked_fill(lse == -torch.inf, -torch.inf)
-    return _asked_for(output, (call.return_weights, weights), (call.return_lse, lse))
+    return _handle(call, _pack_outputs(output, (call.return_weights, weights), (call.return_lse, lse)))
 
 
 def run_linear(call: LinearCall, backend: str) -> Any:
-    output, state, weights = _backend(call, backend, LINEAR_BACKENDS).run(call)
-    return _asked_for(output, (call.return_weights, weights), (call.return_state, state))
+    """Run a validated call of mlk_attention or smlk_attention, and return the operator's result."""
+    selected, _ = select_backend(call, backend)
+    output, state, weights = selected.run(call)
+    return _handle(call, _pack_outputs(output, (call.return_weights, weights), (call.return_state, state)))
 
 
-def _asked_for(output: Tensor, *extras: tuple[bool, Any]) -> Any:
-    """The output alone, or with the extras that were asked for."""
-    wanted = [extra for asked, extra in extras if asked]
-    return (output, *wanted) if wanted else output
+def _pack_outputs(output: Tensor, *extras: tuple[bool, Any]) -> Any:
+    """Return the output, or a tuple of it and the requested extras."""
+    requested = [extra for is_requested, extra in extras if is_requested]
+    return (output, *requested) if requested else output
 
 
-def _nothing_to_attend(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
-    """No keys at all: every row is fully masked. The product with the query keeps autograd's graph whole."""
-    nothing = call.query[..., :1] * 0
-    output = nothing.expand(*call.query.shape[:-1], call.value.shape[-1])
-    lse = nothing[..., 0].to(compute_dtype(call.query.dtype)) - torch.inf
-    return output, lse, nothing[..., :0]
+def _empty_output(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, lse and weights of a call without keys: every row is fully masked."""
+    # A product with the query keeps the autograd graph connected.
+    zero = call.query[..., :1] * 0
+    output = zero.expand(*call.query.shape[:-1], call.value.shape[-1])
+    lse = zero[..., 0].to(compute_dtype(call.query.dtype)) - torch.inf
+    return output, lse, zero[..., :0]

@@ -86,8 +86,8 @@ def test_a_command_asks_for_what_it_needs(missing, tmp_path):
 OLD_TRITON = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from mgk.kernels import fused, fused_linear
-print(fused.refuses(None), fused_linear.refuses(None), sep="\\n")
+from mgk.backends import triton
+print(triton.mixture_unsupported_reason(None), triton.linear_unsupported_reason(None), sep="\\n")
 """
 
 
@@ -99,7 +99,7 @@ def test_an_old_triton_is_refused(tmp_path):
         "the kernels need Triton 3.4 or newer"
     ] * 2
     (tmp_path / "triton" / "tools" / "tensor_descriptor.py").touch()
-    looked = "from mgk.kernels import fused; print(fused.NO_TRITON)"
+    looked = "from mgk.backends import triton; print(triton.NO_TRITON)"
     assert run(f"import sys; sys.path.insert(0, sys.argv[1]); {looked}", str(tmp_path)) == "None"
 
 

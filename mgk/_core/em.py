@@ -30,7 +30,7 @@ def em_statistics(call: MixtureCall, *, counted: Tensor | None = None, spread: b
 
     Without the spread, which only variances need, the fused kernels' counts serve where they cover the call.
     """
-    if not spread and triton.refuses(call) is None:
+    if not spread and triton.mixture_unsupported_reason(call) is None:
         count, pairs = triton.count_components(call) if counted is None else _count_rows(call, counted)
         return Statistics(count, pairs, count.new_empty(0))
     return equations_statistics(call, counted)

@@ -1,0 +1,147 @@
+"""Backends of the attention operators, and the selection between them.
+
+One module holds one backend: `unsupported_reason(call)` returns why it does not support a call, or None; `run(call)`
+returns (output, lse, weights) of a MixtureCall or (output, state, weights) of a LinearCall. A module that implements
+both families has one `run` function for each. Backend modules do not import each other.
+
+To add a backend, write such a module and add a row to MIXTURE_BACKENDS or LINEAR_BACKENDS, before the slower backends.
+If it is not the fastest for every call that it supports, add a rule below that returns the measured reason.
+
+In this package: B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width,
+F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mgk._core.calls import LinearCall, MixtureCall
+from mgk._core.validation import fail, one_of
+from mgk.backends import chunked, cpu_flash, eager, meta, torch_sdpa, triton
+
+
+class Backend(NamedTuple):
+    """A row of the tables below."""
+
+    name: str
+    unsupported_reason: Callable[[Any], str | None]  # why it does not support a call, or None
+    run: Callable[[Any], tuple[Any, Any, Any]]
+    prefer_other_reason: Callable[[Any], str | None] | None = None  # why a later backend is faster for a call, or None
+    is_reference: bool = False  # "auto" runs fp64 and ONNX export on these only
+
+
+def _prefer_triton_to_sdpa(call: MixtureCall) -> str | None:
+    """Return why the kernels are faster than SDPA for the call, or None.
+
+    Measured on an H200: with padding, SDPA takes 1.2 times (forward) and 1.3 times (with gradients) the time of the
+    fused kernels; one token at a time with a growing cache, 50 ms for 16 layers against 8.
+    """
+    is_decode_step = call.query.is_cuda and _is_cudnn_decode_step(call) and triton.uses_decode_kernel(call)
+    has_key_mask = call.attn_mask is not None and call.attn_mask.shape[2] == 1
+    if not (is_decode_step or has_key_mask) or triton.mixture_unsupported_reason(call) is not None:
+        return None
+    if is_decode_step:
+        return "cuDNN makes a new plan for every number of keys"
+    return "triton reads a mask of keys once per key, and skips masked keys"
+
+
+def _is_cudnn_decode_step(call: MixtureCall) -> bool:
+    """Return whether SDPA would run the call, of one query, on cuDNN: no shared key heads, 2-byte numbers."""
+    query, keys = call.query, call.keys
+    return query.dtype.itemsize == 2 and call.group == 1 and query.shape[2] == 1 and keys.shape[-2] > 1
+
+
+def _table(*backends: Backend) -> dict[str, Backend]:
+    return {backend.name: backend for backend in backends}
+
+
+# In order of preference: "auto" runs the first that supports the call and has no reason to prefer another.
+MIXTURE_BACKENDS = _table(
+    Backend("meta", meta.unsupported_reason, meta.run_mixture),
+    Backend("plain", torch_sdpa.unsupported_reason, torch_sdpa.run, _prefer_triton_to_sdpa),
+    Backend("triton", triton.mixture_unsupported_reason, triton.run_mixture),
+    Backend("sdpa", cpu_flash.unsupported_reason, cpu_flash.run),
+    Backend("eager", eager.unsupported_reason, eager.run_mixture, is_reference=True),
+)
+LINEAR_BACKENDS = _table(
+    Backend("meta", meta.unsupported_reason, meta.run_linear),
+    Backend("triton", triton.linear_unsupported_reason, triton.run_linear),
+    Backend("chunked", chunked.unsupported_reason, chunked.run, is_reference=True),
+    Backend("eager", eager.unsupported_reason, eager.run_linear, is_reference=True),
+)
+
+
+def backend_names(backends: Mapping[str, Backend]) -> list[str]:
+    """Return the valid values of the argument `backend`; "meta" is chosen by the device only."""
+    return ["auto", *(name for name in backends if name != "meta")]
+
+
+def mask_invalid_keys(call: MixtureCall, name: str) -> MixtureCall:
+    """Replace a call's count of valid keys by a mask, unless "triton", which reads the count, runs the call."""
+    if name in ("auto", "triton") and triton.mixture_unsupported_reason(call) is None:
+        return call
+    return call.hiding()
+
+
+def select_backend(
+    call: MixtureCall | LinearCall, name: str = "auto", *, explain: bool = False
+) -> tuple[Backend, dict[str, str]]:
+    """Return the backend that runs a call, and why others do not.
+
+    Args:
+        call: The validated call.
+        name: "auto", or the name of a backend. A ValueError is raised if that does not support the call.
+        explain: Return a reason for every other backend. Otherwise the reasons end with the selected backend: no
+            message is formatted that the selection does not need.
+    """
+    backends = MIXTURE_BACKENDS if isinstance(call, MixtureCall) else LINEAR_BACKENDS
+    reasons: dict[str, str] = {}
+    selected: Backend | None = None
+    if name != "auto":
+        selected = _backend_by_name(backends, name, call)
+        if explain:
+            others = (other for other in backend_names(backends) if other not in ("auto", name))
+            reasons = dict.fromkeys(others, f"backend={name!r} was requested")
+        return selected, reasons
+    for backend in backends.values():
+        if backend.name == "meta" and not call.query.is_meta:
+            continue
+        if selected is None:
+            reason = _rejection_reason(backend, call)
+        else:
+            reason = f"{selected.name} supports the call and is faster"
+        if reason is not None:
+            reasons[backend.name] = reason
+        else:
+            selected = backend
+            if not explain:
+                break
+    assert selected is not None  # eager supports every call
+    return selected, reasons
+
+
+def _backend_by_name(backends: Mapping[str, Backend], name: str, call: MixtureCall | LinearCall) -> Backend:
+    one_of("backend", name, backend_names(backends))
+    backend = backends[name]
+    reason = backend.unsupported_reason(call)
+    if reason is not None:
+        fail("backend", f"{name!r} does not support this call: {reason}. Use 'auto' or 'eager'")
+    return backend
+
+
+def _rejection_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None:
+    """Return why "auto" does not run the call on the backend, or None."""
+    reason = backend.unsupported_reason(call)
+    if reason is None and backend.prefer_other_reason is not None:
+        reason = backend.prefer_other_reason(call)
+    if reason is not None or backend.is_reference:
+        return reason
+    if call.query.dtype == torch.float64:
+        return "auto runs fp64 on the equations"
+    # Checked only while compiling or tracing: is_in_onnx_export() is slow.
+    if (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
+        return "ONNX export supports the equations only"
+    return None

@@ -1,9 +1,9 @@
-"""Soft mixtures on PyTorch's own CPU flash attention: linear memory, forward and backward.
+"""torch's CPU flash attention ("sdpa"), for soft mixtures: linear memory, forward and backward.
 
-A mixture over M components is M plain attentions over the same values, merged by their logsumexps; in the backward
-each of the M gets the merged output and logsumexp. What Gaussian keys add to a dot product is a number per key, and
-with unequal variances one per query and component: both travel as extra features of query and key, so that autograd
-outside this operator finds all their gradients.
+A mixture over M components is M softmax attentions over the same values, merged by their logsumexps; in the backward
+pass each of the M gets the merged output and logsumexp. Gaussian keys add to the dot product one term per key and, with
+unequal variances, one per query and component. Both are extra features of query and key, so that autograd outside this
+operator computes all their gradients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, repeat_hea
 from mgk._core.precision import compute_dtype, without_autocast
 from mgk.kernels.autograd import raise_no_double_backward
 
-# Queries at a time where an explicit mask is needed: the mask is [B, H, TILE, S].
+# Queries per call of the flash kernel with an explicit mask, which is [B, H, TILE, S].
 TILE = 256
-# Feature widths are padded to a multiple of this: odd ones are slower, and more padding is more work.
+# Feature widths are padded to this multiple: odd widths are slower, more padding is more work.
 WIDTH_MULTIPLE = 2
 
 
-def refuses(call: MixtureCall) -> str | None:
+def unsupported_reason(call: MixtureCall) -> str | None:
+    """Return why the call is not supported, or None."""
     if call.query.device.type != "cpu":
-        return f"it runs on the CPU, and these tensors are on {call.query.device}"
+        return f"it runs on the CPU, query is on {call.query.device}"
     if call.hard:
-        return "a hard assignment is no sum of softmaxes"
+        return "a hard assignment is not a sum of softmaxes"
     if call.return_weights:
         return "it never forms the attention weights"
     if call.dropout_p > 0:
@@ -40,14 +41,15 @@ def refuses(call: MixtureCall) -> str | None:
     if isinstance(call.scale, Tensor) and call.scale.shape[-1] != 1:
         return "it takes one scale for all keys"
     if call.transform is not None:
-        return f"{call.transform} are not covered"
+        return f"{call.transform} are not supported"
     return None
 
 
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
+    """Return the output [B, H, L, E], the lse [B, H, L], and None for the weights."""
     dtype = compute_dtype(call.query.dtype)
     with without_autocast(call.query):
-        query, keys, value = augment(call, dtype)
+        query, keys, value = add_logit_features(call, dtype)
         mask = call.attn_mask
         packed = call.packed
         output, lse = mixture_forward(
@@ -65,15 +67,18 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
 
 
 def _norm_term(call: MixtureCall, dtype: torch.dtype) -> Tensor:
-    """−τ λ/2 ‖q_i‖², [B, H, L], for a λ shared by all components."""
+    """Return −τ λ/2 ‖q_i‖², [B, H, L], for a λ shared by all components."""
     scale = call.scale[..., 0].to(dtype) if isinstance(call.scale, Tensor) else call.scale
     tau = torch.as_tensor(call.tau, dtype=dtype, device=call.query.device).reshape(1, -1, 1)
-    factor = tau * scale  # [B, Hk, 1], each of them possibly 1
+    factor = tau * scale  # [B or 1, Hk or 1, 1]
     return -0.5 * repeat_heads(factor, call.group) * call.query.to(dtype).square().sum(-1)
 
 
-def augment(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """query', keys', value' of one width F, with query'·keys'_r = ℓ_ijr (‖q‖² left out where λ is equal)."""
+def add_logit_features(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query', keys' and value' of one width F, with query'·keys'_r = ℓ_ijr.
+
+    If all components share λ, the term of ‖q‖² is left out: it cancels in the softmax.
+    """
     query, keys = call.query.to(dtype), call.component_keys(dtype)
     scale = torch.as_tensor(call.scale, dtype=dtype, device=query.device)
     tau = torch.as_tensor(call.tau, dtype=dtype, device=query.device).reshape(1, -1, 1, 1)
@@ -82,14 +87,14 @@ def augment(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     key_term = key_term.clamp(min=MASK_VALUE).unsqueeze(-1)
     ones = torch.ones_like(query[..., :1])
     if call.equal_scale:
-        # λ goes to the query, of which there is less.
+        # λ multiplies the query, which is smaller than the keys.
         query_scale = scale if scale.dim() == 0 else repeat_heads(scale, call.group)
         query_parts, key_parts = [query * query_scale, ones], [keys, key_term]
     else:
         query_parts = [query, ones, query.square().sum(-1, keepdim=True)]
         norm_factor = (-0.5 * tau * scale).expand(keys.shape[:-1]).unsqueeze(-1)
         key_parts = [keys * scale.unsqueeze(-1), key_term, norm_factor]
-    # The backward wants the value's last column free.
+    # The backward pass needs a free last column of the value.
     width = max(call.value.shape[-1] + 1, query.shape[-1] + len(query_parts) - 1)
     width += -width % WIDTH_MULTIPLE
     return (
@@ -100,7 +105,7 @@ def augment(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def _concatenate(parts: list[Tensor], width: int) -> Tensor:
-    """The parts side by side, with zeros up to `width`."""
+    """Concatenate along the last dimension, padded with zeros to `width`."""
     missing = width - sum(part.shape[-1] for part in parts)
     if missing:
         parts = [*parts, parts[0].new_zeros(*parts[0].shape[:-1], missing)]
@@ -110,7 +115,10 @@ def _concatenate(parts: list[Tensor], width: int) -> Tensor:
 def _pieces(
     query: Tensor, keys: Tensor, mask: Tensor | None, causal: str, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """The attention cut into calls that the flash kernel covers: rows, columns, top-left causal?, additive mask."""
+    """Split the attention into calls that the flash kernel supports.
+
+    Yields rows, columns, whether the piece is top-left causal, and an additive mask.
+    """
     if cu_q is None or cu_k is None:
         spans = [(slice(0, query.shape[2]), slice(0, keys.shape[3]))]
     else:
@@ -128,25 +136,25 @@ def _pieces(
             local = local[..., columns]
         for start in range(0, queries, TILE):
             tile = slice(start, min(start + TILE, queries))
-            seen = length
+            visible = length
             if causal:
-                seen = min(length, tile.stop + (length - queries if causal == "bottom-right" else 0))
-            if seen <= 0:
+                visible = min(length, tile.stop + (length - queries if causal == "bottom-right" else 0))
+            if visible <= 0:
                 continue
             allowed = allowed_pairs(tile, queries, length, local, causal or None, None, query)
-            bias = query.new_zeros(1, 1, tile.stop - tile.start, seen)
+            bias = query.new_zeros(1, 1, tile.stop - tile.start, visible)
             if local is not None and local.dtype != torch.bool:
                 part = block_of_rows(local, tile)
-                bias = bias + (part if part.shape[-1] == 1 else part[..., :seen]).clamp(min=MASK_VALUE)
+                bias = bias + (part if part.shape[-1] == 1 else part[..., :visible]).clamp(min=MASK_VALUE)
             if allowed is not None:
-                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :seen]), MASK_VALUE)
+                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :visible]), MASK_VALUE)
             # The sum has the layout of the mask.
             bias = bias.contiguous().expand(query.shape[0], query.shape[1], -1, -1)
-            yield _offset(tile, rows.start), slice(columns.start, columns.start + seen), False, bias
+            yield _offset(tile, rows.start), slice(columns.start, columns.start + visible), False, bias
 
 
 def _for_query_heads(tensor: Tensor, group: int) -> Tensor:
-    """Repeated also where there is one key head: the flash kernel does not broadcast, it reads past the end."""
+    """Repeat the key heads, a single one too: the flash kernel does not broadcast, it reads out of bounds."""
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
 
 
@@ -173,9 +181,19 @@ def mixture_forward(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over keys and components of query·keys_r: output [B, H, L, F] and lse [B, H, L].
+    """Attend with the softmax of query·keys_r over keys and components. Inputs may have any strides.
 
-    query [B, H, L, F], keys [B, Hk, M, S, F], value [B, Hk, S, F] with zeros in its last column; any strides.
+    Args:
+        query: [B, H, L, F].
+        keys: [B, Hk, M, S, F].
+        value: [B, Hk, S, F], with zeros in its last column.
+        mask: Bool (True = attend) or additive, broadcastable to [B, H, L, S], or None.
+        causal: "", "top-left" or "bottom-right".
+        cu_seqlens_q: Offsets [N + 1] of packed queries, or None.
+        cu_seqlens_k: Offsets [N + 1] of packed keys, or None.
+
+    Returns:
+        The output [B, H, L, F] and the lse [B, H, L].
     """
     query, keys, value = _row_major(query, keys, value)
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
@@ -205,16 +223,16 @@ def mixture_forward(
 
 
 def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One attention over all components out of those over each: outputs [B, H, L, F] and logsumexps [B, H, L]."""
+    """Merge the outputs [B, H, L, F] and logsumexps [B, H, L] of all components into one attention."""
     lses = torch.stack([lse for _, lse in results])
     total = lses.logsumexp(0)
-    hidden = total < MASK_VALUE / 2
-    # Not exp(lse - total): a large lse is rounded, and the shares would not sum to 1.
-    shares = lses.softmax(0).masked_fill(hidden, 0).unsqueeze(-1)
+    masked = total < MASK_VALUE / 2
+    # Not exp(lse - total): the rounding of a large lse would keep the shares from summing to 1.
+    shares = lses.softmax(0).masked_fill(masked, 0).unsqueeze(-1)
     merged = results[0][0].mul_(shares[0])
     for (output, _), share in zip(results[1:], shares[1:], strict=True):
         merged.addcmul_(output, share)
-    return merged, total.masked_fill(hidden, -math.inf)
+    return merged, total.masked_fill(masked, -math.inf)
 
 
 @mixture_forward.register_fake
@@ -236,13 +254,14 @@ def mixture_backward(
     output: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, keys and value."""
     query, keys, value = _row_major(query, keys, value)
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
     all_keys, all_value = _for_query_heads(keys, group), _for_query_heads(value, group)
     grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
-    # Rows without keys: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
+    # Fully masked rows: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
     lse = lse.masked_fill(lse == -math.inf, -MASK_VALUE)
-    # The kernel uses the output for δ = dO·O alone, and d lse is to be taken from δ: the free last column carries it.
+    # The kernel uses the output only for δ = dO·O, from which d lse is subtracted: the free last column carries it.
     grad_output, output = (x.clone(memory_format=torch.contiguous_format) for x in (grad_output, output))
     grad_output[..., -1] = 1
     output[..., -1] = -grad_lse
@@ -273,8 +292,8 @@ def mixture_backward(
 def _(
     grad_output: Tensor, grad_lse: Tensor, query: Tensor, keys: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    like = torch.contiguous_format
-    return tuple(torch.empty_like(x, memory_format=like) for x in (query, keys, value))
+    layout = torch.contiguous_format
+    return tuple(torch.empty_like(x, memory_format=layout) for x in (query, keys, value))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""On the meta device nothing is computed: the products that the algorithm needs are formed in shape alone.
+"""Shapes only ("meta"): forms the products of the algorithm for tensors on the meta device.
 
-So parameters and FLOPs of a model can be counted without memory, by torch's own counter: 2 a multiply-add, causal calls
-in full, exponentials and the work per key not at all.
+Parameters and FLOPs of a model can be counted without memory by torch's own counter: 2 per multiply-add, causal calls
+in full; exponentials and the work per key are not counted.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from mgk._core.calls import LinearCall, MixtureCall
 from mgk._core.masks import repeat_heads
 
 
-def refuses(call: MixtureCall | LinearCall) -> str | None:
-    return None if call.query.device.type == "meta" else "it computes nothing: it is for tensors on the meta device"
+def unsupported_reason(call: MixtureCall | LinearCall) -> str | None:
+    """Return why the call is not supported, or None."""
+    if call.query.device.type == "meta":
+        return None
+    return "it is for tensors on the meta device: it computes shapes only"
 
 
 def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
-    """One product query·key for each pair where keys are shifted, M where they are independent; then one with value."""
+    """Form query·key (once for shifted keys, M times for independent ones) and weights·value."""
     keys = call.keys.unsqueeze(2) if call.shift is not None else call.keys
     keys, value = repeat_heads(keys, call.group), repeat_heads(call.value, call.group)
     weights = (call.query.unsqueeze(2) @ keys.transpose(-1, -2)).sum(2)
@@ -25,7 +28,7 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Σ φ̃ vᵀ over the keys, then φ(q)·Z and φ(q)·z for each query."""
+    """Form Z = Σ φ̃ vᵀ over the keys, then φ(q)·Z and φ(q)·z for each query."""
     query, key = call.feature_map(call.query), call.feature_map(call.component_keys(call.query.dtype)[:, :, 0])
     total = key.transpose(-1, -2) @ call.value
     state = (total, total[..., 0])

@@ -290,7 +290,7 @@ def test_explain_backend_wants_an_operator():
 def test_explain_backend_of_a_backend_that_is_named():
     call = mgk.mgk_attention, QUERY, KEYS, VALUE
     assert mgk.explain_backend(*call, backend="eager").backend == "eager"
-    for backend, told in (("nonsense", "backend must be one of"), ("triton", "'triton' does not cover this call")):
+    for backend, told in (("nonsense", "backend must be one of"), ("triton", "'triton' does not support this call")):
         with pytest.raises(ValueError, match=told):
             mgk.explain_backend(*call, backend=backend)
     with pytest.raises(ValueError, match="args of smgk_attention: missing a required argument: 'shift'"):

@@ -7,7 +7,7 @@ import torch._dynamo.testing
 
 import mgk
 from mgk._core.calls import linear_call
-from mgk.backends import chunked, fused_linear
+from mgk.backends import eager, triton
 from tests.backends import test_operators as table
 from tests.backends.test_operators import Shape
 
@@ -143,7 +143,7 @@ def test_without_the_denominator(is_causal):
     g = torch.randn(1, 2, 70, 16, device=DEVICE)
     found = [
         (out, *torch.autograd.grad(out, list(x.values()), g))
-        for out in (fused_linear.run(call)[0], chunked.run_eager(call)[0])
+        for out in (triton.run_linear(call)[0], eager.run_linear(call)[0])
     ]
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
@@ -214,7 +214,7 @@ NOT_COVERED = {
     "weights": ({"return_weights": True}, "weights are never formed"),
     "full-packed": (
         {"is_causal": False, "cu_seqlens": torch.tensor([0, 20, 50], dtype=torch.int32)},
-        "only causal ones",
+        "is_causal=True only",
     ),
     "callable": ({"feature_map": mgk.DPFP()}, "only the feature maps"),
     "double": ({"dtype": torch.float64}, "float64"),
@@ -380,12 +380,12 @@ def test_one_token_more(name, feature_map, normalise, dtype, monkeypatch, poison
         exact = {name: x if x is None else x.double() for name, x in there.items()}
         options = {"shifted": op == "smlk", "feature_map": feature_map, "is_causal": True, "return_state": True}
         with torch.no_grad():
-            found, found_state, _ = fused_linear.run(
+            found, found_state, _ = triton.run_linear(
                 linear_call(**there, **options, initial_state=state, normalise=normalise)
             )
             before = None if state is None else tuple(x.double() for x in state)
             call = linear_call(**exact, **options, initial_state=before, normalise=normalise)
-            wanted, wanted_state, _ = chunked.run_eager(call)
+            wanted, wanted_state, _ = eager.run_linear(call)
         tolerance = 20 * torch.finfo(dtype).eps
         for x, y in ((found, wanted), *zip(found_state, wanted_state, strict=True)):
             assert x.shape == y.shape
@@ -399,5 +399,5 @@ def test_one_token_keeps_its_gradients():
     x = {"query": (1, 1, 1, 4), "keys": (1, 1, 2, 1, 4), "value": (1, 1, 1, 4)}
     given = {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in x.items()}
     state = (torch.rand(1, 1, 4, 4, device=DEVICE), torch.rand(1, 1, 4, device=DEVICE))
-    out, _, _ = fused_linear.run(linear_call(**given, is_causal=True, initial_state=state, return_state=True))
+    out, _, _ = triton.run_linear(linear_call(**given, is_causal=True, initial_state=state, return_state=True))
     assert all(g.any() for g in torch.autograd.grad(out.square().sum(), list(given.values())))

@@ -108,7 +108,7 @@ def test_blend_as_a_product(M, monkeypatch, poisoned):
         found = []
         for way in (1, 3):
             monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
-            found.append(triton.run(make_call(x, **options)))
+            found.append(triton.run_mixture(make_call(x, **options)))
         assert std > 1 or not torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[1][0], found[0][0], atol=limit, rtol=limit)
         torch.testing.assert_close(found[1][1], found[0][1], atol=limit, rtol=limit)
@@ -156,7 +156,7 @@ def test_blend_as_a_product_of_packed_sequences(monkeypatch, poisoned):
     found = []
     for way in (0, 2):
         monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
-        out = triton.run(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))[0][:, :, :57]
+        out = triton.run_mixture(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))[0][:, :, :57]
         found.append(torch.autograd.grad(out.square().sum(), list(x.values())))
     for name, want, got in zip(x, *found, strict=True):
         want, got = (g[..., :57, :] if name in ("query", "keys", "value") else g for g in (want, got))
@@ -206,7 +206,7 @@ def test_a_packed_sequence_without_keys(variant, hard, monkeypatch, poisoned):
     leaves, _ = case(variant, H=2, Hk=2, L=48, S=40, prior=False)
     x = {name: t.to(DEVICE, FORCED).requires_grad_() for name, t in leaves.items()}
     rows, columns = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([0, 16, 32, 48], [0, 20, 20, 40]))
-    out = triton.run(make_call(x, hard=hard, packed=Packed(rows, columns, 16, 20)))[0]
+    out = triton.run_mixture(make_call(x, hard=hard, packed=Packed(rows, columns, 16, 20)))[0]
     gradients = torch.autograd.grad(out.float().square().sum(), list(x.values()))
     assert not out[:, :, 16:32].any()
     assert not gradients[list(x).index("query")][:, :, 16:32].any()
@@ -260,13 +260,13 @@ def same_in_two_launches(leaves, options, dtype, monkeypatch):
     """Such large numbers are beyond what bf16 and fp16 tell right from wrong; but a tile takes the same form, and so
     the same roundings, in one launch as in two."""
     x = {name: t.to(DEVICE, dtype) for name, t in leaves.items()}
-    output, lse = (t.shape for t in triton.run(make_call(x, **options))[:2])
+    output, lse = (t.shape for t in triton.run_mixture(make_call(x, **options))[:2])
     g = torch.Generator().manual_seed(1)
     weights = torch.randn(output, generator=g).to(dtype), 0.3 * torch.randn(lse, generator=g).to(dtype)
     found = []
     for pairs in (0, SMALL_PAIRS):
         monkeypatch.setattr(triton_launch, "SMALL_PAIRS", pairs)
-        found.append(gradients(lambda y: triton.run(make_call(y, **options))[:2], x, weights))
+        found.append(gradients(lambda y: triton.run_mixture(make_call(y, **options))[:2], x, weights))
     for name, want in found[0].items():
         want, got = (t.float().cpu() for t in (want, found[1][name]))
         finite = torch.isfinite(want)
@@ -302,7 +302,7 @@ def test_safe_tiles_take_the_fast_form(M, monkeypatch, poisoned):
         monkeypatch.setattr(triton_launch, "BOUNDED", dtypes)
         monkeypatch.setattr(triton_launch, "SMALL_PAIRS", pairs)
         weights = torch.ones(1, 1, 50, 16), torch.ones(1, 1, 50)
-        found[name] = gradients(lambda y: triton.run(make_call(y, **options))[:2], x, weights)
+        found[name] = gradients(lambda y: triton.run_mixture(make_call(y, **options))[:2], x, weights)
     for which in ("out", "query", "keys"):
         assert torch.equal(found["either"][which], found["first"][which]), which
         assert not torch.equal(found["either"][which], found["general"][which]), which

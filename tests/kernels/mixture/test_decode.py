@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import mgk
-from mgk import functional
-from mgk.backends import triton
+from mgk.backends import MIXTURE_BACKENDS, triton
 from mgk.kernels.mixture import launch as triton_launch
 from mgk.kernels.mixture import ops
 from mgk.models import DecoderConfig, LanguageModel
@@ -115,7 +114,7 @@ def check(shape, dtype, monkeypatch, *kernels):
         rounded = {n: t.to(dtype).double() for n, t in leaves.items()}
         exact = truth(rounded, torch.float64, **options)
         rough = truth({n: t.to(dtype) for n, t in rounded.items()}, dtype, **options)
-        got = triton.run(make_call({n: t.to(DEVICE, dtype) for n, t in rounded.items()}, **options))
+        got = triton.run_mixture(make_call({n: t.to(DEVICE, dtype) for n, t in rounded.items()}, **options))
         for key, x, y, want in zip(errors, got, rough, exact, strict=False):
             finite = torch.isfinite(want)
             assert torch.equal(torch.isfinite(x.cpu()), finite), key
@@ -136,10 +135,10 @@ def test_gradients_are_not_lost(monkeypatch):
     seen = splits(monkeypatch)
     leaves, _ = case(L=1, S=40)
     x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
-    plain = triton.run(make_call(x))[0]
+    plain = triton.run_mixture(make_call(x))[0]
     assert len(seen) == 1
     x["shift"].requires_grad_()
-    out = triton.run(make_call(x))[0]
+    out = triton.run_mixture(make_call(x))[0]
     assert len(seen) == 1
     assert torch.autograd.grad(out.sum(), x["shift"])[0].any()
     torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
@@ -164,7 +163,7 @@ def test_only_so_many_keys_are_there(name, monkeypatch, poisoned):
     leaves, options = case(**{"L": 1, **(CASES | GROUPS)[name]})
     x = {key: t.to(DEVICE, torch.float32) for key, t in leaves.items()}
     call = make_call(x, **options)
-    wanted = triton.run(call)[:2]
+    wanted = triton.run_mixture(call)[:2]
     length = call.value.shape[2]
     longer = replace(
         call,
@@ -174,23 +173,23 @@ def test_only_so_many_keys_are_there(name, monkeypatch, poisoned):
         attn_mask=roomy(call.attn_mask, 3),
         count=torch.tensor([length], dtype=torch.int32, device=DEVICE),
     )
-    assert triton.refuses(longer) is None
-    for found, want in zip(triton.run(longer), wanted, strict=False):
+    assert triton.mixture_unsupported_reason(longer) is None
+    for found, want in zip(triton.run_mixture(longer), wanted, strict=False):
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
     hiding = replace(longer, keys=call.keys, value=call.value, log_prior=call.log_prior, attn_mask=call.attn_mask)
-    torch.testing.assert_close(triton.run(hiding.hiding())[0], wanted[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(triton.run_mixture(hiding.hiding())[0], wanted[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant, kv_heads", [("softmax", None), ("smgk", None), ("mgk", 2), ("mlk", None)])
 def test_a_model_decodes_with_it(variant, kv_heads, monkeypatch):
     """No mask is made where the kernel can count."""
-    calls, run = [], triton.run
+    calls, run = [], triton.run_mixture
 
     def note(call):
         calls.append(call)
         return run(call)
 
-    monkeypatch.setitem(functional.MIXTURE_BACKENDS, "triton", functional.Backend(triton.refuses, note))
+    monkeypatch.setitem(MIXTURE_BACKENDS, "triton", MIXTURE_BACKENDS["triton"]._replace(run=note))
     config = DecoderConfig(20, 9, 16, 16, 1, 4, kv_heads, 16, variant)
     model = LanguageModel(config).to(DEVICE).eval()
     text = torch.randint(20, (2, 9), device=DEVICE)

@@ -150,8 +150,8 @@ def measure(leaves, options, dtype, yardstick=True):
 
     def ours(x):
         call = make_call(x, **options)
-        assert triton.refuses(call) is None
-        return triton.run(call)[:2]
+        assert triton.mixture_unsupported_reason(call) is None
+        return triton.run_mixture(call)[:2]
 
     got = gradients(ours, {n: t.to(DEVICE, dtype) for n, t in rounded.items()}, weights)
     report = {}
@@ -276,7 +276,7 @@ def test_range(dtype, monkeypatch):
     x["value"][0, 0, 0] = 1.0
     rounded = {name: t.to(dtype).double() for name, t in x.items()}
     want, _ = truth(rounded, torch.float64)
-    got = triton.run(make_call({name: t.to(DEVICE, dtype) for name, t in x.items()}))[0]
+    got = triton.run_mixture(make_call({name: t.to(DEVICE, dtype) for name, t in x.items()}))[0]
     assert 0.01 < want[0, 0, 0, 0] < 1 or dtype != torch.float32
     torch.testing.assert_close(got.cpu().double(), want, atol=0.02, rtol=0.02)
 
@@ -287,14 +287,14 @@ def test_dropout_drops_weights():
     leaves, _ = case(L=24, S=32, H=2, Hk=1, E=32)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
     eye = {**x, "value": torch.eye(32, device=DEVICE).view(1, 1, 32, 32)}
-    plain = triton.run(make_call(eye))[0]
+    plain = triton.run_mixture(make_call(eye))[0]
     torch.manual_seed(3)
-    dropped = triton.run(make_call(eye, dropout_p=0.25))[0]
+    dropped = triton.run_mixture(make_call(eye, dropout_p=0.25))[0]
     kept = dropped != 0
     torch.testing.assert_close(dropped, torch.where(kept, plain / 0.75, 0), atol=1e-6, rtol=1e-5)
     assert 0.7 < kept.float().mean() < 0.8
     torch.manual_seed(3)
-    out = triton.run(make_call(x, dropout_p=0.25))[0]
+    out = triton.run_mixture(make_call(x, dropout_p=0.25))[0]
     keys = x["keys"].unsqueeze(2) + x["shift"].unsqueeze(-2)
     weights = oracle.mixture(x["query"].cpu(), keys.cpu(), x["value"].cpu(), log_prior=x["log_prior"].cpu())[1]
     by_hand = (weights.to(DEVICE) * kept / 0.75) @ x["value"]
@@ -312,7 +312,8 @@ def test_same_bits_every_time(variant, hard):
     leaves, options = case(variant, L=65, S=65, H=4, Hk=2, causal="top-left", hard=hard, prior=not hard)
     x = {name: t.to(DEVICE, DTYPES[-1]) for name, t in leaves.items()}
     weights = torch.randn(1, 4, 65, 16), torch.randn(1, 4, 65)
-    runs = [gradients(lambda x: triton.run(make_call(x, **options))[:2], x, weights) for _ in range(1000 if GPU else 2)]
+    repeats = range(1000 if GPU else 2)
+    runs = [gradients(lambda x: triton.run_mixture(make_call(x, **options))[:2], x, weights) for _ in repeats]
     for run in runs[1:]:
         for name, t in run.items():
             assert torch.equal(t, runs[0][name]), name

@@ -46,7 +46,7 @@ def tensors(**options):
 
 def gradients(x, **options):
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    out = triton.run(make_call(x, **options))[0]
+    out = triton.run_mixture(make_call(x, **options))[0]
     torch.autograd.grad(out.sum(), list(x.values()))
 
 
@@ -85,7 +85,7 @@ def test_other_tensors_other_launches(change, steps):
     for given in (x, changed, x):
         leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
         call = make_call(leaves, causal="top-left")
-        found, want = triton.run(call)[0], eager.run(call)[0]
+        found, want = triton.run_mixture(call)[0], eager.run_mixture(call)[0]
         limit = 1e-5 if found.dtype == torch.float32 else 5e-3
         torch.testing.assert_close(found, want, atol=limit, rtol=limit)
         pairs = [torch.autograd.grad(y.sum(), list(leaves.values())) for y in (found, want)]
@@ -166,11 +166,11 @@ def test_gradients_or_not_by_the_flags_of_now():
     x = tensors()
     for _ in range(2):
         call = make_call(x)
-        assert not triton.run(call)[0].requires_grad
+        assert not triton.run_mixture(call)[0].requires_grad
         x["shift"].requires_grad_()
-        assert triton.run(call)[0].requires_grad
+        assert triton.run_mixture(call)[0].requires_grad
         with torch.no_grad():
-            assert not triton.run(call)[0].requires_grad
+            assert not triton.run_mixture(call)[0].requires_grad
         x["shift"].requires_grad_(False)
 
 
@@ -181,7 +181,7 @@ def test_a_preparation_that_writes_an_operand_is_another(monkeypatch):
     monkeypatch.setattr(triton_launch, "launch", lambda step, tensors, floats: steps.append((step, tensors[-1])))
     for way in (1, 3):
         monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
-        triton.run(make_call(tensors()))
+        triton.run_mixture(make_call(tensors()))
     (plain, nothing), _, (writing, operand), _ = steps
     assert nothing is None
     assert operand is not None
@@ -306,7 +306,7 @@ def test_as_many_sequences_as_there_are(steps, monkeypatch):
     monkeypatch.setattr(em_ops, "launch", lambda step, *_: steps.append(step))
     query, value = torch.empty(70_000, 1, 2, 16), torch.empty(70_000, 1, 2, 16)
     call = make_call({"query": query, "keys": query, "value": value, "shift": torch.empty(1, 2, 16)})
-    triton.run(call)
+    triton.run_mixture(call)
     em_ops.component_counts(query, query, call.shift, *(None,) * 6, 1.0, 1.0, 0, 2, 2)
     assert {step.kernel.__name__ for step in steps} >= {"prepare_keys", "query_terms", "count_components"}
     assert max(n for step in steps for n in step.grid[1:]) <= 65_535

@@ -57,7 +57,7 @@ def test_parts_give_the_same_bits(name, monkeypatch):
     options = dict(CASES[name])
     at_a_time = options.pop("at_a_time", 1)
     call = make(**options)
-    want = triton.run(call)
+    want = triton.run_mixture(call)
     held = []
 
     def into(out, lse, prepared, *rest):
@@ -67,7 +67,7 @@ def test_parts_give_the_same_bits(name, monkeypatch):
 
     monkeypatch.setattr(launch_parts, "key_heads_of_part", lambda *_: at_a_time)
     monkeypatch.setattr(launch_parts, "forward_into", into)
-    got = triton.run(call)
+    got = triton.run_mixture(call)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert len(held) > 1
@@ -78,7 +78,7 @@ def test_parts_give_the_same_bits(name, monkeypatch):
 def test_no_lse_where_nobody_asks(monkeypatch):
     """Others keep it for the backward pass; without one it is not even allocated."""
     call = make(1, 2, 2)
-    want = triton.run(call)[0]
+    want = triton.run_mixture(call)[0]
     given = []
 
     def into(out, lse, *rest):
@@ -86,7 +86,7 @@ def test_no_lse_where_nobody_asks(monkeypatch):
         launch.forward_into(out, lse, *rest)
 
     monkeypatch.setattr(launch_parts, "forward_into", into)
-    got, lse, _ = triton.run(dataclasses.replace(call, return_lse=False))
+    got, lse, _ = triton.run_mixture(dataclasses.replace(call, return_lse=False))
     assert torch.equal(got, want)
     assert lse is None
     assert given == [None]

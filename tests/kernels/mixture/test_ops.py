@@ -40,10 +40,10 @@ def test_no_synchronisation(variant, hard):
     weights = torch.ones(1, 1, 37, 16, device=DEVICE, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     with waiting_is_an_error():
-        out = triton.run(make_call(x, causal="top-left", hard=hard, dropout_p=0.1))[0]
+        out = triton.run_mixture(make_call(x, causal="top-left", hard=hard, dropout_p=0.1))[0]
         torch.autograd.grad(out, list(x.values()), weights)
         with torch.no_grad():
-            triton.run(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
+            triton.run_mixture(make_call({**x, "query": x["query"][:, :, :1]}, hard=hard))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "operator"])
@@ -53,7 +53,7 @@ def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
     monkeypatch.setattr("mgk.kernels.autograd.needs_dispatcher", lambda: compiled)
     leaves, _ = case(variant, B=2, H=4, Hk=2)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
-    out = triton.run(make_call(x))[0]
+    out = triton.run_mixture(make_call(x))[0]
     large = [name for name in x if name in ("query", "keys", "value")]
     gradients = dict(zip(x, torch.autograd.grad(out.sum(), list(x.values())), strict=True))
     found = [out, *(gradients.pop(name) for name in large)]
@@ -62,7 +62,7 @@ def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
     assert all(gradient.stride() == x[name].stride() for name, gradient in gradients.items())
     # Users may change a result in place, also one of inference.
     with torch.no_grad():
-        out = triton.run(make_call(x))[0]
+        out = triton.run_mixture(make_call(x))[0]
     out += x["value"][:, :, :1].mean()
 
 
@@ -131,27 +131,28 @@ FORWARD_MODE_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script. is de
 
 @FORWARD_MODE_WARNS
 def test_says_why_not():
+    unsupported_reason = triton.mixture_unsupported_reason
     leaves, _ = case()
     x = {name: t.to(DEVICE) for name, t in leaves.items()}
-    assert "float64" in triton.refuses(make_call(x))
+    assert "float64" in unsupported_reason(make_call(x))
     wide = {**x, "query": torch.zeros(1, 1, 4, 300), "keys": torch.zeros(1, 1, 4, 300)}
-    assert "256" in triton.refuses(make_call({name: t.float().to(DEVICE) for name, t in wide.items()}))
+    assert "256" in unsupported_reason(make_call({name: t.float().to(DEVICE) for name, t in wide.items()}))
     each = {**x, "scale": torch.ones(1, 1, 2, 37)}
-    assert "per position" in triton.refuses(make_call({name: t.float().to(DEVICE) for name, t in each.items()}))
+    assert "per position" in unsupported_reason(make_call({name: t.float().to(DEVICE) for name, t in each.items()}))
     x = {name: t.float() for name, t in x.items()}
     scales, mask = {**x, "scale": torch.ones(1, 1, 2, 1, device=DEVICE)}, torch.zeros(1, 1, 37, 37, device=DEVICE)
-    assert "scale per component" in triton.refuses(make_call({**scales, "attn_mask": mask}))
+    assert "scale per component" in unsupported_reason(make_call({**scales, "attn_mask": mask}))
     for allowed in (
         {**scales, "attn_mask": mask > 0},
         {**scales, "attn_mask": mask[:, :, :1]},
         {**x, "attn_mask": mask},
     ):
-        assert triton.refuses(make_call(allowed)) is None
-    assert "width 0" in triton.refuses(make_call({**x, "value": x["value"][..., :0]}))
+        assert unsupported_reason(make_call(allowed)) is None
+    assert "width 0" in unsupported_reason(make_call({**x, "value": x["value"][..., :0]}))
     with forward_ad.dual_level():
-        assert triton.refuses(make_call(x)) is None
+        assert unsupported_reason(make_call(x)) is None
         moving = forward_ad.make_dual(x["query"], torch.ones_like(x["query"]))
-        assert "forward-mode" in triton.refuses(make_call({**x, "query": moving}))
+        assert "forward-mode" in unsupported_reason(make_call({**x, "query": moving}))
 
 
 @FORWARD_MODE_WARNS
@@ -186,12 +187,12 @@ def test_compiles_once_for_all_lengths():
 
     @torch.compile(backend=counter, fullgraph=True)
     def attend(x):
-        return triton.run(make_call(x, causal="top-left", return_lse=False))[0].sum()
+        return triton.run_mixture(make_call(x, causal="top-left", return_lse=False))[0].sum()
 
     for length in range(34, 54 if GPU else 39):
         leaves, _ = case(L=length, S=length)
         x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
-        want = triton.run(make_call(x, causal="top-left"))[0].sum()
+        want = triton.run_mixture(make_call(x, causal="top-left"))[0].sum()
         got = attend(x)
         torch.testing.assert_close(got, want)
         torch.autograd.grad(got, list(x.values()))
@@ -201,7 +202,7 @@ def test_compiles_once_for_all_lengths():
 def test_flops_are_counted():
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         leaves, _ = case(L=8, S=32)
-        triton.run(make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}))
+        triton.run_mixture(make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}))
     assert counter.get_total_flops() == 2 * 8 * 32 * (16 + 16)
 
 
