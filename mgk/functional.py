@@ -290,8 +290,8 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
 def intercept_calls(handler: CallHandler) -> Iterator[None]:
     """Pass every operator call of this thread, and its result, to a handler.
 
-    Calls of the four operators and of the layers are intercepted. Compiled code runs eagerly in the meantime, because
-    it does not reach the handler.
+    Calls of the four operators and of the layers are intercepted. Compiled code is not: run it under
+    `torch.compiler.set_stance("force_eager")`.
 
     Args:
         handler: Called as handler(call, result) after each call. It returns the result that the model receives: the
@@ -299,8 +299,7 @@ def intercept_calls(handler: CallHandler) -> Iterator[None]:
     """
     token = _call_handlers.set((handler, *_call_handlers.get()))
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         _call_handlers.reset(token)
 

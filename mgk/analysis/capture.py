@@ -1,4 +1,4 @@
-"""Looks over the shoulder of a model: what its attention layers ask of the operators, as they ask it.
+"""Interception of the attention-operator calls that a model makes.
 
 Nothing is kept here. A call holds queries, keys and values, from which the weights are computed again in blocks of
 rows (see `weights`), so that no matrix of all pairs has to exist.
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk import functional
 from mgk._core.calls import LinearCall, MixtureCall
 from mgk.attention import Attention
+from mgk.functional import intercept_calls
 from mgk.multihead import MultiheadAttention
 
 Call = MixtureCall | LinearCall
@@ -26,8 +26,8 @@ Watcher = Callable[[str, Call, Tensor], Tensor]
 Watch = Callable[[nn.Module, Watcher], AbstractContextManager[None]]
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
-# One at a time: the operators are looked up in one place, `mgk.functional`.
-_lock = threading.Lock()
+# The stance of torch.compile and the hooks of a model are shared by all threads.
+_lock = threading.RLock()
 
 
 def attention_layers(model: nn.Module) -> dict[nn.Module, str]:
@@ -39,36 +39,38 @@ def attention_layers(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def capture_attention(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """While it lasts, every call of an operator that `model` makes is shown to the watcher."""
-    names = attention_layers(model)
-    inside: list[str] = []
-    others = 0
+def capture_attention(model: nn.Module, watcher: Watcher, layer_stack: list[str] | None = None) -> Iterator[None]:
+    """Pass every attention-operator call that a model makes to a watcher.
 
-    def shown(call: Call, result: Any) -> Any:
-        nonlocal others
-        if inside:
-            name = inside[-1]
+    Args:
+        model: The model; its modules of type Attention and MultiheadAttention name the calls.
+        watcher: Called with the layer's name, the call and its output; returns the output that the model receives.
+        layer_stack: Names of the layers that are running, innermost last. A caller that runs operators for other layers
+            pushes their names. A call outside all layers is named "call 0", "call 1", ...
+    """
+    running = [] if layer_stack is None else layer_stack
+    unnamed_calls = 0
+
+    def handle(call: Call, result: Any) -> Any:
+        nonlocal unnamed_calls
+        if running:
+            name = running[-1]
         else:
-            name, others = f"call {others}", others + 1
+            name, unnamed_calls = f"call {unnamed_calls}", unnamed_calls + 1
         output, *extras = result if isinstance(result, tuple) else (result,)
         output = watcher(name, call, output)
         return (output, *extras) if extras else output
 
-    run_mixture, run_linear = functional.run_mixture, functional.run_linear
     with ExitStack() as stack:
         stack.enter_context(_lock)
-        # What was compiled would run past the two functions below.
+        # Compiled code is not intercepted.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module, name in names.items():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
-            leave = module.register_forward_hook(lambda *_: inside.pop() and None, always_call=True)
+        for module, name in attention_layers(model).items():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            leave = module.register_forward_hook(lambda *_: running.pop() and None, always_call=True)
             stack.callback(enter.remove)
             stack.callback(leave.remove)
-        stack.callback(setattr, functional, "run_mixture", run_mixture)
-        stack.callback(setattr, functional, "run_linear", run_linear)
-        functional.run_mixture = lambda call, backend: shown(call, run_mixture(call, backend))
-        functional.run_linear = lambda call, backend: shown(call, run_linear(call, backend))
+        stack.enter_context(intercept_calls(handle))
         yield
 
 

@@ -23,8 +23,6 @@ from mgk._core.validation import fail
 from mgk.analysis.capture import Watcher, attention_layers
 from mgk.analysis.capture import capture_attention as capture_native_attention
 from mgk.analysis.inputs import PATH_HINT
-
-# As it is before anyone watches it, so that a call is seen once.
 from mgk.functional import run_mixture
 from mgk.hf.attention_interface import find_model_class, replace_attention, with_infinite_mask
 
@@ -54,7 +52,9 @@ def _load(config: Any, name: str) -> Any:
     return chosen.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
 
 
-def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
+def _attend(layer_stack: list[str], names: dict[nn.Module, str]) -> Any:
+    """Return an attention function that runs on the operators under the name of the calling layer."""
+
     def attend(
         module: nn.Module,
         query: Tensor,  # [B, H, L, D]
@@ -74,7 +74,11 @@ def _attend(watcher: Watcher, names: dict[nn.Module, str]) -> Any:
         if (bias := extras.get("position_bias")) is not None:
             mask = bias if mask is None else bias + mask
         call = mixture_call(query, key.unsqueeze(2), value, mask, scale=scaling, similarity="dot")
-        output = watcher(names[module], call, run_mixture(call, "auto"))
+        layer_stack.append(names[module])
+        try:
+            output = run_mixture(call, "auto")
+        finally:
+            layer_stack.pop()
         return output.transpose(1, 2).contiguous(), None
 
     return attend
@@ -85,10 +89,11 @@ def capture_attention(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """`mgk.analysis.capture.capture_attention` for a Transformers model, which may have layers of ours inside."""
     assert isinstance(model, PreTrainedModel)
     names = {module: name for name, module in model.named_modules()}
-    with replace_attention(model, WATCHED, _attend(watcher, names)) as replaced:
+    layer_stack: list[str] = []
+    with replace_attention(model, WATCHED, _attend(layer_stack, names)) as replaced:
         if not replaced and not attention_layers(model):
             fail("--hf", f"names a {type(model).__name__}, which does not let its attention be watched")
-        with capture_native_attention(model, watcher):
+        with capture_native_attention(model, watcher, layer_stack):
             yield
 
 

@@ -99,46 +99,44 @@ def select_backend(
     """
     backends = MIXTURE_BACKENDS if isinstance(call, MixtureCall) else LINEAR_BACKENDS
     reasons: dict[str, str] = {}
-    selected: Backend | None = None
     if name != "auto":
-        selected = _backend_by_name(backends, name, call)
+        one_of("backend", name, backend_names(backends))
+        backend = backends[name]
+        reason = backend.unsupported_reason(call)
+        if reason is not None:
+            fail("backend", f"{name!r} does not support this call: {reason}. Use 'auto' or 'eager'")
         if explain:
             others = (other for other in backend_names(backends) if other not in ("auto", name))
             reasons = dict.fromkeys(others, f"backend={name!r} was requested")
-        return selected, reasons
-    for backend in backends.values():
-        if backend.name == "meta" and not call.query.is_meta:
+        return backend, reasons
+    selected: Backend | None = None
+    for key, backend in backends.items():
+        if key == "meta" and not call.query.is_meta:
             continue
-        if selected is None:
-            reason = _rejection_reason(backend, call)
-        else:
-            reason = f"{selected.name} supports the call and is faster"
+        if selected is not None:
+            reasons[key] = f"{selected.name} supports the call and is faster"
+            continue
+        reason = backend.unsupported_reason(call)
+        if reason is None:
+            reason = _passed_over_reason(backend, call)
         if reason is not None:
-            reasons[backend.name] = reason
-        else:
-            selected = backend
-            if not explain:
-                break
+            reasons[key] = reason
+            continue
+        if not explain:
+            return backend, reasons
+        selected = backend
     assert selected is not None  # eager supports every call
     return selected, reasons
 
 
-def _backend_by_name(backends: Mapping[str, Backend], name: str, call: MixtureCall | LinearCall) -> Backend:
-    one_of("backend", name, backend_names(backends))
-    backend = backends[name]
-    reason = backend.unsupported_reason(call)
-    if reason is not None:
-        fail("backend", f"{name!r} does not support this call: {reason}. Use 'auto' or 'eager'")
-    return backend
-
-
-def _rejection_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None:
-    """Return why "auto" does not run the call on the backend, or None."""
-    reason = backend.unsupported_reason(call)
-    if reason is None and backend.prefer_other_reason is not None:
+def _passed_over_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None:
+    """Return why "auto" does not run a supported call on the backend, or None."""
+    if backend.prefer_other_reason is not None:
         reason = backend.prefer_other_reason(call)
-    if reason is not None or backend.is_reference:
-        return reason
+        if reason is not None:
+            return reason
+    if backend.is_reference:
+        return None
     if call.query.dtype == torch.float64:
         return "auto runs fp64 on the equations"
     # Checked only while compiling or tracing: is_in_onnx_export() is slow.

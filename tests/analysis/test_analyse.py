@@ -163,7 +163,7 @@ def test_the_model_is_left_as_it_was():
     assert model.training
     assert not model.layers[1].training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert mgk.functional.run_mixture.__name__ == "run_mixture"
+    assert mgk.functional._call_handlers.get() == ()
     assert not model.layers[0].attention._forward_hooks
 
 
@@ -171,7 +171,7 @@ def test_an_error_leaves_nothing_behind():
     model = model_of()
     with pytest.raises(ValueError, match="positions"):
         analyse(model, [torch.zeros(1, 60, dtype=torch.long)])
-    assert mgk.functional.run_mixture.__name__ == "run_mixture"
+    assert mgk.functional._call_handlers.get() == ()
     assert not model.layers[0].attention._forward_hooks
 
 
