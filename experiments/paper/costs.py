@@ -10,7 +10,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.markdown import markdown_table, number
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
-from mgk.training.results import latest
+from mgk.training.results import latest_value
 from mgk.training.sweep import COSTS, filter_rows
 
 COUNTS = ("parameters", "FLOPs")
@@ -33,7 +33,7 @@ def of_part(part: ExperimentResults, rows: list[dict[str, str]]) -> list[RowCost
         run = part.found.of(row)[0]
         values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
         own = filter_rows(rows, part.found.recipe, row, PRESET, None, run.setup)
-        measured = {name: latest(own, metric) for metric, name in MEASURED.items()}
+        measured = {name: latest_value(own, metric) for metric, name in MEASURED.items()}
         values |= {name: value for name, value in measured.items() if value is not None}
         found.append(RowCost(row, values))
     return found

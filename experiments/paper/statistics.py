@@ -117,7 +117,7 @@ def over_examples(found: RecipeResults, a: list[TrainedRun], b: list[TrainedRun]
     """Paired over the same examples where every run's answers were kept, otherwise of two separate samples."""
     kept = found.kept(a, split), found.kept(b, split)
     if len(kept[0]) == len(a) and len(kept[1]) == len(b):
-        difference = predictions.paired(*kept)
+        difference = predictions.paired_difference(*kept)
         if difference is not None:
             return 100 * difference.half_width
     if found.scale.sign < 0:

@@ -125,7 +125,7 @@ def train(
             print(f"{results_file} has the results of this run already", file=sys.stderr)
         setup = run.setup(task)
         for split, said in module.objective.read_predictions(where):
-            predictions.keep(
+            predictions.save(
                 results_file.parent, predictions.PredictionsKey(chosen.name, row, preset, seed, split, setup), said
             )
         changed = None if chosen == own else setup

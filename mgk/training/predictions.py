@@ -1,5 +1,7 @@
-"""What each model said about each example of a test set, kept beside the results: two models are then compared on the
-same examples, which is much tighter than two accuracies side by side."""
+"""Predictions of each run on each test example, stored in the folder of the results.
+
+Two models are compared on the same examples, which gives a tighter interval than two separate accuracies.
+"""
 
 from __future__ import annotations
 
@@ -12,61 +14,71 @@ import numpy as np
 from mgk._core.io import replacing
 from mgk.training.config import ModelSpec
 
-# Positions of a text whose losses are averaged into one number: neighbours depend on one another.
+# Token losses are averaged over blocks of this many positions, because neighbouring losses are correlated.
 BLOCK = 512
 
 
 @dataclass(frozen=True)
 class PredictionsKey:
-    """Which run's answers, on which split."""
+    """Run and split of a file of predictions; `setup` is the hash of the run's settings and data."""
 
     recipe: str
     row: ModelSpec
     preset: str
     seed: int
     split: str
-    setup: str = ""  # of the run: its settings and data
+    setup: str = ""
 
     def path(self, results: Path) -> Path:
-        named = "-".join(
-            part for part in (self.row.file_name, self.preset, f"s{self.seed}", self.split, self.setup) if part
-        )
-        return results / "answers" / self.recipe / f"{named}.npz"
+        """Return the path of the file in a folder of results."""
+        parts = (self.row.file_name, self.preset, f"s{self.seed}", self.split, self.setup)
+        return results / "answers" / self.recipe / f"{'-'.join(part for part in parts if part)}.npz"
 
 
-def keep(results: Path, place: PredictionsKey, answers: np.ndarray) -> None:
-    """Writes right or wrong as bits, losses as means of blocks."""
-    path = place.path(results)
+def save(results: Path, key: PredictionsKey, predictions: np.ndarray) -> None:
+    """Write correctness as bits, or losses as means of blocks."""
+    path = key.path(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary, temporary.open("wb") as file:
-        if answers.dtype == bool:
-            np.savez_compressed(file, bits=np.packbits(answers), count=np.int64(len(answers)))
+        if predictions.dtype == bool:
+            np.savez_compressed(file, bits=np.packbits(predictions), count=np.int64(len(predictions)))
         else:
-            whole = len(answers) // BLOCK * BLOCK
-            means = answers[:whole].reshape(-1, BLOCK).mean(1) if whole else answers[:0]
+            whole = len(predictions) // BLOCK * BLOCK
+            means = predictions[:whole].reshape(-1, BLOCK).mean(1) if whole else predictions[:0]
             np.savez_compressed(file, means=means.astype(np.float32))
 
 
-def read(results: Path, place: PredictionsKey) -> np.ndarray | None:
-    """One number an example (or block), None if it was not kept."""
-    path = place.path(results)
+def read(results: Path, key: PredictionsKey) -> np.ndarray | None:
+    """Return one value per example or block, or None if the file does not exist."""
+    path = key.path(results)
     if not path.exists():
         return None
-    with np.load(path, allow_pickle=False) as kept:
-        if "bits" in kept:
-            return np.unpackbits(kept["bits"], count=int(kept["count"])).astype(np.float64)
-        return np.asarray(kept["means"], dtype=np.float64)
+    with np.load(path, allow_pickle=False) as arrays:
+        if "bits" in arrays:
+            return np.unpackbits(arrays["bits"], count=int(arrays["count"])).astype(np.float64)
+        return np.asarray(arrays["means"], dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class Difference:
+    """Mean difference of two models, with the half width of its 95 % interval over examples (not over seeds)."""
+
     mean: float
-    half_width: float  # of the 95 % interval over examples; what other seeds would say is not in it
+    half_width: float
 
 
-def paired(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Difference | None:
-    """Mean of ours minus theirs over the same examples, each side averaged over its seeds."""
-    if not ours or not theirs or len({len(each) for each in (*ours, *theirs)}) != 1 or len(ours[0]) < 2:
+def paired_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Difference | None:
+    """Compute the mean of ours minus theirs over the same examples, each side averaged over its seeds.
+
+    Args:
+        ours: Predictions of one model, one array per seed.
+        theirs: Predictions of the other model.
+
+    Returns:
+        The difference, or None if a side is empty, the lengths differ, or there are fewer than two examples.
+    """
+    lengths = {len(predictions) for predictions in (*ours, *theirs)}
+    if not ours or not theirs or len(lengths) != 1 or len(ours[0]) < 2:
         return None
     difference = np.mean(ours, axis=0) - np.mean(theirs, axis=0)
     return Difference(float(difference.mean()), float(1.96 * difference.std(ddof=1) / math.sqrt(len(difference))))

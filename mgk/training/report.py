@@ -97,8 +97,8 @@ def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec
         summary.left_plateau = {
             int(row["seed"]): int(row["value"]) for row in model_rows if row["metric"] == "plateau_left_at_step"
         }
-        summary.step_ms = results.latest(model_rows, "step_ms_alone")
-        solo_memory = results.latest(model_rows, "peak_mem_mb_alone")
+        summary.step_ms = results.latest_value(model_rows, "step_ms_alone")
+        solo_memory = results.latest_value(model_rows, "peak_mem_mb_alone")
         training_memory = statistics.median(float(row["peak_mem_mb"]) for row in score_rows)
         summary.memory_mb = training_memory if solo_memory is None else solo_memory
         summaries.append(summary)
@@ -142,7 +142,7 @@ def add_differences(
         return [stored for key in keys if (stored := predictions.read(out, key)) is not None]
 
     for summary in others:
-        difference = predictions.paired(read_predictions(summary), read_predictions(first))
+        difference = predictions.paired_difference(read_predictions(summary), read_predictions(first))
         if difference is not None and summary.stuck != first.stuck:
             summary.difference = f"n/a: {summary.row if summary.stuck else first.row} stayed on the plateau"
         elif difference is not None:

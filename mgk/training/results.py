@@ -1,4 +1,4 @@
-"""What was measured: one row per run and metric, in CSV files that tables and pictures are made from."""
+"""Files of results: CSV with one row per run, split and metric; tables and plots are made from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def environment() -> dict[str, str]:
-    """The machine, the versions, the date and the commit."""
+    """Return the GPU, the torch version, the date and the commit, as columns of results."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}",
         "torch": torch.__version__,
@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 
 def version_of(package: str) -> str | None:
-    """None where it is not installed."""
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -44,13 +44,12 @@ def version_of(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the package's own checkout, with + when it has changes. $MGK_COMMIT says it where git cannot."""
-    where = Path(__file__).parent
+    """Return the commit of this checkout, with "+" if it has changes; $MGK_COMMIT overrides it."""
     if "MGK_COMMIT" in os.environ:
         return os.environ["MGK_COMMIT"]
 
     def git(*arguments: str) -> str:
-        result = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True)
+        result = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
         return result.stdout.strip() if result.returncode == 0 else ""
 
     try:
@@ -60,7 +59,7 @@ def commit() -> str:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """The rows of all these files that exist."""
+    """Read the rows of all files that exist."""
     rows: list[dict[str, str]] = []
     for path in paths:
         if path.exists():
@@ -70,19 +69,22 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 
 def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the rows that a file of results does not have, as they are, already."""
-    known = {tuple(row.get(column) or "" for column in COLUMNS) for row in read([path])}
+    """Return the rows that a file of results does not contain yet."""
+    existing = {tuple(row.get(column) or "" for column in COLUMNS) for row in read([path])}
 
-    def written(row: dict[str, Any]) -> tuple[str, ...]:
+    def as_written(row: dict[str, Any]) -> tuple[str, ...]:
         return tuple("" if row.get(column) is None else str(row[column]) for column in COLUMNS)
 
-    return [row for row in rows if written(row) not in known]
+    return [row for row in rows if as_written(row) not in existing]
 
 
 def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) -> None:
-    """Adds rows to a file of results, whole or not at all; several processes may do so at once.
+    """Append rows to a file of results; atomic, and safe from several processes at once.
 
-    extra: the columns that this file has beyond those of all.
+    Args:
+        path: The CSV file; created if missing.
+        rows: One dict per row; missing columns stay empty.
+        extra: Columns of this file besides COLUMNS.
     """
     columns = [*COLUMNS, *extra]
     unknown = {key for row in rows for key in row} - set(columns)
@@ -97,27 +99,38 @@ def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) ->
             writer.writerows(rows)
 
 
-def latest(rows: list[dict[str, str]], metric: str) -> float | None:
-    """What was measured last: on the last day, by the commit that comes last of it; of several seeds the median."""
-    own = [row for row in rows if row["metric"] == metric]
-    if not own:
+def latest(rows: Iterable[dict[str, str]], key: Sequence[str]) -> list[dict[str, str]]:
+    """Return the last row for each combination of values in the columns `key`.
+
+    Rows are appended to files of results, so that the last one is the latest measurement.
+    """
+    return list({tuple(row[column] for column in key): row for row in rows}.values())
+
+
+def latest_value(rows: Iterable[dict[str, str]], metric: str) -> float | None:
+    """Return the latest value of a metric, or None if it was not measured.
+
+    The value is the median over the seeds that were measured on the last date with the last commit of that date.
+    """
+    measurements = [row for row in rows if row["metric"] == metric]
+    if not measurements:
         return None
-    last_day = max(row["date"] for row in own)
-    commit = [row["commit"] for row in own if row["date"] == last_day][-1]
-    last = {row["seed"]: float(row["value"]) for row in own if (row["date"], row["commit"]) == (last_day, commit)}
-    return statistics.median(last.values())
+    last_date = max(row["date"] for row in measurements)
+    same_date = [row for row in measurements if row["date"] == last_date]
+    same_commit = [row for row in same_date if row["commit"] == same_date[-1]["commit"]]
+    return statistics.median(float(row["value"]) for row in latest(same_commit, ["seed"]))
 
 
 def curve_file(results: Path, recipe: str, spec: ModelSpec, preset: str, seed: int, setup: str | None = None) -> Path:
     """Return the path of a run's learning curve in a results folder.
 
     Args:
-        results: the folder of the results.
-        recipe: the recipe's name.
-        spec: the model.
-        preset: the preset of the attention.
-        seed: the seed of the run.
-        setup: the run's setup hash if its settings differ from the recipe's, else None.
+        results: The folder of the results.
+        recipe: The recipe's name.
+        spec: The model.
+        preset: The preset of the attention.
+        seed: The seed of the run.
+        setup: The run's setup hash if its settings differ from the recipe's, else None.
     """
     name = "-".join(part for part in (recipe, spec.file_name, preset, f"s{seed}", setup) if part)
     return results / "curves" / f"{name}.csv"

@@ -141,7 +141,7 @@ def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
         for seed, accuracy in enumerate(accuracies):
             results.append(path, [measured(row, seed, accuracy), left_plateau(row, seed, 500 if accuracy > 0.3 else 0)])
             right = np.arange(2000) < 2000 * accuracy
-            predictions.keep(
+            predictions.save(
                 tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", seed, "test"), right
             )
     first, second, third = report.write_report(
@@ -188,7 +188,7 @@ def test_models_are_compared_on_the_same_examples(tmp_path):
     said["smgk:4"][:20] = True
     for row, right in said.items():
         results.append(path, [measured(row, 0, right.mean())])
-        predictions.keep(
+        predictions.save(
             tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", 0, "test"), right
         )
     lines = report.write_report(recipe, [ModelSpec.parse(row) for row in said], "paper", [path], tmp_path)
@@ -240,7 +240,7 @@ def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
     for row in ("softmax:8", "smgk:4"):
         for split in ("dev", "test"):
             results.append(path, [measured(row, 0, right.mean(), split)])
-            predictions.keep(
+            predictions.save(
                 tmp_path, predictions.PredictionsKey("listops", ModelSpec.parse(row), "paper", 0, split), right
             )
     lines = report.write_report(recipe, [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], "paper", [path], tmp_path)
@@ -256,8 +256,8 @@ def test_what_was_timed_last_counts_wherever_it_lies(tmp_path):
     results.append(tmp_path / "a.csv", [timed(seed + 5, "2026-11-16", "new", seed) for seed in range(3)])
     results.append(tmp_path / "b.csv", [timed(99, "2026-01-01", "old")])
     rows = results.read(sorted(tmp_path.glob("*.csv")))
-    assert results.latest(rows, "step_ms_alone") == 6
-    assert results.latest(rows, "peak_mem_mb_alone") is None
+    assert results.latest_value(rows, "step_ms_alone") == 6
+    assert results.latest_value(rows, "peak_mem_mb_alone") is None
 
 
 def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
@@ -267,7 +267,7 @@ def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
         found = measured(row, 0, 100.0, "test", sweep.metric_format(recipe).metric)
         found |= {"recipe": "bytes", "steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size}
         results.append(path, [found])
-        predictions.keep(
+        predictions.save(
             tmp_path, predictions.PredictionsKey("bytes", ModelSpec.parse(row), "paper", 0, "test"), np.full(2000, 4.6)
         )
     lines = report.write_report(recipe, [ModelSpec("softmax", 2), ModelSpec("smgk", 2)], "paper", [path], tmp_path)
@@ -278,13 +278,13 @@ def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
     right = np.random.default_rng(1).random(1003) < 0.5
     place = predictions.PredictionsKey("a", ModelSpec("softmax", 8, 4), "paper", 2, "fresh")
     assert predictions.read(tmp_path, place) is None
-    predictions.keep(tmp_path, place, right)
+    predictions.save(tmp_path, place, right)
     assert (predictions.read(tmp_path, place) == right).all()
     losses = np.random.default_rng(2).random(2 * predictions.BLOCK + 5).astype(np.float32)
-    predictions.keep(tmp_path, place, losses)
+    predictions.save(tmp_path, place, losses)
     expected = [losses[: predictions.BLOCK].mean(), losses[predictions.BLOCK : 2 * predictions.BLOCK].mean()]
     np.testing.assert_allclose(predictions.read(tmp_path, place), expected, rtol=1e-6)
-    assert predictions.paired([right.astype(float)], [losses]) is None
+    assert predictions.paired_difference([right.astype(float)], [losses]) is None
 
 
 def test_other_settings_or_other_data_are_another_experiment(tmp_path):
@@ -296,7 +296,7 @@ def test_other_settings_or_other_data_are_another_experiment(tmp_path):
     assert report.write_report(recipe, [row], "paper", [path], tmp_path, {row: "these"})[1][1].startswith("37.00")
     with pytest.raises(ValueError, match="no results"):
         report.write_report(recipe, [row], "paper", [path], tmp_path, {row: "those"})
-    predictions.keep(
+    predictions.save(
         tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "these"), np.ones(5, bool)
     )
     assert predictions.read(tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "those")) is None

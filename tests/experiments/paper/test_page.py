@@ -39,7 +39,7 @@ def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: i
     found += [] if left is None else [{**common, "metric": "plateau_left_at_step", "value": left}]
     results.append(folder / f"{recipe}.csv", found)
     place = PredictionsKey(recipe, model, "paper", seed, "test", common["setup"])
-    predictions.keep(folder, place, np.arange(EXAMPLES) < share * EXAMPLES)
+    predictions.save(folder, place, np.arange(EXAMPLES) < share * EXAMPLES)
 
 
 def part(folder: Path, recipe: str) -> claims.ExperimentResults:
@@ -266,7 +266,7 @@ def test_less_perplexity_is_better(tmp_path):
              "n_examples": 9000, "metric": "perplexity", "value": perplexity, "params": 1, "flops": 1, "setup": "lm"},
         ])  # fmt: skip
         losses = np.log(perplexity) + 0.1 * np.sin(np.arange(20 * predictions.BLOCK))
-        predictions.keep(
+        predictions.save(
             tmp_path, PredictionsKey("enwiki-lm-2", ModelSpec.parse(row), "paper", seed, "dev", "lm"), losses
         )
     own = part(tmp_path, "enwiki-lm-2")
