@@ -27,7 +27,6 @@ from mgk._core.calls import (
     check_scale,
     check_state,
 )
-from mgk._core.em import em_statistics
 from mgk._core.from_softmax import from_softmax
 from mgk._core.how import AttentionArgs
 from mgk._core.key_projections import KEYS, KeyLayout, mixed_keys
@@ -46,7 +45,7 @@ from mgk._core.validation import (
     one_of,
     positive_integer,
 )
-from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS, backend_names
+from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS, backend_names, em_statistics
 from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.features import L1Features
 from mgk.rotary import Rotary

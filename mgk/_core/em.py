@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from mgk._core.calls import MixtureCall
 from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows
 from mgk._core.precision import without_autocast
 from mgk._core.query_blocks import expand_inputs, query_blocks
-from mgk.backends import triton
 
 
 @dataclass(frozen=True)
@@ -24,39 +22,8 @@ class Statistics:
 
 
 @torch.no_grad()
-def em_statistics(call: MixtureCall, *, counted: Tensor | None = None, spread: bool = True) -> Statistics:
-    """Eq. 11's responsibilities, summed over the queries that count, bool [B, L] (None: all of them). What masks and
-    causality hide does not.
-
-    Without the spread, which only variances need, the fused kernels' counts serve where they cover the call.
-    """
-    if not spread and triton.mixture_unsupported_reason(call) is None:
-        count, pairs = triton.count_components(call) if counted is None else _count_rows(call, counted)
-        return Statistics(count, pairs, count.new_empty(0))
-    return equations_statistics(call, counted)
-
-
-def _count_rows(call: MixtureCall, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernels' counts over some queries: by a mask that is a view. A mask of keys alone follows after, since both
-    in one would take L·S."""
-    mask, rows = call.attn_mask, counted[:, None, :, None].expand(-1, -1, -1, call.value.shape[2])
-    seen = None
-    if mask is not None and mask.shape[1] == mask.shape[2] == 1:
-        seen, mask = _attendable(mask)[:, :, 0], None
-    if mask is not None:
-        rows = mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, -math.inf)
-    count, pairs = triton.count_components(replace(call, attn_mask=rows))
-    if seen is None:
-        return count, pairs
-    return count.masked_fill(~seen.unsqueeze(2), 0), pairs.masked_fill(~seen, 0)
-
-
-def _attendable(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask >= MASK_VALUE
-
-
 def equations_statistics(call: MixtureCall, counted: Tensor | None = None) -> Statistics:
-    """All of them by the equations."""
+    """Sum Eq. 11's responsibilities over the queries in `counted`, bool [B, L] (None: all), by the equations."""
     with without_autocast(call.query):
         query, keys, _, log_prior, scale, tau = expand_inputs(call)
         batch, heads, queries, _ = query.shape
@@ -71,7 +38,7 @@ def equations_statistics(call: MixtureCall, counted: Tensor | None = None) -> St
             gamma = equations.responsibilities(block, keys, log_prior, scale=scale, tau=tau)  # [B, H, l, M, S]
             allowed = allowed_pairs(rows, queries, length, bias, call.causal, call.packed, query)
             if bias is not None and bias.dtype != torch.bool:
-                finite = _attendable(block_of_rows(bias, rows))
+                finite = block_of_rows(bias, rows) >= MASK_VALUE
                 allowed = finite if allowed is None else finite & allowed
             if counted is not None:
                 real = counted[:, None, rows, None]

@@ -17,8 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mgk._core.calls import LinearCall, MixtureCall
+from mgk._core.em import Statistics, equations_statistics
 from mgk._core.validation import fail, one_of
 from mgk.backends import chunked, cpu_flash, eager, meta, torch_sdpa, triton
 
@@ -143,3 +145,19 @@ def _passed_over_reason(backend: Backend, call: MixtureCall | LinearCall) -> str
     if (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
         return "ONNX export supports the equations only"
     return None
+
+
+@torch.no_grad()
+def em_statistics(call: MixtureCall, *, counted: Tensor | None = None, spread: bool = True) -> Statistics:
+    """Sum the responsibilities of Eq. 11 over the queries, for expectation maximisation.
+
+    Args:
+        call: The call; its masks and causality apply.
+        counted: The queries to sum over, bool [B, L]. Default: all.
+        spread: Sum the squared distances too, which variances need. Without it the kernels are used if they support
+            the call.
+    """
+    if spread or triton.mixture_unsupported_reason(call) is not None:
+        return equations_statistics(call, counted)
+    count, pairs = triton.count_components(call, counted)
+    return Statistics(count, pairs, count.new_empty(0))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mgk._core.calls import LinearCall, MixtureCall, Packed
+from mgk._core.calls import LinearCall, MixtureCall, Packed, and_mask
 from mgk._core.linear_features import check_state_features
 from mgk._core.masks import MASK_VALUE
 from mgk.features import FEATURE_MAPS
@@ -211,21 +211,34 @@ def _fits_decode_kernel(call: MixtureCall) -> bool:
     return call.query.shape[2] * call.group <= DECODE_ROWS
 
 
-def count_components(call: MixtureCall) -> tuple[Tensor, Tensor]:
-    """Return N_jr [B, Hk, M, S] and N_j [B, Hk, S] of Eq. 11 without forming the responsibilities."""
+def count_components(call: MixtureCall, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sum the responsibilities of Eq. 11 over the queries, without forming them.
+
+    Args:
+        call: The call; its masks and causality apply.
+        counted: The queries to sum over, bool [B, L]. Default: all.
+
+    Returns:
+        N_jr [B, Hk, M, S], and the number N_j of queries that attend to key j, [B, Hk, S].
+    """
     from mgk.kernels.mixture import em_ops
 
     query, keys = _ensure_last_dim_contiguous(call.query), _ensure_last_dim_contiguous(call.keys)
     scale, scale_t, tau, tau_t = _split_scale_and_tau(call)
     mask, packed, attendable = call.attn_mask, call.packed, None
+    # A key-only mask is applied to the result: joined with `counted` it would take L·S elements.
     if mask is not None and _is_key_only_mask(mask, call):
         attendable, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] >= MASK_VALUE, None
+    if counted is not None:
+        mask = and_mask(counted[:, None, :, None].expand(-1, -1, -1, call.value.shape[2]), mask)
     count, pairs = em_ops.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
         *_contiguous_offsets(packed), scale, tau, CAUSAL[call.causal],
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or call.value.shape[2],
     )  # fmt: skip
-    return (count, pairs) if attendable is None else (count * attendable.unsqueeze(2), pairs * attendable)
+    if attendable is None:
+        return count, pairs
+    return torch.where(attendable.unsqueeze(2), count, 0.0), torch.where(attendable, pairs, 0.0)
 
 
 def _split_scale_and_tau(call: MixtureCall) -> tuple[float, Tensor | None, float, Tensor | None]:
