@@ -1,16 +1,16 @@
-"""Speed and memory on the CPU: our operators against plain SDPA, and against a naive eager attention.
+"""Measure speed and memory on the CPU against SDPA and a naive eager attention.
 
     python benchmarks/cpu.py            every measurement, appended to results/cpu.csv
     python benchmarks/cpu.py --quick    short lengths, printed only (unless --out names a file)
 
-B 1, H 4, M 2, D 64, fp32. Three questions:
-  time       MGK and sMGK (backend "sdpa") against SDPA over as many (query, key) pairs. Not causal: SDPA over the M·N
-             keys laid one after another. Causal: SDPA cannot mask M key sets laid end to end, so it gets M·H causal
-             heads of N keys, which are as many pairs. SDPA has no bias and no mixture there: it is a yardstick of cost.
-  memory     the peak of one call, in a process of its own, against the naive eager attention below.
+B 1, H 4, M 2, D 64, fp32. Three suites:
+  time       MGK and sMGK (backend "sdpa") against SDPA over the same number of (query, key) pairs. Not causal: SDPA
+             over M·N concatenated keys. Causal: SDPA cannot mask M concatenated key sets, so it runs M·H causal heads
+             of N keys. SDPA computes no bias and no mixture: it is a reference for cost, not for results.
+  memory     peak memory of one call, in a separate process, against the naive eager attention below.
   linearity  causal MLK (backend "chunked") over growing lengths.
-Nothing is timed before it agrees with the eager backend in fp64. The contestants of a measurement take turns, on fresh
-random inputs each turn, so that a disturbance of the machine meets them alike.
+Every implementation is checked against the eager backend in fp64 before it is timed. Implementations alternate, on
+fresh random inputs each time, so that load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ROOT = Path(__file__).resolve().parent.parent
 B, H, M, D = 1, 4, 2, 64
 SEED = 0
 CHECK_LENGTH, TOLERANCE = 1024, 1e-4
-# The naive attention keeps several tensors of B·H·M·N² numbers for its backward: 2.1 GB each at 8,192.
+# The naive attention saves several tensors of B·H·M·N² elements for its backward: 2.1 GB each at 8,192.
 NAIVE_LIMIT = 4096
 
-# The columns that every file in results/ has, then what only this benchmark knows.
+# The columns of every file in results/, then those of this benchmark.
 COLUMNS = (
     "recipe,task,dataset,variant,preset,components,heads,kv_heads,seed,steps,lr,batch,length,dtype,backend,split,"
     "n_examples,metric,value,params,flops,step_ms,peak_mem_mb,gpu,torch,date,commit,command,"
@@ -53,7 +53,7 @@ COLUMNS = (
 
 
 def naive_mgk(query: Tensor, keys: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-    """Eq. 9 as one would first write it: all distances at once, quadratic in the length."""
+    """Compute Eq. 9 directly, with all distances at once: memory quadratic in the length."""
     product = query.unsqueeze(2) @ keys.transpose(-1, -2)  # [B, H, M, L, S]
     distance = query.square().sum(-1)[:, :, None, :, None] - 2 * product + keys.square().sum(-1).unsqueeze(3)
     logits = torch.logsumexp(-distance / (2 * math.sqrt(D)), dim=2)  # [B, H, L, S]
@@ -63,8 +63,8 @@ def naive_mgk(query: Tensor, keys: Tensor, value: Tensor, is_causal: bool) -> Te
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One way to compute attention, with the shapes of its inputs for length n."""
+class Implementation:
+    """An attention function and the shapes of its inputs for length n."""
 
     variant: str
     backend: str
@@ -79,7 +79,7 @@ class Contestant:
         return [torch.randn(s, generator=generator).requires_grad_(backward) for s in self.shapes(n)]
 
     def keys(self, n: int) -> int:
-        """Keys that a query sees, all components together."""
+        """Return the number of keys per query, over all components."""
         return self.components * self.shapes(n)[2][-2]
 
 
@@ -103,12 +103,12 @@ def mlk_by(backend: str) -> Callable[..., Tensor]:
     return lambda *x, is_causal: mgk.mlk_attention(*x, is_causal=is_causal, backend=backend)
 
 
-CONTESTANTS = {
-    "mgk": Contestant("mgk", "sdpa", H, M, shapes_independent, mgk_by("sdpa"), mgk_by("eager")),
-    "smgk": Contestant("smgk", "sdpa", H, M, shapes_shifted, smgk_by("sdpa"), smgk_by("eager")),
-    "naive": Contestant("mgk", "naive", H, M, shapes_independent, naive_mgk, mgk_by("eager")),
-    "mlk": Contestant("mlk", "chunked", H, M, shapes_independent, mlk_by("chunked"), mlk_by("eager")),
-    "sdpa-keys": Contestant(
+IMPLEMENTATIONS = {
+    "mgk": Implementation("mgk", "sdpa", H, M, shapes_independent, mgk_by("sdpa"), mgk_by("eager")),
+    "smgk": Implementation("smgk", "sdpa", H, M, shapes_shifted, smgk_by("sdpa"), smgk_by("eager")),
+    "naive": Implementation("mgk", "naive", H, M, shapes_independent, naive_mgk, mgk_by("eager")),
+    "mlk": Implementation("mlk", "chunked", H, M, shapes_independent, mlk_by("chunked"), mlk_by("eager")),
+    "sdpa-keys": Implementation(
         "softmax",
         "torch-sdpa",
         H,
@@ -116,56 +116,59 @@ CONTESTANTS = {
         lambda n: ((B, H, n, D), (B, H, M * n, D), (B, H, M * n, D)),
         F.scaled_dot_product_attention,
     ),
-    "sdpa-heads": Contestant(
+    "sdpa-heads": Implementation(
         "softmax", "torch-sdpa", M * H, 1, lambda n: ((B, M * H, n, D),) * 3, F.scaled_dot_product_attention
     ),
 }
 
 
-def run_once(contestant: Contestant, n: int, causal: bool, backward: bool, seed: int) -> float:
-    """Seconds of one call on fresh inputs; making the inputs is not counted."""
-    x = contestant.inputs(n, seed, backward)
-    grad = torch.randn(B, contestant.heads, n, D) if backward else None
+def run_once(implementation: Implementation, n: int, causal: bool, backward: bool, seed: int) -> float:
+    """Return the seconds of one call on fresh inputs, without the time to make them."""
+    x = implementation.inputs(n, seed, backward)
+    grad = torch.randn(B, implementation.heads, n, D) if backward else None
     with torch.set_grad_enabled(backward):
         start = time.perf_counter()
-        out = contestant.call(*x, is_causal=causal)
+        out = implementation.call(*x, is_causal=causal)
         if backward:
             torch.autograd.grad(out, x, grad)
         return time.perf_counter() - start
 
 
 def check(name: str, causal: bool) -> float:
-    """The largest relative error, of output and gradients, against eager in fp64; an exception if it is too large."""
-    contestant = CONTESTANTS[name]
-    assert contestant.reference is not None
-    x = contestant.inputs(CHECK_LENGTH, SEED, backward=True)
+    """Return the largest relative error of output and gradients against eager in fp64; exit if it is too large."""
+    implementation = IMPLEMENTATIONS[name]
+    assert implementation.reference is not None
+    x = implementation.inputs(CHECK_LENGTH, SEED, backward=True)
     grad = torch.randn(B, H, CHECK_LENGTH, D)
     x64 = [t.detach().double().requires_grad_() for t in x]
-    out, truth = contestant.call(*x, is_causal=causal), contestant.reference(*x64, is_causal=causal)
-    ours = (out, *torch.autograd.grad(out, x, grad))
-    theirs = (truth, *torch.autograd.grad(truth, x64, grad.double()))
-    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)]
+    out, truth = implementation.call(*x, is_causal=causal), implementation.reference(*x64, is_causal=causal)
+    actual = (out, *torch.autograd.grad(out, x, grad))
+    expected = (truth, *torch.autograd.grad(truth, x64, grad.double()))
+    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(actual, expected, strict=True)]
     error = max(errors) if all(map(math.isfinite, errors)) else math.inf
     if error > TOLERANCE:
-        sys.exit(f"{name}, causal {causal}: relative error {error:.1e} against eager; what is wrong is not timed")
+        sys.exit(f"{name}, causal {causal}: relative error {error:.1e} against eager exceeds {TOLERANCE:g}; not timed")
     return error
 
 
 def measure_times(names: Sequence[str], n: int, causal: bool, backward: bool, budget: float) -> dict[str, list[float]]:
-    """Milliseconds of every turn, by name. At least 3 turns; then until `budget` seconds each or 20 turns."""
+    """Return milliseconds per repeat by name: at least 3 repeats, at most 20 or `budget` seconds per implementation."""
     for name in names:
-        run_once(CONTESTANTS[name], min(n, 4096), causal, backward, SEED)
+        run_once(IMPLEMENTATIONS[name], min(n, 4096), causal, backward, SEED)
     times: dict[str, list[float]] = {name: [] for name in names}
-    start, turn = time.perf_counter(), 0
-    while turn < 3 or (turn < 20 and time.perf_counter() - start < budget * len(names)):
-        turn += 1
+    start, repeat = time.perf_counter(), 0
+    while repeat < 3 or (repeat < 20 and time.perf_counter() - start < budget * len(names)):
+        repeat += 1
         for name in names:
-            times[name].append(1e3 * run_once(CONTESTANTS[name], n, causal, backward, SEED + turn))
+            times[name].append(1e3 * run_once(IMPLEMENTATIONS[name], n, causal, backward, SEED + repeat))
     return times
 
 
 def status_mb(field: str) -> float:
-    """VmRSS (now) or VmHWM (peak) of this process. Not getrusage: its peak is inherited from the parent process."""
+    """Return VmRSS (current) or VmHWM (peak) of this process in MB.
+
+    getrusage does not serve: its peak is inherited from the parent process.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -173,15 +176,15 @@ def status_mb(field: str) -> float:
 
 
 def peak_memory_here(name: str, n: int, causal: bool, backward: bool) -> float:
-    """MB that one call takes beyond its inputs, in this process, which should have done nothing else."""
-    contestant = CONTESTANTS[name]
-    run_once(contestant, 64, causal, backward, SEED)
-    x = contestant.inputs(n, SEED + 1, backward)
-    grad = torch.randn(B, contestant.heads, n, D) if backward else None
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is used now
+    """Return the MB that one call takes beyond its inputs. Run it in a fresh process."""
+    implementation = IMPLEMENTATIONS[name]
+    run_once(implementation, 64, causal, backward, SEED)
+    x = implementation.inputs(n, SEED + 1, backward)
+    grad = torch.randn(B, implementation.heads, n, D) if backward else None
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before = status_mb("VmRSS")
     with torch.set_grad_enabled(backward):
-        out = contestant.call(*x, is_causal=causal)
+        out = implementation.call(*x, is_causal=causal)
         if backward:
             torch.autograd.grad(out, x, grad)
     return status_mb("VmHWM") - before
@@ -202,7 +205,7 @@ def describe_cpu() -> str:
 
 
 def describe_commit() -> str:
-    """The commit, with "-dirty" when a tracked file outside results/ differs from it."""
+    """Return the commit, with "-dirty" if a tracked file outside results/ is modified."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True).stdout.strip()
@@ -212,7 +215,7 @@ def describe_commit() -> str:
 
 
 class Results:
-    """The rows of one file, rewritten under a temporary name at every new row, so that it is never half written."""
+    """Rows of a CSV file, which is rewritten atomically with every new row."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -221,7 +224,7 @@ class Results:
             with path.open(newline="") as file:
                 reader = csv.DictReader(file)
                 if reader.fieldnames != COLUMNS:
-                    sys.exit(f"{path} has other columns than this benchmark writes: move it away first")
+                    sys.exit(f"{path} has columns other than those of this benchmark: move it away first")
                 self.rows = list(reader)
         self.constant = {
             "recipe": "benchmark-cpu",
@@ -241,18 +244,18 @@ class Results:
         }
 
     def add(self, task: str, name: str, n: int, causal: bool, backward: bool, **measured: object) -> None:
-        contestant = CONTESTANTS[name]
+        implementation = IMPLEMENTATIONS[name]
         row = self.constant | {
             "task": task,
-            "variant": contestant.variant,
-            "components": contestant.components,
-            "heads": contestant.heads,
-            "kv_heads": contestant.heads,
+            "variant": implementation.variant,
+            "components": implementation.components,
+            "heads": implementation.heads,
+            "kv_heads": implementation.heads,
             "length": n,
-            "backend": contestant.backend,
+            "backend": implementation.backend,
             "pass": "forward+backward" if backward else "forward",
             "causal": causal,
-            "keys": contestant.keys(n),
+            "keys": implementation.keys(n),
         }
         self.rows.append({c: str((row | measured).get(c, "")) for c in COLUMNS})
         if self.path is not None:
@@ -269,14 +272,14 @@ class Results:
             self.add(task, name, n, causal, backward, metric="time_ms", value=median, step_ms=median, **spread)
 
 
-def say(task: str, n: int | str, causal: bool, backward: bool, text: str) -> None:
+def print_row(task: str, n: int | str, causal: bool, backward: bool, text: str) -> None:
     kind = f"{'causal' if causal else 'full':6}  {'forward+backward' if backward else 'forward':16}"
     length = f"N {n:6,}" if isinstance(n, int) else f"{n:8}"
     print(f"{task:9}  {length}  {kind}  {text}", flush=True)
 
 
 def growth(values: dict[int, float]) -> str:
-    """The exponent p of N^p between each length and the next."""
+    """Format the exponents p of N^p between successive lengths."""
     lengths = sorted(values)
     slopes = [math.log(max(values[b], 1e-3) / max(values[a], 1e-3), b / a) for a, b in pairwise(lengths)]
     return "grows as N to the power " + ", ".join(f"{p:.2f}" for p in slopes)
@@ -298,7 +301,7 @@ def bench_time(results: Results, lengths: Sequence[int], budget: float) -> None:
                     if name != peer:
                         measured = {"metric": "time_ratio_to_sdpa", "value": f"{ratio:.3f}", "repeats": len(ms)}
                         results.add("time", name, n, causal, backward, **measured)
-                say("time", n, causal, backward, "   ".join(parts))
+                print_row("time", n, causal, backward, "   ".join(parts))
 
 
 def bench_memory(results: Results, lengths: Sequence[int]) -> None:
@@ -320,8 +323,8 @@ def bench_memory(results: Results, lengths: Sequence[int]) -> None:
                         value=f"{mb:.1f}",
                         peak_mem_mb=f"{mb:.1f}",
                     )
-                    say("memory", n, causal, backward, f"{name} {mb:9.1f} MB")
-                say("memory", "growth", causal, backward, f"{name} {growth(peaks)}")
+                    print_row("memory", n, causal, backward, f"{name} {mb:9.1f} MB")
+                print_row("memory", "growth", causal, backward, f"{name} {growth(peaks)}")
 
 
 def bench_linearity(results: Results, lengths: Sequence[int], budget: float) -> None:
@@ -331,12 +334,14 @@ def bench_linearity(results: Results, lengths: Sequence[int], budget: float) -> 
             times = measure_times(("mlk",), n, True, backward, budget)
             results.add_times("linearity", n, True, backward, times)
             medians[n] = statistics.median(times["mlk"])
-            say("linearity", n, True, backward, f"mlk {medians[n]:9.2f} ms   {1e3 * medians[n] / n:.2f} µs a token")
-        say("linearity", "growth", True, backward, f"mlk {growth(medians)}")
+            print_row(
+                "linearity", n, True, backward, f"mlk {medians[n]:9.2f} ms   {1e3 * medians[n] / n:.2f} µs per token"
+            )
+        print_row("linearity", "growth", True, backward, f"mlk {growth(medians)}")
 
 
 def import_seconds() -> float:
-    """Processor time of `import mgk` after `import torch`, in fresh interpreters."""
+    """Return the median processor time of `import mgk` after `import torch`, in fresh interpreters."""
     code = "import time, torch; t = time.process_time(); import mgk; print(time.process_time() - t)"
     command = [sys.executable, "-c", code]
     return statistics.median(float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(5))
@@ -345,11 +350,11 @@ def import_seconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="lengths up to 1,024, few turns, no file unless --out is given"
+        "--quick", action="store_true", help="lengths up to 1,024, few repeats, no file unless --out is given"
     )
     parser.add_argument("--out", type=Path, help="the CSV file to append to (default: results/cpu.csv)")
-    parser.add_argument("--only", choices=("import", "time", "memory", "linearity"), help="one of the questions")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
+    parser.add_argument("--only", choices=("import", "time", "memory", "linearity"), help="run one suite")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's default)")
     parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
@@ -363,13 +368,13 @@ def main() -> None:
     results = Results(args.out or (None if args.quick else ROOT / "results" / "cpu.csv"))
     print(f"{results.constant['cpu']}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
     if os.getloadavg()[0] > 0.5 and torch.get_num_threads() > 1:
-        # Threads that wait for one another lose a time slice wherever another process holds a core: up to 90 ms a call.
-        print(f"WARNING: load {os.getloadavg()[0]:.1f}: wait for an idle machine, or use --threads 1", flush=True)
+        # OpenMP threads lose a time slice where another process holds a core: up to 90 ms per call.
+        print(f"WARNING: load {os.getloadavg()[0]:.1f}: use an idle machine or --threads 1", flush=True)
     for name in ("mgk", "smgk", "naive", "mlk"):
         for causal in (False, True) if name != "mlk" else (True,):
-            say("check", CHECK_LENGTH, causal, True, f"{name} relative error {check(name, causal):.1e}")
+            print_row("check", CHECK_LENGTH, causal, True, f"{name} relative error {check(name, causal):.1e}")
     if args.only in (None, "import"):
-        print(f"import    mgk adds {import_seconds():.2f} s to torch (wanted: at most 0.3)", flush=True)
+        print(f"import    mgk adds {import_seconds():.2f} s to torch (target: at most 0.3)", flush=True)
     budget = 1.0 if args.quick else 10.0
     if args.only in (None, "time"):
         bench_time(results, (256, 1024) if args.quick else (1024, 4096, 16384), budget)
@@ -377,7 +382,7 @@ def main() -> None:
         if sys.platform == "linux":
             bench_memory(results, (256, 512, 1024) if args.quick else (1024, 2048, 4096, 8192, 16384))
         else:
-            print("memory: left out, it is read from Linux's /proc")
+            print("memory: skipped, it needs Linux's /proc")
     if args.only in (None, "linearity"):
         bench_linearity(results, (256, 512, 1024) if args.quick else [1024 << i for i in range(7)], budget)
     if results.path:

@@ -1,13 +1,12 @@
-"""The paper's language model on a GPU: training throughput, the sliding window, decoding.
+"""Benchmark the paper's language model on a GPU: training throughput, sliding-window evaluation, decoding.
 
     python benchmarks/language_model.py --parts throughput,evaluation,decoding
-    python benchmarks/language_model.py --tiny --device cpu           # all of it in a small size, to see that it runs
+    python benchmarks/language_model.py --tiny --device cpu           # a smoke test of all parts
 
-throughput: forward, backward and optimiser at 24,576 tokens a step, layers compiled and steps recorded as CUDA graphs
-as in training (--plain: not recorded), against the first row.
-evaluation: the sliding window over a text against one window at a time, then its time for the whole text.
-decoding: tokens a second, by a step as it is and by one recorded as a CUDA graph, and bytes of cache against the
-length, and a picture of both.
+throughput: forward, backward and optimizer at 24,576 tokens per step, layers compiled and steps captured as CUDA graphs
+as in training (--plain: not captured), relative to the first model.
+evaluation: check the sliding window against one window at a time, then time it for the whole text.
+decoding: tokens per second with and without CUDA graph capture, and bytes of cache, against the length; plots both.
 Results are appended to results/language_model.csv.
 """
 
@@ -39,11 +38,11 @@ from mgk.variants import VARIANTS
 
 PAPER = DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000))
 TINY = DecoderConfig(500, 16, embed_dim=16, ffn_dim=32, num_layers=2, head_dim=4, cutoffs=(100, 200, 400))
-# The share of an English text's words in each cluster of the paper's cutoffs, as counted on Wikipedia.
+# Share of the words of an English text in each cluster of the paper's cutoffs, counted on Wikipedia.
 SHARES = (0.9355, 0.0311, 0.032, 0.0014)
-# The two speeds of decoding, as the results name them.
-PLAIN, RECORDED = "decode_tokens_per_second", "decode_tokens_per_second_recorded"
-# What the throughput must be, in units of the first row's: (variant, length) -> least.
+# Metric names of decoding without and with CUDA graph capture.
+PLAIN, CAPTURED = "decode_tokens_per_second", "decode_tokens_per_second_recorded"
+# Target throughput relative to the first model: (variant, length) -> minimum.
 TARGETS = {("smgk", 256): 1.0, ("mgk", 256): 1.0, ("smgk", 4096): 1.1, ("mgk", 4096): 0.95}
 
 
@@ -58,23 +57,23 @@ def config_of(row: ModelSpec, base: DecoderConfig, length: int) -> DecoderConfig
 
 
 def words(config: DecoderConfig, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Random words that lie in the clusters as those of a text do."""
+    """Draw random words with the cluster frequencies of a text."""
     edges = [0, *config.cutoffs, config.vocab_size]
     cluster = np.random.choice(len(SHARES), size=shape, p=np.array(SHARES) / sum(SHARES))
     low, high = np.array(edges[:-1])[cluster], np.array(edges[1:])[cluster]
     return torch.from_numpy(np.random.randint(low, high)).to(device)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -107,13 +106,13 @@ class Bench:
         results.append(self.arguments.out, [line])
 
     def throughput(self) -> None:
-        tokens_a_step = 96 * 256 if not self.arguments.tiny else 256
+        tokens_per_step = 96 * 256 if not self.arguments.tiny else 256
         for length in self.arguments.lengths:
             first = None
             for row in self.rows:
                 torch.compiler.reset()
                 config = config_of(row, self.base, length)
-                batch = max(1, tokens_a_step // length)
+                batch = max(1, tokens_per_step // length)
                 steps = self.prepare(config, batch, length)
                 if self.arguments.warm_only:
                     continue
@@ -121,10 +120,10 @@ class Bench:
                 rate = 1000 * batch * length / ms
                 first = first or rate
                 target = TARGETS.get((row.variant, length), 0.0) if row != self.rows[0] else 0.0
-                told = "" if not target else f", {'meets' if rate / first >= target else 'MISSES'} {target}"
+                verdict = "" if not target else f", {'meets' if rate / first >= target else 'MISSES'} {target}"
                 print(
-                    f"length {length:5d} {row!s:12s} {ms:7.2f} ms a step {rate:12,.0f} tokens/s"
-                    f" {rate / first:5.2f} of the first row{told} {memory:8,.0f} MB",
+                    f"length {length:5d} {row!s:12s} {ms:7.2f} ms per step {rate:12,.0f} tokens/s"
+                    f" {rate / first:5.2f} of the first model{verdict} {memory:8,.0f} MB",
                     flush=True,
                 )
                 flops = forward_flops(config, length)
@@ -133,14 +132,14 @@ class Bench:
                 self.record(row, config, metric, rate, flops=flops, **more)
 
     def prepare(self, config: DecoderConfig, batch: int, length: int) -> Callable[[int], None]:
-        """What makes a number of training steps, compiled and warm."""
+        """Return a function that runs n training steps, compiled and warmed up."""
         device = self.device
         if device.type == "cuda":
-            # What is recorded takes its memory now.
+            # Graph capture allocates from a private pool: free the cache first.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         torch.manual_seed(0)
-        np.random.seed(0)  # the same words for all rows: rare ones cost more
+        np.random.seed(0)  # the same words for all models: rare words cost more
         model = LanguageModel(config).to(device)
         if device.type == "cuda":
             model.compile_layers()
@@ -161,14 +160,14 @@ class Bench:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
                 optimizer.step()
 
-        begun = time.perf_counter()
+        start = time.perf_counter()
         steps(2 if self.arguments.tiny else 8)
-        synchronise(device)
-        print(f"  ready after {time.perf_counter() - begun:.1f} s", flush=True)
+        synchronize(device)
+        print(f"  ready after {time.perf_counter() - start:.1f} s", flush=True)
         return steps
 
     def time_steps(self, steps: Callable[[int], None]) -> tuple[float, float]:
-        """Milliseconds a step, and megabytes at the peak."""
+        """Return milliseconds per step and peak megabytes."""
         device = self.device
         count = 2 if self.arguments.tiny else 20
         times = [1000 * seconds(lambda: steps(count), device) / count for _ in range(self.arguments.windows)]
@@ -210,17 +209,17 @@ class Bench:
             self.record(row, config, "sliding_difference_largest", largest, **more)
             self.record(row, config, "sliding_difference_mean", abs(mean), **more)
             if dtype == "fp32" and largest > 1e-4:
-                raise SystemExit("the sliding window is not what one window at a time gives: no time is reported")
+                raise SystemExit("the sliding window differs from one window at a time: not timed")
         for dtype in [name for name in self.arguments.timed.split(",") if name != "none"]:
 
             def run(dtype: str = dtype) -> None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
                     sliding_losses(model, text, batch_size=self.arguments.window_batch)
 
-            taken = seconds(run, device)
-            print(f"{row!s:12s} {dtype}: {len(text) - 1:,} positions in {taken:.1f} s", flush=True)
+            elapsed = seconds(run, device)
+            print(f"{row!s:12s} {dtype}: {len(text) - 1:,} positions in {elapsed:.1f} s", flush=True)
             more |= {"n_examples": len(text) - 1, "dtype": dtype}
-            self.record(row, config, "sliding_seconds", taken, **more)
+            self.record(row, config, "sliding_seconds", elapsed, **more)
 
     @torch.no_grad()
     def decoding(self) -> None:
@@ -244,29 +243,29 @@ class Bench:
                     for _ in range(steps):
                         token = step(token).argmax(-1, keepdim=True)
 
-                # Room for the steps apart: what holds `length` tokens.
+                # The size for `length` tokens, without the capacity for the timed steps.
                 measured: dict[str, float] = {"cache_bytes": sum(c.nbytes for c in model.make_caches(1, length))}
-                recorded = DecodingStep(model, caches)
-                for name, step in ((PLAIN, plain), (RECORDED, recorded)):
+                captured = DecodingStep(model, caches)
+                for name, step in ((PLAIN, plain), (CAPTURED, captured)):
                     decode(step)
                     measured[name] = steps / seconds(functools.partial(decode, step), self.device)
-                if not recorded.recorded:
-                    del measured[RECORDED]
-                told = [f"{name} {value:,.1f}" for name, value in measured.items()]
-                print(f"{row!s:12s} length {length:6d} {', '.join(told)}", flush=True)
+                if not captured.recorded:
+                    del measured[CAPTURED]
+                values = [f"{name} {value:,.1f}" for name, value in measured.items()]
+                print(f"{row!s:12s} length {length:6d} {', '.join(values)}", flush=True)
                 more = {"batch": 1, "length": length, "dtype": str(dtype).removeprefix("torch.")}
                 for name, value in measured.items():
                     self.record(row, config, name, value, **more)
 
 
 def draw(path: Path, picture: Path) -> None:
-    """Decoding speed and cache size against the length, from the last rows of the file."""
+    """Plot decoding speed and cache size against the length, from the last rows of the file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines: dict[str, dict[str, dict[int, float]]] = {RECORDED: {}, PLAIN: {}, "cache_bytes": {}}
+    lines: dict[str, dict[str, dict[int, float]]] = {CAPTURED: {}, PLAIN: {}, "cache_bytes": {}}
     for row in results.read([path]):
         if row["metric"] in lines:
             name = str(ModelSpec(row["variant"], int(row["heads"]), int(row["kv_heads"])))
@@ -275,16 +274,16 @@ def draw(path: Path, picture: Path) -> None:
     figure, both = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     names = sorted({name for named in lines.values() for name in named})
     colours = {name: f"C{n % 10}" for n, name in enumerate(names)}
-    for axes, metric, style in ((both[0], RECORDED, "-"), (both[0], PLAIN, "--"), (both[1], "cache_bytes", "-")):
+    for axes, metric, style in ((both[0], CAPTURED, "-"), (both[0], PLAIN, "--"), (both[1], "cache_bytes", "-")):
         for name, points in lines[metric].items():
-            told = {"label": name} if style == "-" or name not in lines[RECORDED] else {}
-            axes.plot(*zip(*sorted(points.items()), strict=True), style, marker=".", color=colours[name], **told)
-    titles = ("tokens a second, one sequence (dashed: step not recorded)", "bytes of cache, one sequence")
+            label = {"label": name} if style == "-" or name not in lines[CAPTURED] else {}
+            axes.plot(*zip(*sorted(points.items()), strict=True), style, marker=".", color=colours[name], **label)
+    titles = ("tokens per second, one sequence (dashed: without CUDA graph)", "bytes of cache, one sequence")
     for axes, title, scale in zip(both, titles, ("linear", "log"), strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale(scale)
         axes.set_ylim(bottom=None if scale == "log" else 0)
-        axes.set_xlabel("tokens held")
+        axes.set_xlabel("tokens in the cache")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
     both[0].legend(fontsize=8)
@@ -302,17 +301,17 @@ def main() -> None:
     parser.add_argument("--parts", default="throughput,evaluation,decoding")
     parser.add_argument("--rows", default="softmax:8,smgk:4,mgk:4")
     parser.add_argument("--lengths", type=numbers, default=[256, 4096])
-    parser.add_argument("--windows", type=int, default=5, help="timings, of which the median counts")
+    parser.add_argument("--windows", type=int, default=5, help="number of timings; the median is reported")
     parser.add_argument("--decode-lengths", type=numbers, default=[256, 1024, 4096, 16384])
     parser.add_argument("--model", type=Path, help="evaluation: a saved model instead of a random one")
     parser.add_argument("--tokens", type=Path, help="evaluation: ids of a text, .npy, instead of random words")
     parser.add_argument("--compared", type=int, default=2000, help="evaluation: windows to compare one by one")
     parser.add_argument(
-        "--timed", default="bf16,fp32", help="evaluation: precisions to time the whole text in, or none"
+        "--timed", default="bf16,fp32", help="evaluation: precisions to time the whole text in, or `none`"
     )
     parser.add_argument("--window-batch", type=int, default=1024)
-    parser.add_argument("--plain", action="store_true", help="throughput: steps are not recorded as CUDA graphs")
-    parser.add_argument("--warm-only", action="store_true", help="throughput: compile and leave")
+    parser.add_argument("--plain", action="store_true", help="throughput: do not capture steps as CUDA graphs")
+    parser.add_argument("--warm-only", action="store_true", help="throughput: compile only")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results/language_model.csv"))

@@ -1,9 +1,9 @@
-"""Time and memory of a training step of the Long Range Arena encoder, rows of the paper's tables side by side.
+"""Measure time and memory of a training step of the Long Range Arena encoder for several models.
 
     python benchmarks/training_step.py --length 4096 --batch 32 --rows softmax:8,smgk:4
 
-Forward, backward and optimiser, compiled, on fresh random tokens; every row in the same process, medians of windows.
-Results are appended to results/training_step.csv.
+A step is forward, backward and optimizer, compiled, on fresh random tokens. All models run in one process; times are
+medians over windows of steps. Results are appended to results/training_step.csv.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mgk.variants import VARIANTS
 def measure(
     config: EncoderConfig, batch: int, length: int, device: torch.device, windows: int, padded: bool
 ) -> tuple[float, float]:
-    """Milliseconds a step and megabytes at the peak."""
+    """Return milliseconds per step and peak megabytes."""
     model = Classifier(config).to(device)
     network: Any = torch.compile(model) if device.type == "cuda" else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
@@ -66,7 +66,7 @@ def main() -> None:
         device = torch.device(arguments.device)
         ms, memory = measure(config, arguments.batch, arguments.length, device, arguments.windows, arguments.padded)
         first = first or ms
-        print(f"{text:12s} {ms:8.2f} ms a step, {ms / first:.2f} of the first row, {memory:8.0f} MB", flush=True)
+        print(f"{text:12s} {ms:8.2f} ms per step, {ms / first:.2f} of the first model, {memory:8.0f} MB", flush=True)
         record = {
             "recipe": "training-step" + ("-padded" if arguments.padded else ""),
             "task": "lra-encoder",
