@@ -1,4 +1,7 @@
-"""What the heads of a model do: ranks, redundancy, mixtures, maps, cost; figures and one report of it all."""
+"""Analysis of attention heads: ranks, similarity, mixture components, maps, ablation, cost; figures and a report.
+
+Shapes use H heads, M components per key, L queries, S keys, D head width, E value width, R rows of a block.
+"""
 
 from mgk.analysis.analyse import Analysis, Layer, analyse
 from mgk.analysis.ranks import Spectra, spectra

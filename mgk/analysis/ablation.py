@@ -1,4 +1,4 @@
-"""What would be missed: the model's answer with one head silenced, against its answer with all of them."""
+"""Ablation of heads: change of the model's output when the output of one head is set to zero."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mgk.analysis.capture import Call, Progress, Watch, Watcher, call_model
 
 @dataclass(frozen=True)
 class Removal:
-    """Per head, on the samples that were tried."""
+    """Effect of removing each head of a layer."""
 
     change: NDArray[np.float64]  # ‖y − y′‖ / ‖y‖ of the model's output, [H]
-    flipped: NDArray[np.float64] | None  # the share of predictions that come out differently, [H]; None without logits
+    flipped: NDArray[np.float64] | None  # share of predictions that change, [H]; None without logits
 
 
 def remove_heads(
@@ -27,67 +27,77 @@ def remove_heads(
     inputs: Sequence[Any],
     heads: dict[str, int],
     watch: Watch,
-    tell: Progress,
+    progress: Progress,
     *,
     memory: int,
     together: int = 1,
 ) -> dict[str, Removal]:
-    """For each layer, what removing one of its heads changes. heads: how many each layer has.
+    """Measure the effect of removing each head, one at a time.
 
-    memory: bytes that the answers may take; as many samples are tried as they suffice for. together: samples of a call,
-    where they can be joined along their first axis.
+    Args:
+        model: The model, in eval mode.
+        inputs: Samples as `analyse` takes them.
+        heads: Number of heads of each layer, by name.
+        watch: Context manager that passes the attention calls of a model to a function.
+        progress: Called with (stage, done, total).
+        memory: Bytes for the outputs of the model; limits the number of samples.
+        together: Samples per call, if they can be concatenated along their first axis.
+
+    Returns:
+        The effect of each head of each layer, by layer name.
     """
 
-    def answers(samples: Sequence[Any], watcher: Watcher) -> list[tuple[Tensor, bool]]:
+    def outputs(samples: Sequence[Any], watcher: Watcher) -> list[tuple[Tensor, bool]]:
         with watch(model, watcher):
-            return [_answer(call_model(model, sample)) for sample in samples]
+            return [_main_output(call_model(model, sample)) for sample in samples]
 
-    def as_it_is(name: str, call: Call, output: Tensor) -> Tensor:
+    def unchanged(name: str, call: Call, output: Tensor) -> Tensor:
         return output
 
-    first = answers(inputs[:1], as_it_is)[0][0]
-    # The answers with all heads are kept, and compared with as many at a time as belong to one call.
+    first = outputs(inputs[:1], unchanged)[0][0]
+    # The outputs with all heads are kept; those without a head are compared one call at a time.
     count = min(len(inputs), max(1, memory // max(1, 3 * first.nbytes)))
-    tried = joined(inputs[:count], min(together, count))
-    whole = answers(tried, as_it_is)
-    total, done, found = sum(heads.values()), 0, {}
+    batches = concatenate(inputs[:count], min(together, count))
+    baseline = outputs(batches, unchanged)
+    total, done, removals = sum(heads.values()), 0, {}
     for layer, number in heads.items():
         change, flipped = np.zeros(number), np.zeros(number)
         for head in range(number):
-            with watch(model, _silence(layer, head)):
-                change[head], flipped[head] = _compare(whole, (_answer(call_model(model, sample)) for sample in tried))
+            with watch(model, _zero_head(layer, head)):
+                ablated = (_main_output(call_model(model, batch)) for batch in batches)
+                change[head], flipped[head] = _compare(baseline, ablated)
             done += 1
-            tell(f"silencing one head at a time, {count} samples", done, total)
-        found[layer] = Removal(change, flipped if whole[0][1] else None)
-    return found
+            progress(f"removing one head at a time, {count} samples", done, total)
+        removals[layer] = Removal(change, flipped if baseline[0][1] else None)
+    return removals
 
 
-def joined(inputs: Sequence[Any], together: int) -> list[Any]:
-    """Samples that are tensors of the same shape, up to `together` of them, as one."""
+def concatenate(inputs: Sequence[Any], together: int) -> list[Any]:
+    """Concatenate samples that are tensors of the same shape, up to `together` at a time."""
     groups: dict[Any, list[Tensor]] = {}
-    others = []
+    single = []
     for sample in inputs:
         if isinstance(sample, Tensor) and sample.dim():
             groups.setdefault((sample.shape, sample.dtype, sample.device), []).append(sample)
         else:
-            others.append(sample)
-    parts = [group[start : start + together] for group in groups.values() for start in range(0, len(group), together)]
-    return [*(torch.cat(part) for part in parts), *others]
+            single.append(sample)
+    batches = [group[start : start + together] for group in groups.values() for start in range(0, len(group), together)]
+    return [*(torch.cat(batch) for batch in batches), *single]
 
 
-def _silence(layer: str, head: int) -> Watcher:
-    def silence(name: str, call: Call, output: Tensor) -> Tensor:
+def _zero_head(layer: str, head: int) -> Watcher:
+    def zero_head(name: str, call: Call, output: Tensor) -> Tensor:
         if name != layer:
             return output
         output = output.clone()
         output[:, head] = 0
         return output
 
-    return silence
+    return zero_head
 
 
-def _answer(output: Any) -> tuple[Tensor, bool]:
-    """The model's main output, and whether it holds a score for each class or token."""
+def _main_output(output: Any) -> tuple[Tensor, bool]:
+    """Return the model's main output, and whether it holds logits."""
     if isinstance(output, Tensor):
         return output, True
     logits = getattr(output, "logits", None)
@@ -96,15 +106,16 @@ def _answer(output: Any) -> tuple[Tensor, bool]:
     parts = output.values() if isinstance(output, dict) else output
     first = next((part for part in parts if isinstance(part, Tensor)), None)
     if first is None:
-        raise ValueError("model must return a tensor, or something that holds one")
+        raise ValueError(f"model must return a tensor or a container of tensors, got {type(output).__name__}")
     return first, False
 
 
-def _compare(whole: list[tuple[Tensor, bool]], without: Iterable[tuple[Tensor, bool]]) -> tuple[float, float]:
-    moved = norm = flips = places = 0.0
-    for (before, _), (after, _) in zip(whole, without, strict=True):
-        moved += float(torch.linalg.vector_norm(before - after, dtype=torch.float64)) ** 2
+def _compare(baseline: list[tuple[Tensor, bool]], ablated: Iterable[tuple[Tensor, bool]]) -> tuple[float, float]:
+    """Return relative change and share of changed predictions."""
+    difference = norm = flips = predictions = 0.0
+    for (before, _), (after, _) in zip(baseline, ablated, strict=True):
+        difference += float(torch.linalg.vector_norm(before - after, dtype=torch.float64)) ** 2
         norm += float(torch.linalg.vector_norm(before, dtype=torch.float64)) ** 2
         flips += float((before.argmax(-1) != after.argmax(-1)).sum())
-        places += before[..., 0].numel()
-    return (moved / max(norm, torch.finfo(torch.float64).tiny)) ** 0.5, flips / max(places, 1)
+        predictions += before[..., 0].numel()
+    return (difference / max(norm, torch.finfo(torch.float64).tiny)) ** 0.5, flips / max(predictions, 1)

@@ -1,7 +1,4 @@
-"""What the components of a mixture of keys do: who answers, where, how far apart they are, and whether it matters.
-
-H heads, M components, L queries, S keys, R rows of a block.
-"""
+"""Use of the mixture components of a key: responsibilities, distances, and soft against hard assignment."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Per head; averages over samples and rows."""
+    """Component statistics per head, averaged over samples and rows."""
 
-    prior: Array  # π, [H, M], averaged over positions where it differs between them
-    answered: Array  # the share of the attention that each component answers for, [H, M]
-    decided: Array  # the responsibility of the leading component, weighted by the attention, [H]: 1/M to 1
-    distance: Array  # between the components' keys, in units of σ (linear attention: as they are), [H, M, M]
-    other_choice: Array  # the share of the attention whose leading component is not the hard choice (Eq. 12), [H]
-    moved: Array  # how much attention would move to other keys under the other assignment, soft or hard, [H]: 0 to 1
+    prior: Array  # π, [H, M], averaged over positions
+    answered: Array  # share of the attention for which each component is responsible, [H, M]
+    decided: Array  # responsibility of the leading component, weighted by the attention, [H]: 1/M to 1
+    distance: Array  # between the components' keys, in units of σ (linear attention: unscaled), [H, M, M]
+    other_choice: Array  # share of the attention whose leading component is not the hard choice (Eq. 12), [H]
+    moved: Array  # attention that moves to other keys under the other assignment, soft or hard, [H]: 0 to 1
 
 
-class MixtureSums:
-    """Sums over rows and samples from which a Mixture follows."""
+class MixtureAccumulator:
+    """Sums over rows and samples for a Mixture."""
 
     def __init__(self, heads: int, components: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -43,18 +40,18 @@ class MixtureSums:
         self.decided, self.other_choice, self.moved = zeros(heads), zeros(heads), zeros(heads)
 
     def add_sample(self, sample: SampleWeights) -> None:
-        """Priors and keys of one sample."""
+        """Add priors and keys of one sample."""
         self.samples += 1
         components = sample.components
         self.prior += 1 / components if sample.log_prior is None else sample.log_prior.exp().mean(-1)
         keys = sample.component_keys.transpose(1, 2)  # [H, S, M, D]
-        self.distance += (torch.cdist(keys, keys) * _unit(sample)).mean(1)
+        self.distance += (torch.cdist(keys, keys) * _inverse_sigma(sample)).mean(1)
 
     def add_block(self, block: Block, hard: bool) -> Tensor:
-        """Rows of one sample. Returns the attention that each component answers for, [H, R, M, S]."""
+        """Add rows of one sample and return the attention split over components, [H, R, M, S]."""
         assert block.scores is not None
         assert block.unweighted is not None
-        answered = responsibilities(block)
+        answered = split_over_components(block)
         self.attention += block.weights.sum((1, 2))
         self.answered += answered.sum((1, 3))
         self.decided += answered.amax(2).sum((1, 2))
@@ -64,6 +61,7 @@ class MixtureSums:
         return answered
 
     def mixture(self) -> Mixture:
+        """Return the averages."""
         attention = self.attention.clamp(min=torch.finfo(torch.float64).tiny)
         samples = max(self.samples, 1)
         averages = (
@@ -77,17 +75,18 @@ class MixtureSums:
         return Mixture(*(average.cpu().numpy() for average in averages))
 
 
-def responsibilities(block: Block) -> Tensor:
-    """The attention that each component answers for: its share γ of a pair (Eq. 11) times the weight, [H, R, M, S]."""
+def split_over_components(block: Block) -> Tensor:
+    """Compute responsibility (Eq. 11) times attention weight of each component, [H, R, M, S]."""
     assert block.scores is not None
-    # Where no component has any score, there is no attention to share.
+    # NaN: all scores are -inf, and the weight is 0.
     return block.scores.softmax(2).nan_to_num(0) * block.weights.unsqueeze(2)
 
 
 def other_assignment(block: Block, hard: bool) -> Tensor:
-    """The weights with the hard assignment where the layer has the soft one, and the other way round: [H, R, S].
+    """Compute the weights under the other assignment, hard for a soft layer and soft for a hard one: [H, R, S].
 
-    A pair's logit is log Σ_r exp(score) + mask in one and max_r + mask in the other, so the mask need not be known.
+    A pair's logit is log Σ_r exp(score_r) + mask for soft and max_r score_r + mask for hard assignment. Only their
+    difference is applied to the weights, so the mask cancels.
     """
     assert block.scores is not None
     assert block.unweighted is not None
@@ -96,12 +95,12 @@ def other_assignment(block: Block, hard: bool) -> Tensor:
     peak = step.amax(-1, keepdim=True)
     other = block.weights * (step - peak.masked_fill(peak == -math.inf, 0)).exp()
     total = other.sum(-1, keepdim=True)
-    # Compared with a row of the same sum, which unnormalised linear attention needs.
+    # Same row sum as before: unnormalised linear attention has row sums other than 1.
     return other * (block.weights.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1))
 
 
-def _unit(sample: SampleWeights) -> float | Tensor:
-    """√λ: distances in units of σ. [H, 1, 1, 1] where heads have their own."""
+def _inverse_sigma(sample: SampleWeights) -> float | Tensor:
+    """Return √λ, which converts distances to units of σ: a number, or [H, 1, 1, 1] if it differs between heads."""
     if not isinstance(sample, MixtureWeights):
         return 1.0
     if not isinstance(sample.scale, Tensor):

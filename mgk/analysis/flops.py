@@ -1,7 +1,4 @@
-"""Parameters and forward FLOPs of a model against heads and length, for every variant: counted, not estimated.
-
-The counting itself, on the meta device, belongs to the models (`mgk.training.evaluate`) and is handed in.
-"""
+"""Parameters and forward FLOPs of a model for other variants, numbers of heads and lengths."""
 
 from __future__ import annotations
 
@@ -10,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Count = Callable[[Any, int], tuple[int, int]]  # a configuration and a length -> parameters, FLOPs of one example
+# Counts on the meta device (`mgk.training.evaluate`): configuration, length -> parameters, FLOPs of one example.
+Count = Callable[[Any, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class ModelCost:
+    """Counted cost of a model."""
+
     variant: str
     heads: int
     length: int
@@ -26,23 +26,31 @@ class ModelCost:
         return f"{self.variant}:{self.heads}"
 
 
-def costs(
+def count_costs(
     config: Any, variants: Sequence[str], heads: Sequence[int], lengths: Sequence[int], count: Count
 ) -> list[ModelCost]:
-    """The model of `config` with each variant, number of heads (of the same width) and length."""
-    found = []
+    """Count the cost of a model with each variant, number of heads and length.
+
+    Args:
+        config: Configuration of the model.
+        variants: Names of attention variants.
+        heads: Numbers of heads, of unchanged width.
+        lengths: Numbers of tokens.
+        count: Counts parameters and FLOPs of a configuration.
+    """
+    counted = []
     for variant in variants:
         for number in heads:
             for length in lengths:
                 changed = dataclasses.replace(
                     config, variant=variant, num_heads=number, num_kv_heads=None, max_length=length
                 )
-                found.append(ModelCost(variant, number, length, *count(changed, length)))
-    return found
+                counted.append(ModelCost(variant, number, length, *count(changed, length)))
+    return counted
 
 
-def smaller(heads: int) -> list[int]:
-    """The numbers of heads worth looking at below and at `heads`: it, its halves, and 1."""
+def fewer_heads(heads: int) -> list[int]:
+    """Return the numbers of heads to compare, ascending: `heads`, its successive halves, and 1."""
     numbers = {heads, 1}
     while heads > 1:
         heads = heads // 2
@@ -52,16 +60,23 @@ def smaller(heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PerHead:
-    """What one head of one layer costs, from the widths alone: the estimate for models that are not built here."""
+    """Estimated cost of one head of one layer, from the widths alone."""
 
     params: int
     flops: int
 
 
 def per_head(width: int, head_dim: int, kv_share: float, length: int) -> PerHead:
-    """Projections of query and output, the head's share of those of key and value, and two products a pair.
+    """Estimate the cost of a head: its share of the four projections, and two GEMMs over all pairs.
 
-    width: of the model. kv_share: key heads over query heads. FLOPs of one forward, 2 a multiply-add.
+    Args:
+        width: Width of the model.
+        head_dim: Width of a head.
+        kv_share: Key heads over query heads.
+        length: Number of tokens.
+
+    Returns:
+        Parameters, and FLOPs of one forward (2 per multiply-add).
     """
     params = round(width * head_dim * (2 + 2 * kv_share))
     return PerHead(params, 2 * params * length + 4 * head_dim * length**2)

@@ -1,9 +1,9 @@
-"""Rank and effective rank of matrices, many at once, in fp64.
+"""Rank and effective rank of batches of matrices, in fp64.
 
 The rank is the number of singular values above a threshold, 1e-6 in the paper. For large matrices it is counted from
-the eigenvalues of AᵀA, which cost a fraction of the singular values of A but are known only to about eps·‖A‖², where
-the threshold is 1e-12: where that could change the count, the large directions are taken out of A and the rest is
-counted again.
+the eigenvalues of AᵀA, which are much cheaper than the singular values of A but exact only to about eps·‖A‖², while
+the squared threshold is 1e-12. If that error could change the count, the large directions are removed from A and the
+remainder is counted again.
 """
 
 from __future__ import annotations
@@ -17,72 +17,79 @@ import torch
 from torch import Tensor
 
 THRESHOLD = 1e-6
-# Smaller matrices are decomposed themselves: LAPACK takes as little time for that.
-DIRECT = 128
-# How far an eigenvalue of an n × n Gram matrix may be off, in units of eps·‖A‖²·√n: below 1 on matrices of known rank.
+# Up to this size the SVD itself is used: in LAPACK it is as fast as the eigenvalues.
+MAX_SVD_SIZE = 128
+# Error bound of an eigenvalue of an n × n Gram matrix, in units of eps·‖A‖²·√n; measured on known ranks: below 1.
 ROUNDING = 4.0
-# A GPU decomposes one matrix after another and is mostly idle meanwhile: so many at once, each on a stream of its own.
+# Concurrent CUDA streams: a GPU is mostly idle while it decomposes a single matrix.
 STREAMS = 8
 
 
 class Spectra(NamedTuple):
-    """For each matrix."""
+    """Ranks of a batch of matrices."""
 
     rank: Tensor  # int64 [n]
     effective_rank: Tensor  # fp64 [n]: exp of the entropy of the normalised singular values
 
 
-def spectra(matrices: Tensor, *, threshold: float = THRESHOLD) -> Spectra:
-    """Ranks of [n, L, S], computed in fp64 whatever the type given."""
+def spectra(matrices: Tensor, *, threshold: float = THRESHOLD, streams: int = STREAMS) -> Spectra:
+    """Compute rank and effective rank of each matrix, in fp64.
+
+    Args:
+        matrices: Floating-point tensor [n, L, S].
+        threshold: Singular values above it count for the rank.
+        streams: CUDA streams that decompose matrices concurrently.
+    """
     if matrices.dim() != 3 or not matrices.is_floating_point():
         raise ValueError(f"matrices must be a floating-point tensor [n, L, S], got {list(matrices.shape)}")
     matrices = matrices.double()
-    if min(matrices.shape[1:]) <= DIRECT:
+    if min(matrices.shape[1:]) <= MAX_SVD_SIZE:
         values = torch.linalg.svdvals(matrices)
         return Spectra((values > threshold).sum(-1), effective_rank(values))
-    return _from_gram(matrices, threshold)
+    return _spectra_from_gram(matrices, threshold, streams)
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    """exp(−Σ p log p), p the singular values [n, k] over their sum (Roy and Vetterli 2007). 0 for the zero matrix."""
+    """Compute exp(−Σ p log p), p = singular values [n, k] over their sum (Roy and Vetterli 2007); 0 if all are 0."""
     total = values.sum(-1, keepdim=True)
     share = values / total.masked_fill(total == 0, 1)
     return torch.special.entr(share).sum(-1).exp().masked_fill(total.squeeze(-1) == 0, 0)
 
 
 def _gram(matrices: Tensor) -> Tensor:
-    """AᵀA, or AAᵀ where that is smaller: the squares of the singular values are its eigenvalues."""
+    """Compute AᵀA or AAᵀ, the smaller one: its eigenvalues are the squared singular values."""
     tall = matrices.shape[1] >= matrices.shape[2]
     return matrices.mT @ matrices if tall else matrices @ matrices.mT
 
 
-def _from_gram(matrices: Tensor, threshold: float) -> Spectra:
-    squares = _eigenvalues(_gram(matrices))
+def _spectra_from_gram(matrices: Tensor, threshold: float, streams: int) -> Spectra:
+    squares = _eigenvalues(_gram(matrices), streams)
     rounding = ROUNDING * squares.shape[-1] ** 0.5 * torch.finfo(torch.float64).eps
     noise = rounding * squares[:, -1:].clamp(min=0)
-    above = (squares > threshold**2).sum(-1)
-    unsure = ((squares - threshold**2).abs() <= noise).any(-1)
-    unclear = unsure.nonzero().flatten()
-    if len(unclear):
-        counts = _at_once(lambda matrix: _count_deflated(matrix, threshold), list(matrices[unclear]))
-        above[unclear] = torch.stack(counts)
-    return Spectra(above, effective_rank(squares.clamp(min=0).sqrt()))
+    rank = (squares > threshold**2).sum(-1)
+    ambiguous = ((squares - threshold**2).abs() <= noise).any(-1).nonzero().flatten()
+    if len(ambiguous):
+        counts = _map_on_streams(
+            lambda matrix: _count_after_deflation(matrix, threshold), list(matrices[ambiguous]), streams
+        )
+        rank[ambiguous] = torch.stack(counts)
+    return Spectra(rank, effective_rank(squares.clamp(min=0).sqrt()))
 
 
-def _eigenvalues(gram: Tensor) -> Tensor:
-    """Ascending, [n, k]."""
-    return torch.cat(_at_once(torch.linalg.eigvalsh, gram.tensor_split(min(STREAMS, len(gram)))))
+def _eigenvalues(gram: Tensor, streams: int) -> Tensor:
+    """Compute eigenvalues [n, k], ascending."""
+    return torch.cat(_map_on_streams(torch.linalg.eigvalsh, gram.tensor_split(min(streams, len(gram))), streams))
 
 
 @cache
 def _load_solvers(device: torch.device) -> None:
-    """PyTorch loads what it decomposes matrices with on a GPU at the first call, which two threads must not make."""
+    """Run one decomposition: the first call loads the CUDA solver library and must not run in two threads at once."""
     torch.linalg.eigh(torch.eye(2, dtype=torch.float64, device=device))
 
 
-def _at_once(function: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """function(part) for each part; on a GPU up to STREAMS of them at the same time."""
-    if parts[0].device.type != "cuda" or len(parts) == 1 or STREAMS == 1:
+def _map_on_streams(function: Callable[[Tensor], Tensor], parts: Sequence[Tensor], streams: int) -> list[Tensor]:
+    """Apply the function to each part; on a GPU with up to `streams` parts at the same time."""
+    if parts[0].device.type != "cuda" or len(parts) == 1 or streams == 1:
         return [function(part) for part in parts]
     device = parts[0].device
     _load_solvers(device)
@@ -92,37 +99,38 @@ def _at_once(function: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> l
         stream = torch.cuda.Stream(device)
         stream.wait_stream(ready)
         with torch.cuda.stream(stream):
-            found = function(part)
+            result = function(part)
         stream.synchronize()
-        return found
+        return result
 
-    with ThreadPoolExecutor(min(STREAMS, len(parts))) as pool:
+    with ThreadPoolExecutor(min(streams, len(parts))) as pool:
         return list(pool.map(run, parts))
 
 
-def _count_deflated(matrix: Tensor, threshold: float) -> Tensor:
-    """The singular values above the threshold: those of the large directions, and those of what is left without them.
+def _count_after_deflation(matrix: Tensor, threshold: float) -> Tensor:
+    """Count singular values above the threshold: the large directions, plus those of the matrix without them.
 
-    What is left has a norm near the geometric mean of ‖A‖ and the threshold, so that its square is precise enough.
+    The remainder has a norm near the geometric mean of ‖A‖ and the threshold, so its Gram matrix is precise enough.
     """
     if matrix.shape[0] < matrix.shape[1]:
         matrix = matrix.mT
     squares, directions = torch.linalg.eigh(matrix.mT @ matrix)
     cut = max(float(squares[-1]), 0.0) ** 0.5 * threshold
     large = directions[:, squares > cut]
-    rest = matrix - (matrix @ large) @ large.mT
-    # Once more: the first pass leaves eps·‖A‖ of the large directions behind.
-    rest = rest - (rest @ large) @ large.mT
-    return (torch.linalg.eigvalsh(rest.mT @ rest) > threshold**2).sum() + large.shape[1]
+    remainder = matrix - (matrix @ large) @ large.mT
+    # The first projection leaves eps·‖A‖ of the large directions: project twice.
+    remainder = remainder - (remainder @ large) @ large.mT
+    return (torch.linalg.eigvalsh(remainder.mT @ remainder) > threshold**2).sum() + large.shape[1]
 
 
-def matrices_at_once(rows: int, columns: int, memory: int) -> int:
-    """How many matrices can be ranked together within `memory` bytes; 0 if not one."""
-    # The matrix, its Gram matrix, the workspace of the eigenvalues and, for a deflation, two more.
-    one = 8 * (3 * rows * columns + 3 * min(rows, columns) ** 2)
-    return memory // one
+def max_matrices(rows: int, columns: int, memory: int) -> int:
+    """Return the number of matrices that can be ranked together within `memory` bytes; 0 if none fits."""
+    # Matrix, Gram matrix, workspace of the eigenvalues and, for a deflation, two more.
+    bytes_per_matrix = 8 * (3 * rows * columns + 3 * min(rows, columns) ** 2)
+    return memory // bytes_per_matrix
 
 
-def in_batches(count: int, size: int) -> Iterator[slice]:
+def split_range(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` elements that cover range(count)."""
     for start in range(0, count, max(1, size)):
         yield slice(start, min(start + max(1, size), count))

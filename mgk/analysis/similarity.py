@@ -1,6 +1,6 @@
-"""How alike the heads of a layer are: where they look (their maps) and what they pass on (their outputs).
+"""Similarity of the heads of a layer, by their attention maps and by their outputs.
 
-H heads, L queries, S keys, D the width of a head's output. Sums over samples are kept, never the maps themselves.
+Only sums over rows and samples are stored, not the maps.
 """
 
 from __future__ import annotations
@@ -15,31 +15,37 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 
-# Heads whose maps are on average closer than this (Jensen–Shannon, in bits) stand in one group.
+# Heads whose maps are closer than this on average (Jensen–Shannon, in bits) form one group.
 SAME_GROUP = 0.1
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """Between all pairs of heads, [H, H] each."""
+    """Similarity of all pairs of heads, [H, H] each, and groups of similar heads."""
 
-    divergence: Array  # Jensen–Shannon divergence of the rows of the maps, in bits: 0 the same, 1 nothing in common
+    divergence: Array  # Jensen–Shannon divergence of the rows of the maps, in bits: 0 identical, 1 disjoint
     cosine: Array  # of the maps as vectors
-    cka: Array | None  # centred kernel alignment of the outputs: 1 the same up to rotation and scale
-    order: list[int]  # the heads with similar ones side by side
-    groups: list[int]  # the group of each head
+    cka: Array | None  # centred kernel alignment of the outputs: 1 for equal up to rotation and scale
+    order: list[int]  # the heads, similar ones next to each other
+    groups: list[int]  # group number of each head
 
     @property
     def different(self) -> dict[str, float]:
-        """How many heads are effectively different, by each measure."""
+        """Effective number of different heads, by measure: maps, cosine and, with outputs, outputs."""
         numbers = {"maps": effective_number(1 - self.divergence), "cosine": effective_number(self.cosine)}
         if self.cka is not None:
             numbers["outputs"] = effective_number(self.cka)
         return numbers
 
 
-class PairSums:
-    """Sums over rows and samples from which the similarities follow."""
+class SimilarityAccumulator:
+    """Sums over rows and samples for a Similarity.
+
+    Args:
+        heads: Number of heads.
+        width: Width of a head's output; None leaves the outputs out.
+        device: Device of the sums.
+    """
 
     def __init__(self, heads: int, width: int | None, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -52,64 +58,64 @@ class PairSums:
         self.tokens, self.mean, self.covariance = 0, zeros(total), zeros(total, total)
 
     def add_maps(self, weights: Tensor) -> None:
-        """Rows [H, rows, S] of the maps of one sample."""
+        """Add rows [H, R, S] of the maps of one sample."""
         flat = weights.flatten(1)
         self.products += flat @ flat.mT
         total = weights.sum(-1, keepdim=True)
         rows = weights / total.masked_fill(total == 0, 1)
-        # A row with one key to see says nothing about the head: the first one of a causal map, for example.
-        telling = ((weights != 0).any(0).sum(-1) > 1) & (total != 0).all(0).squeeze(-1)
-        rows = rows[:, telling]
-        self.rows += int(telling.sum())
-        own = _bits(rows)  # [H]
+        # Skip rows with a single visible key, as the first of a causal map: they are the same in every head.
+        informative = ((weights != 0).any(0).sum(-1) > 1) & (total != 0).all(0).squeeze(-1)
+        rows = rows[:, informative]
+        self.rows += int(informative.sum())
+        entropy = _entropy_bits(rows)  # [H]
         for head in range(self.heads - 1):
-            others = slice(head + 1, self.heads)
-            between = _bits((rows[head] + rows[others]) / 2) - (own[head] + own[others]) / 2
-            self.divergence[head, others] += between.clamp(min=0)
+            later = slice(head + 1, self.heads)
+            divergence = _entropy_bits((rows[head] + rows[later]) / 2) - (entropy[head] + entropy[later]) / 2
+            self.divergence[head, later] += divergence.clamp(min=0)
 
     def add_outputs(self, outputs: Tensor) -> None:
-        """Outputs [H, tokens, D] of one sample."""
-        flat = outputs.transpose(0, 1).flatten(1)  # [tokens, H·D]
+        """Add outputs [H, L, E] of one sample."""
+        flat = outputs.transpose(0, 1).flatten(1)  # [L, H·E]
         count = flat.shape[0]
         if count == 0:
             return
-        # The mean and the covariance of two parts together (Chan et al. 1983), which no large mean can spoil.
+        # Pairwise update of mean and covariance (Chan et al. 1983): stable for a large mean.
         mean = flat.mean(0)
-        centred, apart = flat - mean, mean - self.mean
-        both = self.tokens + count
-        self.covariance += centred.mT @ centred + torch.outer(apart, apart) * (self.tokens * count / both)
-        self.mean += apart * (count / both)
-        self.tokens = both
+        centred, difference = flat - mean, mean - self.mean
+        total = self.tokens + count
+        self.covariance += centred.mT @ centred + torch.outer(difference, difference) * (self.tokens * count / total)
+        self.mean += difference * (count / total)
+        self.tokens = total
 
     def similarity(self) -> Similarity:
+        """Return the similarities and groups."""
         divergence = (self.divergence + self.divergence.mT) / max(self.rows, 1)
         norms = self.products.diagonal().sqrt()
         cosine = self.products / torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)
-        found = divergence.clamp(max=1).cpu().numpy()
-        merges = _merge(found)
-        return Similarity(
-            found, cosine.cpu().numpy(), self._cka() if self.width else None, merges[-1][1], _groups(merges, self.heads)
-        )
+        distances = divergence.clamp(max=1).cpu().numpy()
+        merges = _merge(distances)
+        cka = self._cka() if self.width else None
+        return Similarity(distances, cosine.cpu().numpy(), cka, merges[-1][1], _groups(merges, self.heads))
 
     def _cka(self) -> Array:
-        """‖X_gᵀX_h‖² / (‖X_gᵀX_g‖ ‖X_hᵀX_h‖), X the centred outputs (Kornblith et al. 2019, linear)."""
-        blocks = self.covariance.unflatten(0, (self.heads, -1)).unflatten(-1, (self.heads, -1))  # [H, D, H, D]
+        """Compute ‖X_gᵀX_h‖² / (‖X_gᵀX_g‖ ‖X_hᵀX_h‖), X the centred outputs (Kornblith et al. 2019, linear)."""
+        blocks = self.covariance.unflatten(0, (self.heads, -1)).unflatten(-1, (self.heads, -1))  # [H, E, H, E]
         overlap = blocks.square().sum((1, 3))
         norms = overlap.diagonal().sqrt()
         cka = overlap / torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)
-        # A head that passes on nothing is like no other, and like itself.
+        # A head with zero output has similarity 1 to itself and 0 to all others.
         return cka.fill_diagonal_(1).cpu().numpy()
 
 
-def _bits(rows: Tensor) -> Tensor:
-    """The entropy of each row, summed over rows: [..., rows, S] -> [...]."""
+def _entropy_bits(rows: Tensor) -> Tensor:
+    """Sum the entropy of all rows, in bits: [..., R, S] -> [...]."""
     return torch.special.entr(rows).sum((-1, -2)) / math.log(2)
 
 
 def effective_number(similarity: Array) -> float:
-    """How many different things there are among H that are more or less alike, from 1 (all the same) to H (none alike).
+    """Compute the Vendi score of a similarity matrix [H, H], from 1 (all the same) to H (all different).
 
-    The exponential of the entropy of the eigenvalues of similarity / H, known as the Vendi score.
+    It is the exponential of the entropy of the eigenvalues of similarity / H.
     """
     values = np.linalg.eigvalsh((similarity + similarity.T) / 2).clip(min=0)
     shares = values[values > 0] / values.sum()
@@ -117,25 +123,25 @@ def effective_number(similarity: Array) -> float:
 
 
 def _merge(distance: Array) -> list[tuple[float, list[int]]]:
-    """Average linkage: the two closest groups become one until one is left. The distance and members of each merge."""
+    """Cluster by average linkage; return distance and members of each merge, single heads first."""
     groups = [[head] for head in range(len(distance))]
     merges = [(0.0, group) for group in groups]
     while len(groups) > 1:
-        between, a, b = min(
+        closest, a, b = min(
             (float(distance[np.ix_(groups[a], groups[b])].mean()), a, b)
             for a in range(len(groups))
             for b in range(a + 1, len(groups))
         )
-        merges.append((between, groups[a] + groups[b]))
+        merges.append((closest, groups[a] + groups[b]))
         groups = [group for n, group in enumerate(groups) if n not in (a, b)] + [merges[-1][1]]
     return merges
 
 
 def _groups(merges: list[tuple[float, list[int]]], heads: int) -> list[int]:
-    """Numbers from 0 in the order of the heads."""
+    """Return the group of each head, numbered from 0 in the order of the heads."""
     group = list(range(heads))
-    for between, members in merges:
-        if between <= SAME_GROUP:
+    for merge_distance, members in merges:
+        if merge_distance <= SAME_GROUP:
             for head in members:
                 group[head] = min(members)
     names = {first: n for n, first in enumerate(dict.fromkeys(group))}

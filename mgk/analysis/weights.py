@@ -1,7 +1,6 @@
-"""The attention weights of one sample of a call, in fp64, a block of rows at a time.
+"""Attention weights of one sample of a call, recomputed in fp64 in blocks of rows.
 
-H heads, M components, L queries, S keys, E value width, R rows of a block. Padding is left out: L and S are the real
-tokens. Factors that a preset puts on the output of linear attention are left out too.
+Padding is left out: L and S count unpadded tokens. Output factors of linear-attention presets are left out too.
 """
 
 from __future__ import annotations
@@ -27,31 +26,33 @@ AnyCall = TypeVar("AnyCall", MixtureCall, LinearCall)
 
 @dataclass(frozen=True)
 class Block:
-    rows: slice  # of the real queries
+    """Weights of a range of rows."""
+
+    rows: slice  # of the unpadded queries
     weights: Tensor  # [H, R, S]
-    # log of what each component contributes, with and without its prior, [H, R, M, S]; None where there is one alone
+    # Logits of the components with and without prior, [H, R, M, S]; None for a single component or if not requested.
     scores: Tensor | None = None
     unweighted: Tensor | None = None
 
 
 class SampleWeights(ABC):
-    """The weights of one sample of a call, for all heads or some."""
+    """Weights of one sample of a call, for all heads or a range of heads."""
 
     components: int
     value: Tensor  # [H, S, E]
     component_keys: Tensor  # [H, M, S, D]
     log_prior: Tensor | None  # [H, M, S or 1]; None is uniform
-    real: slice  # the real tokens among the keys
+    unpadded: slice  # keys that are not padding
 
-    def __init__(self, queries: int, keys: int, real: slice) -> None:
-        self.real = real
-        # Padding of a cross-attention's keys says nothing of its queries.
-        self.real_queries = real if queries == keys else slice(0, queries)
+    def __init__(self, queries: int, keys: int, unpadded: slice) -> None:
+        self.unpadded = unpadded
+        # In cross-attention the padding of the keys does not apply to the queries.
+        self.unpadded_queries = unpadded if queries == keys else slice(0, queries)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Real queries and keys."""
-        return _size(self.real_queries), _size(self.real)
+        """Number of unpadded queries and keys."""
+        return _size(self.unpadded_queries), _size(self.unpadded)
 
     @property
     def heads(self) -> int:
@@ -59,40 +60,50 @@ class SampleWeights(ABC):
 
     @abstractmethod
     def block(self, rows: slice, heads: slice, components: bool) -> Block:
-        """Rows of the real queries for some heads; with `components`, what each of them contributes too."""
+        """Compute the weights of some rows and heads.
+
+        Args:
+            rows: Range of the unpadded queries.
+            heads: Range of the heads.
+            components: Also return the logits of each component.
+        """
 
     def blocks(self, memory: int, heads: slice = slice(None), *, components: bool = False) -> Iterator[Block]:
-        """All rows, in blocks that take at most about `memory` bytes while they are worked on."""
+        """Yield all rows in blocks that need about `memory` bytes at most, workspace included."""
         queries, keys = self.shape
         count = len(range(*heads.indices(self.heads)))
-        # Logits and their softmax, masks, and what the caller forms of the weights.
-        one_row = 8 * count * keys * (4 * self.components + 6)
-        step = max(1, min(queries, memory // max(1, one_row)))
+        # Logits and softmax of each component, masks, and temporary tensors of the caller.
+        bytes_per_row = 8 * count * keys * (4 * self.components + 6)
+        step = max(1, min(queries, memory // max(1, bytes_per_row)))
         for start in range(0, queries, step):
             yield self.block(slice(start, min(start + step, queries)), heads, components)
 
-    def _queries(self, rows: slice) -> slice:
-        """Rows of the real queries as rows of all queries."""
-        return slice(rows.start + self.real_queries.start, rows.stop + self.real_queries.start)
+    def _padded_rows(self, rows: slice) -> slice:
+        """Convert a range of the unpadded queries to a range of all queries."""
+        return slice(rows.start + self.unpadded_queries.start, rows.stop + self.unpadded_queries.start)
 
 
 class MixtureWeights(SampleWeights):
-    """Of softmax and Gaussian attention: Eq. 10 or 12."""
+    """Weights of softmax and Gaussian attention: Eq. 10 or 12."""
 
     def __init__(self, call: MixtureCall, sample: int) -> None:
-        self.call = one = _in_fp64(_pick(call, sample))
-        super().__init__(one.query.shape[2], one.keys.shape[-2], _real(_visible(one.attn_mask), one.keys.shape[-2]))
-        self.query, self.keys, value, prior, self.scale, self.tau = expand_inputs(one)
+        self.call = call = _in_fp64(_pick(call, sample))
+        super().__init__(
+            call.query.shape[2], call.keys.shape[-2], _visible_range(_visible_keys(call.attn_mask), call.keys.shape[-2])
+        )
+        self.query, self.keys, value, prior, self.scale, self.tau = expand_inputs(call)
         assert prior is not None
         self.prior = prior
-        self.components = one.components
-        self.value = value[0][:, self.real]
-        self.component_keys = self.keys[0][:, :, self.real]
-        # A prior says nothing where the hard assignment ignores it.
-        self.log_prior = None if one.log_prior is None or one.hard else _expand_prior(self.prior, self.heads, self.real)
+        self.components = call.components
+        self.value = value[0][:, self.unpadded]
+        self.component_keys = self.keys[0][:, :, self.unpadded]
+        # Hard assignment ignores the prior.
+        self.log_prior = (
+            None if call.log_prior is None or call.hard else _expand_prior(self.prior, self.heads, self.unpadded)
+        )
 
     def block(self, rows: slice, heads: slice, components: bool) -> Block:
-        call, block = self.call, self._queries(rows)
+        call, block = self.call, self._padded_rows(rows)
         queries, keys = self.query.shape[2], self.keys.shape[-2]
         prior, bias = _heads(self.prior, heads), call.attn_mask
         scale = _heads(self.scale, heads) if isinstance(self.scale, Tensor) else self.scale
@@ -106,35 +117,35 @@ class MixtureWeights(SampleWeights):
         if allowed is not None:
             logits = logits.masked_fill(~allowed.unsqueeze(-2), -math.inf)
         joint, _ = equations.safe_softmax(logits.flatten(-2), -1)
-        weights = joint.unflatten(-1, logits.shape[-2:]).sum(-2)[0, ..., self.real]
+        weights = joint.unflatten(-1, logits.shape[-2:]).sum(-2)[0, ..., self.unpadded]
         if not components or self.components == 1:
             return Block(rows, weights)
-        return Block(rows, weights, soft[0, ..., self.real], bare[0, ..., self.real])
+        return Block(rows, weights, soft[0, ..., self.unpadded], bare[0, ..., self.unpadded])
 
 
 class LinearWeights(SampleWeights):
-    """Of linear attention, which itself never forms them: Eq. 14."""
+    """Weights of linear attention: Eq. 14."""
 
     def __init__(self, call: LinearCall, sample: int) -> None:
-        self.call = one = _in_fp64(_pick(call, sample))
-        super().__init__(one.query.shape[2], one.keys.shape[-2], _real(one.key_mask, one.keys.shape[-2]))
-        keys = one.component_keys(torch.float64)
-        self.components, self.query = one.components, one.feature_map(one.query)[0]
-        if hasattr(one.feature_map, "key_features"):
-            features, log_scale = one.feature_map.key_features(keys)
+        self.call = call = _in_fp64(_pick(call, sample))
+        super().__init__(call.query.shape[2], call.keys.shape[-2], _visible_range(call.key_mask, call.keys.shape[-2]))
+        keys = call.component_keys(torch.float64)
+        self.components, self.query = call.components, call.feature_map(call.query)[0]
+        if hasattr(call.feature_map, "key_features"):
+            features, log_scale = call.feature_map.key_features(keys)
         else:
-            features, log_scale = one.feature_map(keys), torch.zeros(keys.shape[:-1], dtype=keys.dtype).to(keys.device)
-        prior = one.log_prior
-        uniform = torch.full_like(log_scale[:, :, :, :1], -math.log(one.components))
-        self.log_scale = repeat_heads(log_scale, one.group)[0]  # [H, M, S]
-        self.features = repeat_heads(features, one.group)[0]  # [H, M, S, F]
-        self.prior = repeat_heads(uniform if prior is None else prior.expand(1, keys.shape[1], -1, -1), one.group)[0]
-        self.value = repeat_heads(one.value, one.group)[0][:, self.real]
-        self.component_keys = repeat_heads(keys, one.group)[0][:, :, self.real]
-        self.log_prior = None if prior is None else _expand_prior(self.prior[None], self.heads, self.real)
+            features, log_scale = call.feature_map(keys), torch.zeros(keys.shape[:-1], dtype=keys.dtype).to(keys.device)
+        prior = call.log_prior
+        uniform = torch.full_like(log_scale[:, :, :, :1], -math.log(call.components))
+        self.log_scale = repeat_heads(log_scale, call.group)[0]  # [H, M, S]
+        self.features = repeat_heads(features, call.group)[0]  # [H, M, S, F]
+        self.prior = repeat_heads(uniform if prior is None else prior.expand(1, keys.shape[1], -1, -1), call.group)[0]
+        self.value = repeat_heads(call.value, call.group)[0][:, self.unpadded]
+        self.component_keys = repeat_heads(keys, call.group)[0][:, :, self.unpadded]
+        self.log_prior = None if prior is None else _expand_prior(self.prior[None], self.heads, self.unpadded)
 
     def block(self, rows: slice, heads: slice, components: bool) -> Block:
-        call, block = self.call, self._queries(rows)
+        call, block = self.call, self._padded_rows(rows)
         queries, keys = self.query.shape[1], self.features.shape[2]
         products = self.query[heads, None, block] @ self.features[heads].mT  # [H, M, R, S]
         bare = products.log().transpose(1, 2) + self.log_scale[heads].unsqueeze(1)  # [H, R, M, S]
@@ -146,17 +157,18 @@ class LinearWeights(SampleWeights):
         if allowed is not None:
             logits = logits.masked_fill(~allowed.reshape(1, *allowed.shape[-2:]), -math.inf)
         weights = equations.safe_softmax(logits, -1)[0] if call.normalise else logits.exp()
-        weights = weights[..., self.real]
+        weights = weights[..., self.unpadded]
         if not components or self.components == 1:
             return Block(rows, weights)
-        return Block(rows, weights, scores[..., self.real], bare[..., self.real])
+        return Block(rows, weights, scores[..., self.unpadded], bare[..., self.unpadded])
 
 
 def sample_weights(call: Call, sample: int) -> SampleWeights:
+    """Return the weights of one sample of a call's batch."""
     if isinstance(call, MixtureCall):
         return MixtureWeights(call, sample)
     if call.cu_seqlens is not None or call.initial_state is not None:
-        raise ValueError("packed or continued linear attention cannot be analysed: give whole sequences")
+        raise ValueError("packed or continued linear attention cannot be analyzed: pass whole sequences")
     return LinearWeights(call, sample)
 
 
@@ -165,16 +177,16 @@ def _size(part: slice) -> int:
 
 
 def _pick(call: AnyCall, sample: int) -> AnyCall:
-    """The call with one sample of the batch."""
+    """Return the call with a single sample of the batch."""
 
     def pick(x: Any) -> Any:
-        batched = isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == call.query.shape[0]
-        return x[sample : sample + 1] if batched else x
+        has_batch = isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == call.query.shape[0]
+        return x[sample : sample + 1] if has_batch else x
 
-    # The shift and what belongs to heads alone have no batch.
-    parts = ("query", "keys", "value", "log_prior", "attn_mask", "key_mask", "scale")
+    # Shifts and per-head numbers have no batch dimension.
+    batched = ("query", "keys", "value", "log_prior", "attn_mask", "key_mask", "scale")
     names = {field.name for field in dataclasses.fields(call)}
-    return dataclasses.replace(call, **{name: pick(getattr(call, name)) for name in parts if name in names})
+    return dataclasses.replace(call, **{name: pick(getattr(call, name)) for name in batched if name in names})
 
 
 def _in_fp64(call: AnyCall) -> AnyCall:
@@ -186,23 +198,23 @@ def _in_fp64(call: AnyCall) -> AnyCall:
     return dataclasses.replace(call, **changes)
 
 
-def _visible(mask: Tensor | None) -> Tensor | None:
-    """Whether any query may see a key: [1, S]."""
+def _visible_keys(mask: Tensor | None) -> Tensor | None:
+    """Return for each key whether any query attends to it, [1, S]."""
     if mask is None:
         return None
     return (mask if mask.dtype == torch.bool else mask != -math.inf).flatten(0, -2).any(0)[None]
 
 
-def _real(visible: Tensor | None, length: int) -> slice:
-    """From the first key that can be seen to the last."""
+def _visible_range(visible: Tensor | None, length: int) -> slice:
+    """Return the range from the first visible key to the last."""
     if visible is None or visible.shape[-1] == 1:
         return slice(0, length)
-    places = visible[0].nonzero().flatten()
-    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+    indices = visible[0].nonzero().flatten()
+    return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 0)
 
 
 def _heads(x: Tensor, heads: slice) -> Tensor:
-    """Some heads of [1, H or 1, ...]."""
+    """Select heads of [1, H or 1, ...]."""
     return x if x.shape[1] == 1 else x[:, heads]
 
 
@@ -210,7 +222,7 @@ def _mask_of(mask: Tensor | None, heads: slice) -> Tensor | None:
     return None if mask is None else _heads(mask, heads)
 
 
-def _expand_prior(prior: Tensor, heads: int, real: slice) -> Tensor:
-    """[1, H or 1, M, S or 1] -> [H, M, S or 1]"""
+def _expand_prior(prior: Tensor, heads: int, unpadded: slice) -> Tensor:
+    """Expand [1, H or 1, M, S or 1] to [H, M, S or 1] without padding."""
     prior = prior[0].expand(heads, -1, -1)
-    return prior if prior.shape[-1] == 1 else prior[..., real]
+    return prior if prior.shape[-1] == 1 else prior[..., unpadded]

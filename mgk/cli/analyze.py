@@ -211,7 +211,7 @@ def _run(
 
 def _costs(config: Any) -> tuple[list[Any], Any]:
     """What the model costs with other variants and fewer heads, and as it is; nothing where it cannot be counted."""
-    from mgk.analysis.flops import ModelCost, costs, smaller
+    from mgk.analysis.flops import ModelCost, count_costs, fewer_heads
     from mgk.training.evaluate import count_parameters, forward_flops
     from mgk.variants import VARIANTS
 
@@ -226,7 +226,7 @@ def _costs(config: Any) -> tuple[list[Any], Any]:
     own = ModelCost(
         "mixed" if mixed else next(iter(kinds)), config.num_heads, config.max_length, *count(config, config.max_length)
     )
-    return costs(config, variants, smaller(config.num_heads), [config.max_length], count), own
+    return count_costs(config, variants, fewer_heads(config.num_heads), [config.max_length], count), own
 
 
 def _transformers(

@@ -82,7 +82,7 @@ def flops(
     from rich.console import Console
     from rich.table import Table
 
-    from mgk.analysis.flops import costs
+    from mgk.analysis.flops import count_costs
     from mgk.analysis.report.tables import write_csv
 
     if figure is not None:
@@ -98,7 +98,7 @@ def flops(
         for path in _draw(figure, config, counts, tokens[0], out or Path("."), recipe):
             print(path)
         return
-    found = costs(config, names, counts, tokens, _count)
+    found = count_costs(config, names, counts, tokens, _count)
     shown = Table("variant", "heads", "length", "parameters", "GFLOPs of one forward", title=f"The model of {recipe}")
     for cost in found:
         cells = (cost.variant, str(cost.heads), f"{cost.length:,}", f"{cost.params:,}", f"{cost.flops / 1e9:.4f}")
@@ -147,7 +147,7 @@ def _against(
 
 def _draw(figure: int, config: Any, counts: list[int], length: int, out: Path, recipe: str) -> list[Path]:
     """A figure of the paper, at the paper's settings where the defaults are kept."""
-    from mgk.analysis.flops import costs
+    from mgk.analysis.flops import count_costs
     from mgk.analysis.report.figures import draw_costs
 
     paths = []
@@ -159,7 +159,7 @@ def _draw(figure: int, config: Any, counts: list[int], length: int, out: Path, r
             line.name: list(
                 zip(
                     places,
-                    costs(config, [line.variant], [p // 2 if line.half else p for p in places], [length], _count),
+                    count_costs(config, [line.variant], [p // 2 if line.half else p for p in places], [length], _count),
                     strict=True,
                 )
             )

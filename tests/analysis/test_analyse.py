@@ -13,7 +13,7 @@ from mgk._core.priors import EMPrior, LearnedPrior
 from mgk.analysis import analyse
 from mgk.analysis.ablation import remove_heads
 from mgk.analysis.capture import capture_attention
-from mgk.analysis.ranks import matrices_at_once
+from mgk.analysis.ranks import max_matrices
 from mgk.analysis.weights import sample_weights
 from mgk.models import Classifier, EncoderConfig
 
@@ -137,7 +137,7 @@ def test_a_small_memory_changes_nothing(variant):
     """... but the size of the blocks: ranks head by head, rows a few at a time."""
     model, inputs = model_of(variant), samples()
     plenty, little = (analyse(model, inputs, memory=memory, map_size=8) for memory in (1 << 30, 200_000))
-    assert matrices_at_once(30, 30, 100_000) < 4
+    assert max_matrices(30, 30, 100_000) < 4
     for one, other in zip(plenty.layers, little.layers, strict=True):
         assert one.ranks.rank.tolist() == other.ranks.rank.tolist()
         assert one.ranks.head.tolist() == other.ranks.head.tolist() == [0, 1, 2, 3] * 3
@@ -147,7 +147,7 @@ def test_a_small_memory_changes_nothing(variant):
             assert (one.maps.pooled[pooling] == other.maps.pooled[pooling]).all()
         if one.mixture is not None:
             assert np.allclose(one.mixture.moved, other.mixture.moved)
-            assert np.allclose(one.where.keys, other.where.keys)
+            assert np.allclose(one.usage.keys, other.usage.keys)
 
 
 def test_too_little_memory_is_said():
@@ -207,8 +207,8 @@ def test_matrices_are_as_many_as_asked_for():
 def test_progress_is_told_to_the_end():
     told = []
     analyse(model_of(), samples(3), removal=2, progress=lambda *stage: told.append(stage))
-    assert [done for stage, done, total in told if (stage, total) == ("looking at the heads", 3)] == [1, 2, 3]
-    assert [done for stage, done, total in told if (stage, total) == ("silencing one head at a time, 2 samples", 8)][
+    assert [done for stage, done, total in told if (stage, total) == ("analyzing the heads", 3)] == [1, 2, 3]
+    assert [done for stage, done, total in told if (stage, total) == ("removing one head at a time, 2 samples", 8)][
         -1
     ] == 8
 
@@ -244,7 +244,7 @@ def test_samples_are_tried_together_and_as_many_as_there_is_memory_for():
         np.testing.assert_array_equal(alone.flipped, joint.flipped)
     few = removal(inputs, memory=3 * 4 * answer)
     np.testing.assert_allclose(few[1].change, removal(inputs[:4], memory=1 << 20)[1].change, rtol=1e-5)
-    assert set(told) == {f"silencing one head at a time, {count} samples" for count in (6, 4)}
+    assert set(told) == {f"removing one head at a time, {count} samples" for count in (6, 4)}
 
 
 def mixture_layer(prior, shift):
@@ -267,8 +267,8 @@ def test_a_component_with_all_the_prior_answers_alone():
     # The hard choice knows no prior: it takes the second component where that is nearer.
     assert mixture.other_choice.min() > 0.05
     assert np.allclose(mixture.distance[:, 0, 1], 0.5 * 8**-0.25)
-    assert np.allclose(found.where.queries.sum(1), 1)
-    assert np.allclose(found.where.keys.sum(1), 1)
+    assert np.allclose(found.usage.queries.sum(1), 1)
+    assert np.allclose(found.usage.keys.sum(1), 1)
 
 
 def test_equal_components_share_and_nothing_moves():
@@ -283,9 +283,9 @@ def test_kinds_in_words():
     words = {
         "softmax": "softmax",
         "linear": "linear",
-        "mgk": "2 independent components a key",
-        "smgk-hard": "hard, 2 shifted components a key",
-        "mlk": "linear, 2 independent components a key",
+        "mgk": "2 independent components per key",
+        "smgk-hard": "hard, 2 shifted components per key",
+        "mlk": "linear, 2 independent components per key",
     }
     for variant, expected in words.items():
         assert analyse(model_of(variant), samples(1), removal=0).layers[0].kind == expected

@@ -5,7 +5,7 @@ import csv
 import pytest
 from typer.testing import CliRunner
 
-from mgk.analysis.flops import costs, per_head, smaller
+from mgk.analysis.flops import count_costs, fewer_heads, per_head
 from mgk.cli import commands
 from mgk.cli.flops import FIGURES
 from mgk.models import EncoderConfig
@@ -57,7 +57,7 @@ def test_counted_as_by_hand(variant):
         vocab_size=VOCABULARY, num_classes=CLASSES, max_length=1, embed_dim=WIDTH, ffn_dim=INNER, hidden_dim=HIDDEN,
         num_layers=LAYERS, head_dim=HEAD, num_components=COMPONENTS,
     )  # fmt: skip
-    found = costs(config, [variant], [1, 4], [16, 50], count)
+    found = count_costs(config, [variant], [1, 4], [16, 50], count)
     assert [(cost.heads, cost.length) for cost in found] == [(1, 16), (1, 50), (4, 16), (4, 50)]
     for cost in found:
         assert (cost.params, cost.flops) == by_hand(variant, cost.heads, cost.length)
@@ -73,9 +73,9 @@ def test_one_head_is_the_difference_that_a_head_makes():
 
 
 def test_smaller_numbers_of_heads():
-    assert smaller(8) == [1, 2, 4, 8]
-    assert smaller(6) == [1, 3, 6]
-    assert smaller(1) == [1]
+    assert fewer_heads(8) == [1, 2, 4, 8]
+    assert fewer_heads(6) == [1, 3, 6]
+    assert fewer_heads(1) == [1]
 
 
 def call(*arguments):

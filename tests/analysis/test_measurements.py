@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mgk.analysis import effective_number, spectra
-from mgk.analysis.attention_maps import PALETTE, MapSums, levels, png, weight_of
+from mgk.analysis.attention_maps import LOWEST, PALETTE, MapAccumulator, levels, png
 from mgk.analysis.components import other_assignment
-from mgk.analysis.ranks import DIRECT, matrices_at_once
-from mgk.analysis.similarity import PairSums
+from mgk.analysis.ranks import MAX_SVD_SIZE, max_matrices
+from mgk.analysis.similarity import SimilarityAccumulator
 from mgk.analysis.weights import Block
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_rank_of_a_known_spectrum_on_a_gpu(largest):
 
 
 def test_the_large_path_is_tested():
-    assert DIRECT < 200
+    assert MAX_SVD_SIZE < 200
 
 
 @pytest.mark.parametrize("size", [50, 200])
@@ -106,13 +106,13 @@ def test_spectra_refuses_what_is_no_batch_of_matrices():
 
 
 def test_matrices_at_once_fit_the_budget():
-    assert matrices_at_once(4000, 4000, 1 << 20) == 0
-    assert matrices_at_once(100, 100, 1 << 30) > 100
+    assert max_matrices(4000, 4000, 1 << 20) == 0
+    assert max_matrices(100, 100, 1 << 30) > 100
 
 
 def similarity(maps, outputs=None):
     """Of maps [H, L, S] given in blocks of rows, as they come from a model."""
-    sums = PairSums(maps.shape[0], None if outputs is None else outputs.shape[-1], CPU)
+    sums = SimilarityAccumulator(maps.shape[0], None if outputs is None else outputs.shape[-1], CPU)
     for part in maps.split(7, dim=1):
         sums.add_maps(part)
     if outputs is not None:
@@ -197,7 +197,7 @@ def test_effective_number_between_the_ends():
 @pytest.mark.parametrize("pooling", ["mean", "max"])
 def test_pooling_is_what_it_is_called(pooling):
     weights = torch.rand(2, 23, 17, dtype=torch.float64).softmax(-1)
-    sums = MapSums("layer1", 2, 23, 17, 6, None, CPU)
+    sums = MapAccumulator("layer1", 2, 23, 17, 6, None, CPU)
     for start in range(0, 23, 3):
         sums.add(slice(start, min(start + 3, 23)), weights[:, start : start + 3])
     maps = sums.maps()
@@ -209,13 +209,18 @@ def test_pooling_is_what_it_is_called(pooling):
             assert maps.pooled[pooling][:, i, j].tolist() == levels(expected, 17).tolist()
 
 
+def weight_of_level(level, keys):
+    """Invert `levels`, as the report's script does."""
+    return 10 ** (LOWEST + (level - 1) / 254 * (math.log10(keys) - LOWEST)) / keys
+
+
 def test_levels_can_be_read_back():
     weights = torch.tensor([0.0, 1e-4, 0.01, 0.3, 1.0]).double()
     found = levels(weights, 100)
     assert found[0] == 0
     assert found[-1] == 255
     for weight, level in zip(weights[2:].tolist(), found[2:].tolist(), strict=True):
-        assert weight_of(level, 100) == pytest.approx(weight, rel=0.02)
+        assert weight_of_level(level, 100) == pytest.approx(weight, rel=0.02)
 
 
 def test_tiles_put_together_are_the_map(tmp_path):
@@ -224,7 +229,7 @@ def test_tiles_put_together_are_the_map(tmp_path):
     length = 1100
     weights = torch.rand(1, length, length, dtype=torch.float64).softmax(-1)
     weights[:, :512, 512:1024] = 0
-    sums = MapSums("layer1", 1, length, length, 256, tmp_path, CPU)
+    sums = MapAccumulator("layer1", 1, length, length, 256, tmp_path, CPU)
     for start in range(0, length, 300):
         sums.add(slice(start, min(start + 300, length)), weights[:, start : start + 300])
     maps = sums.maps()

@@ -102,7 +102,7 @@ def _layer(layer: Layer, folder: Path, tiles: Path | None) -> dict[str, Any]:
         "groups": similarity.groups,
         "different": similarity.different,
         "mixture": None if layer.mixture is None else asdict(layer.mixture),
-        "where": None if layer.where is None else asdict(layer.where),
+        "usage": None if layer.usage is None else asdict(layer.usage),
         "removal": None if layer.removal is None else asdict(layer.removal),
         "maps": _maps(layer.maps, folder, tiles),
     }

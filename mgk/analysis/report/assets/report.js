@@ -175,7 +175,7 @@ function drawMixture() {
     ],
   }));
   fill("components", bars(items, { high: 1, format: (v) => percent(v), label: "priors and shares of components" }), legend([["prior (pale)", "color-mix(in srgb, var(--quiet) 35%, transparent)"], ["answers for", "var(--quiet)"]]));
-  fill("where", strip(one.where.queries[state.head], "queries", "components along the queries"), strip(one.where.keys[state.head], "keys", "components along the keys"),
+  fill("where", strip(one.usage.queries[state.head], "queries", "components along the queries"), strip(one.usage.keys[state.head], "keys", "components along the keys"),
     legend(found.prior[state.head].map((_, r) => [`component ${r + 1}`, colour(r)])));
   const rows = found.decided.map((decided, head) => {
     const apart = found.distance[head].flatMap((row, r) => row.slice(r + 1));
