@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+class DataError(ValueError):
+    """Damaged, truncated or missing data. The message is one line that names the file and a remedy."""
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to, which then takes the place of the file; nothing is left of it after an error."""

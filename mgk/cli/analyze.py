@@ -176,13 +176,12 @@ def _run(
     from mgk.analysis import analyse
     from mgk.analysis import inputs as samples
     from mgk.analysis.report.html import AnalyzedModel
-    from mgk.models import load_model
     from mgk.models.run_directory import RunDirectory
     from mgk.tasks.samples import sample_split, text_codec
 
     description = RunDirectory(run).read_description("recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(RunDirectory(run).existing_best_model(), device)
+    model = RunDirectory(run).load_best_model(device)
     config: Any = model.config
     wanted = _default_matrices(matrices, given.length or config.max_length, device)
     if given.images:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassi
 from mgk._core.validation import fail, positive_integer
 from mgk.hf.cache import MGKCache
 from mgk.hf.configuration import MGKConfig
-from mgk.models import Classifier, LanguageModel, load_model
+from mgk.models import Classifier, LanguageModel
 from mgk.models.adaptive_softmax import TiedEmbedding
 from mgk.models.checkpoint import KINDS
 from mgk.models.decoder import DecoderLayer
@@ -77,7 +77,7 @@ class MGKPreTrainedModel(PreTrainedModel):
         """The best model of a run of `mgk train`. Back: `mgk.models.save_model(shell.model, directory)`."""
         run = RunDirectory(directory)
         run.read_description()
-        model: Any = load_model(run.existing_best_model())
+        model: Any = run.load_best_model()
         return cls.of(model)
 
     @torch.no_grad()

@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mgk.tasks.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, WordVocabulary
-from mgk.training.run_dir import load_language_model
+from mgk.models.run_directory import RunDirectory
+from mgk.models.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, WordVocabulary, load_vocabulary
 
 
 def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
     """What turns text into the tokens of a run's language model; words also pad, on the left."""
-    model, vocabulary = load_language_model(Path(directory), torch.device("cpu"))
-    tokenizer, special = make_tokenizer(vocabulary)
+    run = RunDirectory(directory)
+    run.read_description()
+    config = run.load_language_model().config
+    tokenizer, special = make_tokenizer(load_vocabulary(run.path, config.vocab_size))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         padding_side="left",
-        model_max_length=model.config.max_length,
+        model_max_length=config.max_length,
         clean_up_tokenization_spaces=False,
         **special,
     )

@@ -1,4 +1,4 @@
-"""Names of the files in a run directory, readable without the training packages."""
+"""Run directories: the names of their files, and the best model of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mgk.models.checkpoint import REMEDY
+import torch
+from torch import nn
+
+from mgk.models.checkpoint import REMEDY, load_model
+from mgk.models.decoder import LanguageModel
 
 
 class RunDirectory:
@@ -62,10 +66,21 @@ class RunDirectory:
         return dict(description)
 
     def existing_best_model(self) -> Path:
-        """Return `best_model`, or raise if the run stopped before its first evaluation."""
+        """Return `best_model`, or raise a ValueError if the run stopped before its first evaluation."""
         if not self.best_model.exists() and self.checkpoint.exists():
             raise ValueError(
                 f"{self.path} has no model yet: the run stopped before its first evaluation. "
                 "Repeat the command that started it with --resume auto"
             )
         return self.best_model
+
+    def load_best_model(self, device: str | torch.device = "cpu") -> nn.Module:
+        """Load the best model in eval mode; raise a ValueError if it is missing or damaged."""
+        return load_model(self.existing_best_model(), device)
+
+    def load_language_model(self, device: str | torch.device = "cpu") -> LanguageModel:
+        """Load the best model in eval mode; raise a ValueError if it is not a language model."""
+        model = self.load_best_model(device)
+        if not isinstance(model, LanguageModel):
+            raise ValueError(f"{self.best_model} holds a {type(model).__name__}, not a language model")
+        return model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mgk._core.io import DataError
 from mgk._core.validation import one_of
-from mgk.tasks.base import PAD, DataError, Split, Task
+from mgk.tasks.base import PAD, Split, Task
 from mgk.tasks.corpus import CORPORA
 from mgk.tasks.listops import LISTOPS, LISTOPS_SHORT
 from mgk.tasks.retrieval import AAN

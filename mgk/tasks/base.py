@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mgk._core.io import locked, write_atomically
+from mgk._core.io import DataError, locked, write_atomically
 from mgk._core.validation import one_of, positive_integer
 
 PAD = 0  # token id of padding in every task
@@ -31,10 +31,6 @@ ABANDONED = 24 * 3600  # seconds after which an unfinished cache counts as left 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Array = NDArray[Any]
 Example = tuple[Sequence[Array], int]  # token ids of each document, label
-
-
-class DataError(ValueError):
-    """Damaged, truncated or missing data: one line that names the file and says what to do."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mgk.tasks.base import Array, DataError, Progress, Task, npy_header, read_manifest
-from mgk.tasks.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
+from mgk._core.io import DataError
+from mgk.models.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
+from mgk.tasks.base import Array, Progress, Task, npy_header, read_manifest
 
 MEGABYTE = 1 << 20
 # Of a text that comes in one piece: the last part is for testing, the one before for development.

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mgk.tasks.base import Array, DataError, Example, Progress, Task, write_split
+from mgk._core.io import DataError
+from mgk.tasks.base import Array, Example, Progress, Task, write_split
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = (*"0123456789", *OPERATORS, "]")

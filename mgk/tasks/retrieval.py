@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mgk.tasks.base import DataError, Example, Progress, Task, byte_tokens, check_utf8, write_split
+from mgk._core.io import DataError
+from mgk.tasks.base import Example, Progress, Task, byte_tokens, check_utf8, write_split
 
 FILES = {"train": "new_aan_pairs.train.tsv", "dev": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 GET_IT = "take the three files from tsv_data in LRA's release (github.com/google-research/long-range-arena)"

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgk.tasks.base import DataError, Example, Progress, Task, byte_tokens, check_utf8, write_split
+from mgk._core.io import DataError
+from mgk.tasks.base import Example, Progress, Task, byte_tokens, check_utf8, write_split
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 GET_IT = f"get {URL} again and leave it there as it is, or unpacked"

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from mgk import tasks
-from mgk.models import LanguageModel, load_model
+from mgk.models import LanguageModel
 from mgk.models.run_directory import RunDirectory
+from mgk.models.vocabulary import Vocabulary
 from mgk.tasks.corpus import Corpus
-from mgk.tasks.vocabulary import Vocabulary
 from mgk.training.config import ModelSpec
 
 
@@ -33,7 +33,4 @@ def load_language_model(directory: Path, device: torch.device) -> tuple[Language
     task = tasks.task(run.read_description()["task"])
     if not isinstance(task, Corpus):
         raise ValueError(f"{directory} is a run of {task.name}, not of a language model")
-    model = load_model(run.existing_best_model(), device)
-    if not isinstance(model, LanguageModel):
-        raise ValueError(f"{run.best_model} holds a {type(model).__name__}, not a language model")
-    return model, task.vocabulary_in(directory)
+    return run.load_language_model(device), task.vocabulary_in(directory)

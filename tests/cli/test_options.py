@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mgk import tasks
 from mgk.cli import commands
-from mgk.tasks.vocabulary import ByteVocabulary
+from mgk.models.vocabulary import ByteVocabulary
 from mgk.training.config import ModelSpec
 from mgk.training.job_queue import Queue
 

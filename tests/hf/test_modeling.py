@@ -17,7 +17,7 @@ import mgk  # noqa: E402
 from mgk.hf import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, tokenizer_of_run  # noqa: E402
 from mgk.models import DecoderConfig, LanguageModel, load_model, save_model  # noqa: E402
 from mgk.models.decoder import FORMS  # noqa: E402
-from mgk.tasks.vocabulary import ByteVocabulary, WordVocabulary  # noqa: E402
+from mgk.models.vocabulary import ByteVocabulary, WordVocabulary  # noqa: E402
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 CUTOFFS = {"paper": (8, 20), "modern": ()}
@@ -370,6 +370,16 @@ def test_a_run_becomes_a_folder_and_comes_back(task, tmp_path, prompts):
         batch = tokenizer(["the w3", "the w3 , w1"], padding=True, return_tensors="pt")
         assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
         assert loaded.generate(**batch, max_new_tokens=2, do_sample=False).shape == (2, 6)
+
+
+def test_tokenizer_of_unsuitable_run_raises(tmp_path):
+    (tmp_path / "run.json").write_text('{"task": "wikitext-103"}')
+    save_model(lm("modern", vocab_size=30).model, tmp_path / "best")
+    with pytest.raises(ValueError, match=r"vocabulary\.txt cannot be read"):
+        tokenizer_of_run(tmp_path)
+    save_model(classifier().model, tmp_path / "best")
+    with pytest.raises(ValueError, match="holds a Classifier, not a language model"):
+        tokenizer_of_run(tmp_path)
 
 
 WRONG = {

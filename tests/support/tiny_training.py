@@ -10,9 +10,9 @@ import numpy as np
 
 from mgk.cli import hard_exit
 from mgk.models import save_model
+from mgk.models.vocabulary import ByteVocabulary
 from mgk.tasks.base import Split
 from mgk.tasks.corpus import TokenStream
-from mgk.tasks.vocabulary import ByteVocabulary
 from mgk.training import callbacks
 from mgk.training import module as steps
 from mgk.training import trainer as training

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mgk import tasks
-from mgk.tasks.base import DataError
+from mgk._core.io import DataError
+from mgk.models.vocabulary import ByteVocabulary, WordVocabulary
 from mgk.tasks.corpus import OWN_WORDS, Bytes, TokenStream
-from mgk.tasks.vocabulary import ByteVocabulary, WordVocabulary
 from mgk.training import config
 from mgk.training.data import TokenSegments
 

@@ -23,7 +23,8 @@ import numpy as np
 from experiments.paper.peerread.baselines import TfidfIndex, score, string_features, topic_features, year_features
 from experiments.paper.peerread.citations import Titles, strip_citations
 from experiments.paper.peerread.communities import communities
-from mgk.tasks.base import Array, DataError, Example, Progress, Task, byte_tokens, write_split
+from mgk._core.io import DataError
+from mgk.tasks.base import Array, Example, Progress, Task, byte_tokens, write_split
 
 DOCS, LINKS = "docs.jsonl", "citation_links.tsv"
 GET_IT = (

@@ -1,4 +1,4 @@
-"""Between text and token ids: words as WikiText has them, or bytes."""
+"""Vocabularies: words in WikiText's format, or bytes."""
 
 from __future__ import annotations
 
@@ -7,45 +7,51 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mgk._core.io import write_atomically
-from mgk.tasks.base import Array, DataError
+from mgk._core.io import DataError, write_atomically
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 FILE = "vocabulary.txt"
+NUM_BYTES = 256
 
 
 class Vocabulary(ABC):
-    """Text to ids and back."""
+    """Base class of the mappings between text and token ids.
 
-    spaced: bool  # whether a space ends each piece
+    Attributes:
+        spaced: Whether decoded tokens end with a space.
+    """
+
+    spaced: bool
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def encode(self, text: str) -> tuple[Array, int]:
-        """The ids, and how many units of the text it does not know."""
+    def encode(self, text: str) -> tuple[NDArray[Any], int]:
+        """Return the token ids of a text, and the number of tokens that are not in the vocabulary."""
 
     @abstractmethod
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of ids as they come, piece by piece."""
+        """Decode token ids one by one."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Leaves in a folder what `load_vocabulary` needs."""
+        """Write the files that `load_vocabulary` reads."""
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.pieces(ids))
 
 
 class WordVocabulary(Vocabulary):
-    """Words in order of their frequency, <eos> first; an id is a line of the file.
+    """Words by decreasing frequency, <eos> first. The id of a word is its line in the file.
 
-    A line's words are what white space separates, and each line ends with <eos>. Words that are as frequent stand in
-    the order in which the text has them first. Where the text has no <unk>, that is the last word.
+    White space separates words, and every line of text ends with <eos>. Words of equal frequency keep the order of
+    their first occurrence. If the text has no <unk>, it is appended as the last word.
     """
 
     spaced = True
@@ -57,14 +63,16 @@ class WordVocabulary(Vocabulary):
 
     @classmethod
     def of_counts(cls, counts: Counter[str]) -> WordVocabulary:
+        """Build a vocabulary from the number of occurrences of each word."""
         words = [EOS, *(word for word, _ in counts.most_common() if word != EOS)]
         return cls(words if UNKNOWN in counts else [*words, UNKNOWN])
 
     @classmethod
     def load(cls, folder: Path) -> WordVocabulary:
+        """Read vocabulary.txt from a folder; raise DataError if it is missing or damaged."""
         path = folder / FILE
         try:
-            # Not splitlines: a word may hold what Unicode calls a line break.
+            # splitlines() would also split at Unicode line breaks, which words may contain.
             words = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
@@ -78,15 +86,15 @@ class WordVocabulary(Vocabulary):
     def __len__(self) -> int:
         return len(self.words)
 
-    def encode_line(self, words: list[str]) -> tuple[Array, int]:
-        """The ids of a line with its <eos>, and how many words are unknown."""
+    def encode_line(self, words: list[str]) -> tuple[NDArray[Any], int]:
+        """Return the ids of a line including its <eos>, and the number of unknown words."""
         ids = np.fromiter((self.index.get(word, -1) for word in [*words, EOS]), dtype=np.int64, count=len(words) + 1)
         missing = ids < 0
         ids[missing] = self.unknown
         return ids, int(missing.sum())
 
-    def encode(self, text: str) -> tuple[Array, int]:
-        """The last line goes on: it has no <eos> unless the text ends with a line break."""
+    def encode(self, text: str) -> tuple[NDArray[Any], int]:
+        """Encode a text whose last line gets no <eos> unless it ends with a line break."""
         lines = [self.encode_line(line.split()) for line in text.split("\n")]
         return np.concatenate([ids for ids, _ in lines])[:-1], sum(missing for _, missing in lines)
 
@@ -96,14 +104,14 @@ class WordVocabulary(Vocabulary):
 
 
 class ByteVocabulary(Vocabulary):
-    """A byte is its own id."""
+    """Bytes of UTF-8 text; a byte is its own id."""
 
     spaced = False
 
     def __len__(self) -> int:
-        return 256
+        return NUM_BYTES
 
-    def encode(self, text: str) -> tuple[Array, int]:
+    def encode(self, text: str) -> tuple[NDArray[Any], int]:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64), 0
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
@@ -113,4 +121,19 @@ class ByteVocabulary(Vocabulary):
         yield decoder.decode(b"", final=True)
 
     def save(self, folder: Path) -> None:
-        """Nothing to keep."""
+        """Write nothing: the byte vocabulary has no file."""
+
+
+def load_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
+    """Load the vocabulary that `Vocabulary.save` wrote to a folder.
+
+    Args:
+        folder: A folder with vocabulary.txt, or without it for bytes.
+        vocab_size: Vocabulary size of the model; only a model of 256 tokens can do without vocabulary.txt.
+
+    Raises:
+        DataError: vocabulary.txt is missing or damaged.
+    """
+    if vocab_size == NUM_BYTES and not (folder / FILE).exists():
+        return ByteVocabulary()
+    return WordVocabulary.load(folder)
