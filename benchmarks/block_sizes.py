@@ -41,7 +41,7 @@ KERNELS = {
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
 LARGEST_DIFFERENCE = 0.03  # between the results of two blocks in bf16
-Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any], int, dict[str, int]]
+Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, int]]
 
 
 class Case(NamedTuple):
@@ -123,12 +123,13 @@ def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], t
     name, kinds = KERNELS[case.kernel]
     found: list[Launch] = []
 
-    def note(step: Any, tensors: Any, floats: Any) -> None:
+    def note(step: Any, tensors: Any, floats: Any = ()) -> None:
         if step.kernel.__name__ == name:
-            options = {"num_warps": step.warps, "num_stages": step.stages}
-            options |= {} if step.registers is None else {"maxnreg": step.registers}
-            arguments = (*tensors, *floats, *step.numbers, *step.free)
-            found.append((step.kernel, step.grid, arguments, dict(step.switches), step.paths[0], options))
+            options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+            options |= {} if step.maxnreg is None else {"maxnreg": step.maxnreg}
+            path = {} if step.paths[0] is None else {"PATH": step.paths[0]}
+            arguments = (*tensors, *floats, *step.scalars, *step.unspecialized)
+            found.append((step.kernel, step.grid, arguments, step.constexprs | path, options))
         jit_cache.launch(step, tensors, floats)
 
     def block_of(kind: str, *rest: Any) -> Any:
@@ -191,14 +192,13 @@ def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any
     if not compile_only and (off := difference(case, results, block is None)) > LARGEST_DIFFERENCE:
         print(f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {off:.3g}", flush=True)
         return
-    for kernel, grid, arguments, switches, path, options in found:
-        part = switches.get("OUTPUTS", 0)
+    for kernel, grid, arguments, constexprs, options in found:
+        part = constexprs.get("OUTPUTS", 0)
         if compile_only or (part == DV_ONLY.value) != (case.kernel == "values"):
             continue
 
-        def run(k: Any = kernel, g: Any = grid, a: Any = arguments, s: Any = switches, p: Any = path,
-                o: Any = options) -> Any:  # fmt: skip
-            return k[g](*a, **s, PATH=p, **o)
+        def run(k: Any = kernel, g: Any = grid, a: Any = arguments, c: Any = constexprs, o: Any = options) -> Any:
+            return k[g](*a, **c, **o)
 
         compiled, ms = run(), median_ms(run)
         print(

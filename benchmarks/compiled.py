@@ -29,7 +29,6 @@ from triton.runtime.jit import JITFunction
 
 import mgk
 from mgk.kernels import jit_cache
-from mgk.kernels.linear import ops
 from mgk.kernels.mixture import launch
 
 # Bytes of shared memory that one program may have, by compute capability.
@@ -99,14 +98,13 @@ def kernels(call: Call, arch: int) -> list[Kernel]:
         except Exception as problem:  # the compiler's; the others are still to be seen
             seen.append(Kernel(name, failure=str(problem).strip().splitlines()[-1][:150]))
 
-    launcher = mock.patch.multiple(jit_cache, _found=lambda *_: None, _compiled={})
+    launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, _compiled={})
     sizes = mock.patch.multiple(
         launch, _bulk=lambda *_: arch >= BULK_COPY, SMALL_PAIRS=1 << 20 if call.feature == "small" else 0
     )
     with (
         launcher, sizes, mock.patch.object(triton.runtime.driver, "_active", Absent(arch)),
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(ops, "_compiled", {}),
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),  # what lets tensors of the processor in
     ):  # fmt: skip
         _attend(call)

@@ -1,5 +1,7 @@
-"""Launches of compiled kernels by the shortest way: Triton's examination of every argument takes longer than a small
-kernel does."""
+"""A cache of compiled Triton kernels, and launches that bypass Triton's inspection of the arguments.
+
+`kernel[grid](...)` inspects every argument at every launch, which takes longer than a small kernel runs.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,122 +13,140 @@ from torch import Tensor
 from triton.knobs import runtime as knobs
 from triton.runtime import driver
 
+NO_GPU = -1  # the device index of a CPU tensor
+
 
 class CompiledKernel(NamedTuple):
-    """A compiled kernel, and what of its arguments is known: all but tensors and floats."""
+    """A compiled kernel and the arguments that follow the tensors and floats."""
 
     compiled: Any
     run: Callable[..., None]
     function: Any
     metadata: Any
-    tail: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LaunchSpec:
-    """A launch but for its tensors and floats. One that is kept is for tensors of the same types each time, None where
-    they were None."""
+    """A launch without its tensors and floats.
+
+    Every launch of a spec that is reused needs tensors of the same dtypes, and None in the same positions.
+    """
 
     kernel: Any
     grid: tuple[int, int, int]
-    numbers: tuple[int, ...]  # Triton compiles for their divisibility by 16,
-    free: tuple[int, ...]  # but does not look at these
-    switches: dict[str, Any]  # what the kernel is compiled for, in the order of its arguments, and PATH after them
-    paths: tuple[int, ...]
-    warps: int
-    stages: int
-    registers: int | None = None
-    # By device and by which tensors are not at a multiple of 16 bytes.
-    ready: dict[Any, tuple[CompiledKernel, ...]] = field(default_factory=dict, compare=False, repr=False)
+    scalars: tuple[float, ...]  # Triton specializes on those that are 1 or divisible by 16
+    unspecialized: tuple[int, ...]  # the kernel's do_not_specialize arguments
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1
+    maxnreg: int | None = None  # of the first path
+    paths: tuple[int | None, ...] = (None,)  # values of the constexpr PATH, one launch each; None: there is no PATH
+    # By device and by the positions of tensors that are not aligned to 16 bytes.
+    compiled: dict[Any, tuple[CompiledKernel, ...]] = field(default_factory=dict, repr=False)
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 @functools.lru_cache(1 << 12)
-def kinds_of(numbers: tuple[Any, ...]) -> tuple[int, ...]:
-    """What Triton specialises on. Most launches are of strides that have been seen before."""
-    return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers)
-
-
-NO_GPU = -1  # where a tensor lies that is on none
+def specialization_key(scalars: tuple[float, ...]) -> tuple[int, ...]:
+    """Return what Triton specializes on. Cached: most launches repeat earlier strides."""
+    return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in scalars)
 
 
 def current_device() -> int:
     return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else 0
 
 
-def launch(step: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
-    """Launches the kernel for each of the paths. `tensors` may have None and tensor descriptors."""
-    # As numbers: of a tensor the launcher asks its address, and the driver whether that is the device's.
+def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...] = ()) -> None:
+    """Launch the kernel once for each of its paths.
+
+    Args:
+        spec: The launch.
+        tensors: Its first arguments: tensors, tensor descriptors or None.
+        floats: The arguments after them.
+    """
+    # Addresses instead of tensors: Triton's launcher would query the driver about the pointer of each tensor.
     addresses: list[Any] = []
-    uneven: list[int] = []
-    home = NO_GPU
+    address_bits = 0
+    last: Tensor | None = None
     for x in tensors:
         if x is not None and isinstance(x, Tensor):
-            if home == NO_GPU:
-                home = x.get_device()
             address = x.data_ptr()
-            if address % 16:
-                uneven.append(len(addresses))
+            address_bits |= address
             addresses.append(address)
+            last = x
         else:
             addresses.append(x)
+    home = NO_GPU if last is None else last.get_device()
     device = current_device()
     if home not in (device, NO_GPU):
         with torch.cuda.device(home):
-            launch(step, tensors, floats)
+            launch(spec, tensors, floats)
         return
-    key = (device, *uneven) if uneven else device
-    ready = step.ready.get(key) or _found(step, key, device, tensors, uneven)
-    if ready is None:
-        _examined(step, device, tensors, floats, uneven)
+    unaligned = _unaligned(tensors) if address_bits % 16 else ()
+    key = (device, *unaligned) if unaligned else device
+    kernels = spec.compiled.get(key) or lookup(spec, key, device, tensors, unaligned)
+    if kernels is None:
+        compile_and_launch(spec, device, tensors, floats, unaligned)
         return
-    observed = _called(knobs.launch_enter_hook) or _called(knobs.launch_exit_hook)
-    for compiled, run, function, metadata, tail in ready:
-        if observed:
-            compiled[step.grid](*addresses, *floats, *tail)
+    hooked = hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook)
+    for compiled, run, function, metadata, arguments in kernels:
+        if hooked:
+            compiled[spec.grid](*addresses, *floats, *arguments)
         else:
             stream = driver.active.get_current_stream(device)
-            run(*step.grid, stream, function, metadata, None, None, None, *addresses, *floats, *tail)
+            run(*spec.grid, stream, function, metadata, None, None, None, *addresses, *floats, *arguments)
 
 
-def _called(hook: Any) -> bool:
-    """Whether somebody waits for this hook, a profiler for example."""
+def _unaligned(tensors: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.data_ptr() % 16)
+
+
+def hook_installed(hook: Any) -> bool:
+    """Return whether a launch hook of Triton has callbacks, for example those of a profiler."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _key(step: LaunchSpec, device: int, tensors: tuple[Any, ...], uneven: list[int]) -> tuple[Any, ...]:
-    """What Triton specialises on: types and alignment of tensors, divisibility of numbers."""
-    types = [x.dtype if isinstance(x, Tensor) else x is None for x in tensors]
-    # By its id: a kernel's own hash is one of its text.
-    kernel, options = id(step.kernel), (step.warps, step.stages, step.registers)
-    return (kernel, device, options, tuple(step.switches.values()), kinds_of(step.numbers), *types, *uneven)
+def _key(spec: LaunchSpec, device: int, tensors: tuple[Any, ...], unaligned: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return what Triton specializes on: dtypes and alignment of tensors, divisibility of scalars."""
+    dtypes = [x.dtype if isinstance(x, Tensor) else x is None for x in tensors]
+    # By id: hashing a kernel hashes its source.
+    kernel, options = id(spec.kernel), (spec.num_warps, spec.num_stages, spec.maxnreg)
+    constexprs = tuple(spec.constexprs.values())
+    return (kernel, device, options, constexprs, specialization_key(spec.scalars), *dtypes, *unaligned)
 
 
-def _found(
-    step: LaunchSpec, key: Any, device: int, tensors: tuple[Any, ...], uneven: list[int]
-) -> tuple[CompiledKernel, ...] | None:  # fmt: skip
-    """The compiled kernels of a launch that is new, but whose like there was; noted on it."""
-    like, tail = _key(step, device, tensors, uneven), (*step.numbers, *step.free, *step.switches.values())
-    compiled: list[Any] = [_compiled.get((path, like)) for path in step.paths]
+def lookup(
+    spec: LaunchSpec, key: Any, device: int, tensors: tuple[Any, ...], unaligned: tuple[int, ...]
+) -> tuple[CompiledKernel, ...] | None:
+    """Return the kernels of a new spec that were compiled for an equal one, and store them in the spec."""
+    cache_key = _key(spec, device, tensors, unaligned)
+    compiled: list[Any] = [_compiled.get((path, cache_key)) for path in spec.paths]
     if None in compiled:
         return None
-    step.ready[key] = tuple(
-        CompiledKernel(kernel, kernel.run, kernel.function, kernel.packed_metadata, (*tail, path))
-        for kernel, path in zip(compiled, step.paths, strict=True)
-    )
-    return step.ready[key]
+    arguments = (*spec.scalars, *spec.unspecialized, *spec.constexprs.values())
+    spec.compiled[key] = tuple(
+        CompiledKernel(
+            kernel, kernel.run, kernel.function, kernel.packed_metadata,
+            arguments if path is None else (*arguments, path),
+        )
+        for kernel, path in zip(compiled, spec.paths, strict=True)
+    )  # fmt: skip
+    return spec.compiled[key]
 
 
-def _examined(
-    step: LaunchSpec, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...], uneven: list[int]
-) -> None:  # fmt: skip
-    """Launches through Triton, which compiles what is not yet."""
-    like = _key(step, device, tensors, uneven)
-    for path in step.paths:
-        options = {} if step.registers is None or path != 1 else {"maxnreg": step.registers}
-        _compiled[path, like] = step.kernel[step.grid](
-            *tensors, *floats, *step.numbers, *step.free, **step.switches, PATH=path, num_warps=step.warps,
-            num_stages=step.stages, **options,
+def compile_and_launch(
+    spec: LaunchSpec, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...], unaligned: tuple[int, ...]
+) -> None:
+    """Launch through Triton, which compiles the kernels."""
+    cache_key = _key(spec, device, tensors, unaligned)
+    for path in spec.paths:
+        options = {} if path is None else {"PATH": path}
+        if spec.maxnreg is not None and path == spec.paths[0]:
+            options["maxnreg"] = spec.maxnreg
+        _compiled[path, cache_key] = spec.kernel[spec.grid](
+            *tensors, *floats, *spec.scalars, *spec.unspecialized, **spec.constexprs, num_warps=spec.num_warps,
+            num_stages=spec.num_stages, **options,
         )  # fmt: skip

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
-from mgk.kernels.jit_cache import NO_GPU, current_device, kinds_of
-from mgk.kernels.linear import kernels as kernels
+from mgk.kernels.jit_cache import LaunchSpec, launch
+from mgk.kernels.linear import kernels
 from mgk.kernels.linear.decode import decode_token
 from mgk.kernels.mixture.launch import by_position, tf32_allowed
 from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     causal: bool
     table: Tensor | None
     size: Blocks
-    switches: dict[str, Any]
+    constexprs: dict[str, Any]
 
     def slots(self, length: int) -> int:
         """Parts of a sequence that have sums of their own."""
@@ -102,43 +102,37 @@ def _plan(
     size = blocks(max(padded_width(D), padded_width(E)), dtype.itemsize)
     size = size if causal else size._replace(slot=SUMMED_ROWS)
     table = None if cu_seqlens is None else _slot_table(cu_seqlens, _slots(S, size.slot, cu_seqlens), size.slot)
-    switches = {
+    constexprs = {
         "D": D, "E": E, "BLOCK": size.block, "SLOT": size.slot, "CAUSAL": causal, "PACKED": table is not None,
         "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
-    return Plan(B, H, HK, L, S, D, E, M, causal, table, size, switches)
+    return Plan(B, H, HK, L, S, D, E, M, causal, table, size, constexprs)
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+@functools.lru_cache(1 << 10)
+def _launch_spec(
+    kernel: Any, grid: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], scalars: tuple[float, ...],
+    names: tuple[str, ...], values: tuple[Any, ...], num_warps: int, num_stages: int,
+) -> LaunchSpec:  # fmt: skip
+    x, y, z = (*grid, 1, 1)[:3]
+    constexprs = dict(zip(names, values, strict=True))
+    taken = {name: constexprs[name] for name in kernel.arg_names[len(dtypes) + len(scalars) :]}
+    return LaunchSpec(kernel, (x, y, z), scalars, (), taken, num_warps, num_stages)
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...], switches: dict[str, Any],
-    warps: int = 4, stages: int = 1,
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], scalars: tuple[float, ...],
+    constexprs: dict[str, Any], num_warps: int = 4, num_stages: int = 1,
 ) -> None:  # fmt: skip
-    """Past the first time without Triton's examination of every argument, which takes longer than short sequences do.
-    The key has what Triton specialises on: types and alignment of tensors, size and divisibility of numbers."""
-    device = current_device()
-    if (home := tensors[0].get_device()) not in (device, NO_GPU):
-        with torch.cuda.device(home):
-            _launch(kernel, grid, tensors, numbers, switches, warps, stages)
-        return
-    constants = tuple(switches[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
-    key = (
-        kernel, device, warps, stages, constants, kinds_of(numbers),
-        *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x is None for x in tensors],
-    )  # fmt: skip
-    grid = (*grid, 1, 1)[:3]
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
-    else:
-        compiled[grid](*tensors, *numbers, *constants)
+    """Launch a kernel with those of the constexprs that it takes."""
+    dtypes = tuple([None if x is None else x.dtype for x in tensors])
+    names, values = tuple(constexprs), tuple(constexprs.values())
+    launch(_launch_spec(kernel, grid, dtypes, scalars, names, values, num_warps, num_stages), tensors)
 
 
 def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
-    """Grid, strides and switches of the two kernels between keys and mixed features."""
+    """Grid, strides and constexprs of the two kernels between keys and mixed features."""
     width = padded_width(plan.D)
     rows = max(16, 4096 // width)
     strides = key_strides(keys.stride(), shift is not None)
@@ -146,11 +140,11 @@ def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_m
         strides += prior.expand(plan.B, plan.HK, plan.M, plan.S).stride()
     else:
         strides += (0,) * 4
-    switches = {
+    constexprs = {
         "D": plan.D, "BD": width, "ROWS": rows, "MAP": feature_map, "SHIFTED": shift is not None,
         "PRIOR": prior is not None, "MASK": mask is not None,
     }  # fmt: skip
-    return (ceil_div(plan.S, rows), plan.B * plan.HK), (*strides, 1 / plan.M, plan.HK, plan.S, plan.M), switches
+    return (ceil_div(plan.S, rows), plan.B * plan.HK), (*strides, 1 / plan.M, plan.HK, plan.S, plan.M), constexprs
 
 
 def _sum_states(
@@ -174,7 +168,7 @@ def _sum_states(
             kernels.sum_chunks, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
             (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
             0 if behind else 1),
-            {**plan.switches, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
+            {**plan.constexprs, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
         )  # fmt: skip
     if not plan.causal:
         return states.sum(2, keepdim=True)
@@ -189,11 +183,11 @@ def _sum_states(
 def _tiles(plan: Plan, length: int) -> tuple[int, int, dict[str, Any]]:
     """Tiles in a head, slots with a state of their own, and what the kernels that work on tiles are compiled for."""
     BD, BE = padded_width(plan.D), padded_width(plan.E)
-    switches = {**plan.switches, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
+    constexprs = {**plan.constexprs, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
     if not plan.causal:
-        return ceil_div(length, plan.size.block), 0, {**switches, "SLOT": plan.size.block}
+        return ceil_div(length, plan.size.block), 0, {**constexprs, "SLOT": plan.size.block}
     slots = plan.slots(length)
-    return slots * (plan.size.slot // plan.size.block), slots, switches
+    return slots * (plan.size.slot // plan.size.block), slots, constexprs
 
 
 def launch_forward(
@@ -205,16 +199,16 @@ def launch_forward(
     out = by_position(query, E)
     mixed = query.new_empty(B, HK, S, D, dtype=feature_type(query.dtype))
     if mixed.numel() > 0:
-        grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
-        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, switches)
+        grid, numbers, constexprs = _mixture(plan, keys, shift, prior, mask, feature_map)
+        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, constexprs)
     states = _sum_states(plan, initial, mixed, value, (None, None), feature_map)
     inverse = states.new_empty(B, H, L) if normalise else states.new_ones(B, H, L)
     if out.numel() > 0:
-        tiles, slots, switches = _tiles(plan, L)
+        tiles, slots, constexprs = _tiles(plan, L)
         _launch(
             kernels.linear_forward, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
             (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HK, L, slots),
-            {**switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
+            {**constexprs, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
     return out, states[:, :, -1].clone(), mixed, states, inverse
 
@@ -227,31 +221,31 @@ def launch_backward(
     B, H, HK, L, S, D = plan[:6]
     dquery, dkeys, dvalue = map(by_position, (query, keys, value))
     dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
-    grid, numbers, switches = _mixture(plan, keys, shift, prior, mask, feature_map)
+    grid, numbers, constexprs = _mixture(plan, keys, shift, prior, mask, feature_map)
     dshift = states.new_empty(grid[0], B, *shift.shape) if shift is not None else states.new_empty(0)
     factor = torch.empty_like(inverse) if normalise else torch.zeros_like(inverse)
     strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
     if query.numel() > 0:
-        tiles, slots, tile_switches = _tiles(plan, L)
+        tiles, slots, tile_constexprs = _tiles(plan, L)
         _launch(
             kernels.linear_backward_dq, (tiles, B * H),
             (grad, query, mixed, value, states, inverse, plan.table, dquery, factor),
             (*strides, *dquery.stride()[:3], H, H // HK, L, slots),
-            {**tile_switches, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
+            {**tile_constexprs, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
         )  # fmt: skip
     behind = _sum_states(plan, grad_final, query, grad, (inverse, factor), feature_map)
     if value.numel() > 0:
         dmixed = states.new_empty(B, HK, S, D)
-        tiles, slots, tile_switches = _tiles(plan, S)
+        tiles, slots, tile_constexprs = _tiles(plan, S)
         _launch(
             kernels.linear_backward_dkdv, (tiles, B * HK),
             (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
             (*strides, *dvalue.stride()[:3], HK, H // HK, S, slots),
-            {**tile_switches, "MAP": feature_map}, *plan.size[2:],
+            {**tile_constexprs, "MAP": feature_map}, *plan.size[2:],
         )  # fmt: skip
         _launch(
             kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior),
-            (*numbers, *key_strides(dkeys.stride(), shift is not None)), switches,
+            (*numbers, *key_strides(dkeys.stride(), shift is not None)), constexprs,
         )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
     return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
@@ -274,7 +268,7 @@ def linear_step(
         prior_strides = tuple(
             0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
         )
-    switches: dict[str, Any] = {
+    constexprs: dict[str, Any] = {
         "D": D, "E": E, "BD": padded_width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
         "PRIOR": prior is not None, "NORMALISE": normalise,
     }  # fmt: skip
@@ -282,7 +276,7 @@ def linear_step(
         decode_token, (-(-E // width), HK, B),
         (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
         (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
-        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), switches,
+        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), constexprs,
     )  # fmt: skip
     return out, (new_total, new_norm)
 

@@ -182,7 +182,7 @@ def mul_all(xs, factor, N: tl.constexpr):
 @triton.jit(do_not_specialize=["n_parts", "n_heads"])
 def add_parts(
     parts_ptr, out_ptr, n_parts, n_heads, SHIFTS: tl.constexpr, M: tl.constexpr, SCALES: tl.constexpr,
-    SUMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PATH: tl.constexpr,
+    SUMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Parts [n_parts, heads, SUMS] added up, in a fixed order. What belongs together then lies together: [heads,
     SHIFTS] of d shift, [heads] of d tau, [heads, M] of d scale (SCALES of them; the places of the others, which no part

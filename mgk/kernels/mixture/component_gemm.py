@@ -73,7 +73,7 @@ def component_sums(acc, FIRST: tl.constexpr, M: tl.constexpr, LEFT: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["n_key_tiles"])
-def write_key_operand(c_ptr, operand_ptr, n_key_tiles, M: tl.constexpr, PATH: tl.constexpr):
+def write_key_operand(c_ptr, operand_ptr, n_key_tiles, M: tl.constexpr):
     """The keys' operand [Hk * slots * TILE, 16] of C [Hk, M, slots * TILE]."""
     i_t, i_h = tl.program_id(0), tl.program_id(1)
     o_x = i_t * KEY_TILE + tl.arange(0, KEY_TILE)

@@ -38,7 +38,6 @@ def decode_split(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, COUNTED: tl.constexpr,
-    PATH: tl.constexpr,
 ):  # fmt: skip
     """Over one split of the keys of a key head, for the queries of all heads of its group: the sum of weights times
     values [B, Hk, splits, BM, E], its largest exponent and the sum of weights [2, B, Hk, splits, BM]."""
@@ -214,7 +213,6 @@ def decode_row(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, COUNTED: tl.constexpr,
-    PATH: tl.constexpr,
 ):  # fmt: skip
     """As `decode_split` for one query of each of a few heads that share their keys, which are read once for all. BI
     keys are read side by side, the BN / BI groups of a block one after another by the same threads. Each of the BI
@@ -282,7 +280,7 @@ def decode_row(
 @triton.jit(do_not_specialize=["H", "L", "n_splits"])
 def decode_merge(
     acc_ptr, ml_ptr, out_ptr, lse_ptr, GROUP, H, L, n_splits,
-    E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, PATH: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, L, E] and base-2 lse [B, H, L] of one row from the splits' sums."""
     i_row, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -40,7 +40,7 @@ def query_terms(
     q_ptr, shift_ptr, scale_ptr, tau_ptr, cu_q_ptr, rows_ptr, spread_ptr, scale, tau, stride_qb, stride_qh, stride_ql,
     stride_rows, GROUP, H, L, n_tiles,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, SCALE: tl.constexpr,
-    TAU: tl.constexpr, PACKED: tl.constexpr, PATH: tl.constexpr,
+    TAU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """a_ir and A_ir = 2^(a_ir - max_r a_ir), [2 M, B H L], and per tile of queries the largest range of a_i."""
     # Sequences on the first axis too: the others end at 65,535.
@@ -131,7 +131,6 @@ def count_components(
     stride_mj, stride_rows, GROUP, H, L, S, n_key_tiles, n_query_tiles, n_tiles,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    PATH: tl.constexpr,
 ):  # fmt: skip
     """N_jr, [B, Hk, M, S], and N_j, [B, Hk, S], for a tile of keys: a group's query heads one after another."""
     PRODUCTS: tl.constexpr = not SHIFTED or SCALE > 1

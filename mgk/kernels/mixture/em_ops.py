@@ -60,7 +60,7 @@ def component_counts(
     }  # fmt: skip
     terms_of = LaunchSpec(
         query_terms, (q_tiles * n_seq, H, 1), (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
-        common | {"TAU": tau_t is not None, "PACKED": cu_q is not None}, (0,), 4, 1,
+        common | {"TAU": tau_t is not None, "PACKED": cu_q is not None},
     )  # fmt: skip
     launch(terms_of, (query, shift, scale_t, tau_t, cu_q, terms, spread), (scale, tau))
     mask = None if mask is None else mask.expand(B, H, L, S)
@@ -70,7 +70,7 @@ def component_counts(
         H // HK),
         (H, L, S, slots, q_tiles, k_tiles),
         common | {"BN": cols, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.is_floating_point(),
-        "PACKED": cu_q is not None, "PRECISION": precision_of(query)}, (0,), 4, 2 if products else 1,
+        "PACKED": cu_q is not None, "PRECISION": precision_of(query)}, num_stages=2 if products else 1,
     )  # fmt: skip
     tensors = (query, keys, mask, scale_t, cu_q, cu_k, prepared, terms, spread, count, pairs)
     launch(counts_of, tensors, (scale,))

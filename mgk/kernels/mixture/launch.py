@@ -243,19 +243,19 @@ def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tenso
     if by_rows:
         tensors = (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums)
         step = LaunchSpec(
-            decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, chunk, splits), compiled_for, (0,),
-            warps, 1,
+            decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, chunk, splits), compiled_for,
+            warps,
         )  # fmt: skip
     else:
         tensors = (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums)
         step = LaunchSpec(
             decode_split, (splits, HK, B), (*query.stride()[:3], *strides, *leading_strides(mask, 4), group),
-            (H, L, S, chunk, splits), compiled_for, (0,), warps, stages,
+            (H, L, S, chunk, splits), compiled_for, warps, stages,
         )  # fmt: skip
     launch(step, tensors, (scale, tau, constant))
     merged = {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}
-    step = LaunchSpec(decode_merge, (group * L, HK, B), (group,), (H, L, splits), merged, (0,), 4, 1)
-    launch(step, (parts, sums, out, lse), ())
+    step = LaunchSpec(decode_merge, (group * L, HK, B), (group,), (H, L, splits), merged)
+    launch(step, (parts, sums, out, lse))
     return out, lse
 
 
@@ -290,7 +290,7 @@ def launch_backward(
     floats = (scale, tau, dropout_p)
     key_operand, row_operand = _operand(stats, plan.key_operand), _operand(stats, plan.row_operand)
     if key_operand is not None:
-        launch(plan.write, (prepared[1], key_operand), ())
+        launch(plan.write, (prepared[1], key_operand))
     # What is not wanted is not written, wherever it would lie.
     launch(
         plan.queries,
@@ -306,5 +306,5 @@ def launch_backward(
             *_sources(along_queries and cu_q is None, k_rows, row_operand), spread, flagged, dk, dv,
             parts if dbias is None else dbias, parts), floats,
         )  # fmt: skip
-    launch(plan.add, (parts, sums), ())
+    launch(plan.add, (parts, sums))
     return dq, dk, dv, dbias, sums, dmask

@@ -149,9 +149,7 @@ def preparation(
     }  # fmt: skip
     strides = (*key_strides(keys.strides, shift is not None), *_four_strides(bias))
     tiles = ceil_div(max_k, SLOT)
-    return LaunchSpec(
-        prepare_keys, (tiles * n_seq, HK, 1), strides, (HK, S, slots, tiles), switches, (0,), warps=4, stages=1
-    )
+    return LaunchSpec(prepare_keys, (tiles * n_seq, HK, 1), strides, (HK, S, slots, tiles), switches)
 
 
 class ForwardPlan(NamedTuple):
@@ -186,7 +184,7 @@ def forward_plan(tensors: tuple[Any, ...], flags: LaunchFlags, bulk: bool, want_
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
         *out.strides[:3], H // HK),
         (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
-        switches, paths, warps, stages, registers,
+        switches, warps, stages, registers, paths,
     )  # fmt: skip
     prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots, blends)
     return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * (len(paths) > 1), HK * slots * SLOT * blends)
@@ -255,12 +253,12 @@ def backward_plan(
     paths = _paths(factored or apart, small)
     # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
     # and dv are together, which have no registers left for it.
-    key_paths = paths if shifted or (len(parts) > 1 and not hard) else (0,)
+    key_paths = paths if shifted or (len(parts) > 1 and not hard) else (GENERAL.value,)
     queries = LaunchSpec(
         mixture_backward_dq, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
         (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
         dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        IN_REGISTERS=q_way % 2, PRIOR=prior_grad), paths, q_warps, q_stages, q_registers,
+        IN_REGISTERS=q_way % 2, PRIOR=prior_grad), q_warps, q_stages, q_registers, paths,
     )  # fmt: skip
     passes = []
     for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
@@ -271,8 +269,8 @@ def backward_plan(
             (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
             _section(n_seq * HK, (D + E) * size * L * H // HK)),
             dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, IN_REGISTERS=k_way % 2,
-            PER_COMPONENT=k_way % 4 >= 2, TMA_ROWS=by_engine, OUTPUTS=wanted.value, PRIOR=prior_grad), key_paths,
-            warps, stages, registers,
+            PER_COMPONENT=k_way % 4 >= 2, TMA_ROWS=by_engine, OUTPUTS=wanted.value, PRIOR=prior_grad), warps,
+            stages, registers, key_paths,
         )  # fmt: skip
         passes.append(KeysPass(launch, k_rows, by_engine))
     # fp16's gradients have more digits than the products of bf16 would leave them.
@@ -287,10 +285,10 @@ def backward_plan(
         flags=n_seq * most_tiles * (len(paths) > 1),
         parts=(n_parts, HK, sums),
         key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
-        write=LaunchSpec(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}, (0,), 4, 1),
+        write=LaunchSpec(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}),
         add=LaunchSpec(
             add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
             {"SHIFTS": shifts, "M": M, "SCALES": max(switches["SCALE"], 1), "SUMS": sums, "BLOCK_ROWS": PART_ROWS,
-            "BLOCK_COLS": PART_COLS}, (0,), 8, 1,
+            "BLOCK_COLS": PART_COLS}, num_warps=8,
         ),
     )  # fmt: skip

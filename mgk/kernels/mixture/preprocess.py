@@ -45,7 +45,7 @@ def prepare_keys(
     k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, key_operand_ptr, scale, tau, constant,
     stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_key_tiles, n_tiles,
     M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    TAU: tl.constexpr, HARD: tl.constexpr, PACKED: tl.constexpr, PATH: tl.constexpr,
+    TAU: tl.constexpr, HARD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
     [max c, min finite c, max |k| (negative if a key is masked in every component), reference], c relative to the

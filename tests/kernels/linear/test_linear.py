@@ -391,8 +391,8 @@ def test_one_token_more(name, feature_map, normalise, dtype, monkeypatch, poison
             assert x.shape == y.shape
             assert (x.double() - y).abs().max() <= tolerance * y.abs().max()
         state = found_state
-    assert taken[-2:] == ["one_token"] * 2
-    assert taken.count("one_token") == 2
+    assert taken[-2:] == ["decode_token"] * 2
+    assert taken.count("decode_token") == 2
 
 
 def test_one_token_keeps_its_gradients():

@@ -60,7 +60,7 @@ def test_key_operand_of_each_head():
     heads, M, slots = 2, 3, 2
     factors = torch.randn(heads, M, slots * KEY_TILE.value, generator=g).exp2().to(DEVICE)
     operand = torch.empty(heads * slots * KEY_TILE.value, 16, dtype=torch.bfloat16, device=DEVICE)
-    write_key_operand[(slots, heads)](factors, operand, slots, M=M, PATH=0)
+    write_key_operand[(slots, heads)](factors, operand, slots, M=M)
     columns = operand.double().view(heads, -1, 16).transpose(1, 2)
     high, low, again, rest = columns.split((M, M, M, 16 - 3 * M), 1)
     assert torch.equal(high, again)

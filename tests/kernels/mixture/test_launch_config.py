@@ -99,24 +99,24 @@ def test_other_tensors_other_launches(change, steps):
 def test_other_settings_other_launches(steps, tf32, monkeypatch):
     x = tensors()
     gradients(x)
-    assert {step.switches.get("PRECISION", "ieee") for step in steps} == {"ieee"}
+    assert {step.constexprs.get("PRECISION", "ieee") for step in steps} == {"ieee"}
     steps.clear()
     tf32(True)
     gradients(x)
-    assert [step.switches.get("PRECISION") for step in steps] == [None, "tf32", "tf32", "tf32", None]
+    assert [step.constexprs.get("PRECISION") for step in steps] == [None, "tf32", "tf32", "tf32", None]
     steps.clear()
     tf32(False)
     monkeypatch.setattr(triton_launch, "BOUNDED", [torch.float32])
     gradients(x)
-    assert [step.paths for step in steps] == [(0,), (1, 2), (1, 2), (1, 2), (0,)]
+    assert [step.paths for step in steps] == [(None,), (1, 2), (1, 2), (1, 2), (None,)]
     steps.clear()
     monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 1 << 20)
     gradients(x)
-    assert [step.paths for step in steps] == [(0,)] * 5
+    assert [step.paths for step in steps] == [(None,), (0,), (0,), (0,), (None,)]
     steps.clear()
     monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 2, 1, None, 0))
     gradients(x)
-    assert [step.warps for step in steps] == [4, 2, 2, 2, 8]
+    assert [step.num_warps for step in steps] == [4, 2, 2, 2, 8]
 
 
 @pytest.mark.parametrize("D", [16, 64])
@@ -157,8 +157,8 @@ def test_few_registers_are_for_plain_calls_by_the_first_kernel(change, capped):
         (*some[:11], row, row, None), flags, True, True, False, launch_config.NOTHING
     )
     for step, rows, cols in ((forward, 64, 64), (backward.queries, 64, 64 if capped else 128)):
-        assert (step.registers is not None) == capped
-        assert (step.switches["BM"], step.switches["BN"]) == (rows, cols)
+        assert (step.maxnreg is not None) == capped
+        assert (step.constexprs["BM"], step.constexprs["BN"]) == (rows, cols)
 
 
 def test_gradients_or_not_by_the_flags_of_now():
@@ -178,7 +178,7 @@ def test_a_preparation_that_writes_an_operand_is_another(monkeypatch):
     """A launch that is kept is for tensors that are there each time, or never."""
     monkeypatch.setattr(triton_launch, "BOUNDED", (torch.float32,))
     steps = []
-    monkeypatch.setattr(triton_launch, "launch", lambda step, tensors, floats: steps.append((step, tensors[-1])))
+    monkeypatch.setattr(triton_launch, "launch", lambda step, tensors, floats=(): steps.append((step, tensors[-1])))
     for way in (1, 3):
         monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
         triton.run_mixture(make_call(tensors()))
@@ -220,13 +220,13 @@ def stream(monkeypatch):
     monkeypatch.setattr(jit_cache, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=str)))
 
 
-def step_of(kernel, numbers=(16,), switches=None, paths=(0,), warps=4):
-    return LaunchSpec(kernel, (3, 2, 1), numbers, (7,), switches or {"M": 2}, paths, warps, 1)
+def spec_of(kernel, scalars=(16,), constexprs=None, paths=(None,), num_warps=4, maxnreg=None):
+    return LaunchSpec(kernel, (3, 2, 1), scalars, (7,), constexprs or {"M": 2}, num_warps, 1, maxnreg, paths)
 
 
 def test_a_compiled_kernel_is_launched_by_addresses(stream):
     kernel, x = Kernel(), torch.zeros(8)
-    step = step_of(kernel, paths=(1, 2))
+    step = spec_of(kernel, paths=(1, 2))
     for _ in range(2):
         launch(step, (x, None), (0.5,))
     assert [options["PATH"] for options in kernel.examined] == [1, 2]
@@ -236,7 +236,7 @@ def test_a_compiled_kernel_is_launched_by_addresses(stream):
 
 def test_compiled_again_for_what_triton_specialises_on(stream, monkeypatch):
     kernel, x = Kernel(), torch.zeros(8)
-    step = step_of(kernel)
+    step = spec_of(kernel)
 
     def compiles(step, *tensors):
         before = len(kernel.examined)
@@ -250,13 +250,13 @@ def test_compiled_again_for_what_triton_specialises_on(stream, monkeypatch):
     assert compiles(step, x[1:], x) == 1
     assert compiles(step, x, x) == 0
     # Launches that are not kept find what was compiled for their like.
-    assert compiles(step_of(kernel, numbers=(32,)), x, x) == 0
-    assert compiles(step_of(kernel, numbers=(33,)), x, x) == 1
-    assert compiles(step_of(kernel, numbers=(1,)), x, x) == 1
-    assert compiles(step_of(kernel, switches={"M": 3}), x, x) == 1
-    assert compiles(step_of(kernel, warps=8), x, x) == 1
-    assert compiles(step_of(kernel), x.half(), x) == 1
-    assert compiles(step_of(kernel), None, x) == 1
+    assert compiles(spec_of(kernel, scalars=(32,)), x, x) == 0
+    assert compiles(spec_of(kernel, scalars=(33,)), x, x) == 1
+    assert compiles(spec_of(kernel, scalars=(1,)), x, x) == 1
+    assert compiles(spec_of(kernel, constexprs={"M": 3}), x, x) == 1
+    assert compiles(spec_of(kernel, num_warps=8), x, x) == 1
+    assert compiles(spec_of(kernel), x.half(), x) == 1
+    assert compiles(spec_of(kernel), None, x) == 1
     monkeypatch.setattr(jit_cache, "current_device", lambda: 1)
     assert compiles(step, x, x) == 1
 
@@ -274,7 +274,7 @@ def test_launched_where_the_tensors_are(stream, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
     kernel, x = Kernel(), torch.zeros(8)
     for _ in range(2):
-        launch(step_of(kernel), (x, None), ())
+        launch(spec_of(kernel), (x, None), ())
     assert [args[3] for args in kernel.launched] == ["3"]
 
 
@@ -285,7 +285,7 @@ def test_linear_attention_is_launched_where_the_tensors_are(monkeypatch):
     def enter(device):
         entered.append(device)
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "current_device", lambda: device)
+            patch.setattr(jit_cache, "current_device", lambda: device)
             yield
 
     class Compiled:
@@ -334,13 +334,13 @@ def test_hooks_of_triton_are_called(hook, stream, monkeypatch):
     def look(metadata):
         pass
 
-    launch(step_of(kernel), (x,), ())
+    launch(spec_of(kernel), (x,), ())
     with monkeypatch.context() as patch:
         if hooks is None:  # Triton 3.4 has one hook instead of a chain of them
             patch.setattr(jit_cache.knobs, hook, look)
         else:
             patch.setattr(hooks, "calls", [look])
-        launch(step_of(kernel), (x,), ())
-    assert kernel.by_hooks == [((3, 2, 1), (x.data_ptr(), 16, 7, 2, 0))]
-    launch(step_of(kernel), (x,), ())
+        launch(spec_of(kernel), (x,), ())
+    assert kernel.by_hooks == [((3, 2, 1), (x.data_ptr(), 16, 7, 2))]
+    launch(spec_of(kernel), (x,), ())
     assert len(kernel.by_hooks) == len(kernel.launched) == 1
