@@ -1,5 +1,7 @@
+"""Entry point of `python -m mgk`."""
+
 from mgk.cli import main
 
-# A process that this one starts to time a model imports this file too, under another name.
+# Worker processes of the profiler import this module under another name.
 if __name__ == "__main__":
     main()

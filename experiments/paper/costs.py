@@ -11,11 +11,11 @@ from mgk._core.markdown import markdown_table, number
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
 from mgk.training.results import latest_value
-from mgk.training.sweep import COSTS, filter_rows
+from mgk.training.sweep import SOLO_METRICS, filter_rows
 
 COUNTS = ("parameters", "FLOPs")
 UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
-MEASURED = dict(zip(COSTS, ("training step", "inference", "memory of the step"), strict=True))
+MEASURED = dict(zip(SOLO_METRICS, ("training step", "inference", "memory of the step"), strict=True))
 
 
 @dataclass(frozen=True)

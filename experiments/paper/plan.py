@@ -9,7 +9,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.markdown import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
-from mgk.training.sweep import COSTS, filter_rows, is_timed, is_trained
+from mgk.training.sweep import SOLO_METRICS, filter_rows, is_timed, is_trained
 
 ALL = 3  # seeds, where a row is to have several
 
@@ -149,7 +149,9 @@ def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpe
     """The rows that are to be timed alone and have not been."""
     recipe = config.load(experiment.recipe)
     return [
-        row for row in experiment.seeds if experiment.timed and not is_timed(rows, recipe, row, PRESET, metrics=COSTS)
+        row
+        for row in experiment.seeds
+        if experiment.timed and not is_timed(rows, recipe, row, PRESET, metrics=SOLO_METRICS)
     ]
 
 

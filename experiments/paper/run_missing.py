@@ -16,7 +16,7 @@ from mgk import tasks
 from mgk.training import config, results
 from mgk.training.config import ModelSpec
 from mgk.training.evaluate import count_parameters
-from mgk.training.job_queue import Job, chosen_at_once, run_jobs
+from mgk.training.job_queue import Job, resolve_max_running, run_jobs
 from mgk.training.sweep import filter_rows, train_job
 from mgk.training.trainer import Run
 
@@ -99,7 +99,7 @@ def run(found: Path, runs: Path, data: Path, jobs: int | None, minutes: float | 
     """Everything that is left, for as many minutes; returns what failed. The trainings of all experiments share one
     queue, so that the machine has work for all `jobs` until the last."""
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    at_once = chosen_at_once(jobs)
+    at_once = resolve_max_running(jobs)
     rows = known(found)
     wanted = seeds_to_train(rows, found, runs)
     needed = [*wanted, *(each.recipe for each in plan.EXPERIMENTS if plan.untimed(rows, each))]
@@ -110,7 +110,7 @@ def run(found: Path, runs: Path, data: Path, jobs: int | None, minutes: float | 
     left = None if minutes is None else max(0.0, end - time.monotonic()) / 60
     queue = run_jobs(trainings(wanted, found, runs, data), at_once, left)
     failed += [f"{job.name} (see {job.log})" for job in queue.failed]
-    if not queue.left:
+    if not queue.unfinished:
         for asked in commands(found, runs, set(wanted), {name for name, reason in troubles.items() if reason}):
             if time.monotonic() + LEAST >= end:
                 break

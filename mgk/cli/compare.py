@@ -25,6 +25,7 @@ from mgk.cli.app import (
     warn_if_gpu_recommended,
 )
 from mgk.training import config, results
+from mgk.training.config import ModelSpec, Recipe
 from mgk.variants import PRESETS
 
 if TYPE_CHECKING:
@@ -34,140 +35,174 @@ if TYPE_CHECKING:
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file; `mgk recipes` lists them.")],
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `mgk recipes`) or a YAML file.")],
     rows: Annotated[
         str | None,
         typer.Option(
-            help="variant:heads,… as in softmax:8,smgk:4; smgk:8/4: 4 key heads; default: all of the recipe's."
+            help="Models as variant:heads, separated by commas: softmax:8,smgk:4. smgk:8/4 has 4 key heads. "
+            "Default: all rows of the recipe."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of each row.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of each row, from 0.")] = 1,
     preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
-    steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Trainings at once; default 1, or 4 on a GPU.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Number of trainings at the same time; default: 4 on a GPU, otherwise 1.")
+    ] = None,
     alone: Annotated[
-        bool | None, typer.Option(help="Time each model by itself; default: if its training did not.")
+        bool | None,
+        typer.Option(help="Time each model in isolation, inference included; default: only models not yet timed."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after so long; trainings save, and the same command goes on.")
+        float | None,
+        typer.Option(help="Stop after this time; trainings save a checkpoint, and the same command resumes them."),
     ] = None,
     redraw: Annotated[
-        bool, typer.Option("--redraw", help="Only table and picture, of what out/ has; needs no data.")
+        bool, typer.Option("--redraw", help="Only write table and plot of the results in --out; needs no data.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where results, table and picture go.")] = Path("results"),
-    runs: Annotated[Path, typer.Option(help="Where the runs' directories go.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Directory of results, table and plot.")] = Path("results"),
+    runs: Annotated[Path, typer.Option(help="Parent directory of the run directories.")] = Path("runs"),
 ) -> None:
-    """Train rows × seeds, several at once, and show side by side what was gained. Skips what out/ already has."""
+    """Train the rows of a recipe with several seeds and compare them in a table and a plot.
+
+    Trainings whose results are already in --out are skipped.
+    """
     import torch
 
     from mgk import tasks
-    from mgk.training import sweep as comparison
+    from mgk.training import sweep
     from mgk.training.evaluate import count_parameters
-    from mgk.training.job_queue import chosen_at_once, run_jobs
+    from mgk.training.job_queue import resolve_max_running, run_jobs
     from mgk.training.run_dir import run_path
     from mgk.training.trainer import Run
 
     overrides = apply_steps(recipe, settings, steps)
-    chosen = config.load(recipe).with_settings(overrides)
-    models = parse_rows(rows, chosen)
+    loaded = config.load(recipe).with_settings(overrides)
+    models = parse_rows(rows, loaded)
     one_of("--preset", preset, PRESETS)
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
     if redraw:
-        found = results.read(sorted(out.glob("*.csv")))
-        _show(chosen, models, preset, out, comparison.setups_of(found, chosen, models, preset))
+        setups = sweep.setups_of(_read_results(out), loaded, models, preset)
+        _write_report(loaded, models, preset, out, setups)
         return
+
     check_output_directory("--out", out)
     check_output_directory("--runs", runs)
-    where = resolve_data_dir(data_dir)
-    task = tasks.task(chosen.task)
-    task.prepare(where, os.cpu_count() or 1, print_progress)
-    first = {row: Run(chosen, row, preset, 0, where, run_path(runs, chosen.name, row, preset, 0)) for row in models}
-    setups = {row: run.setup(task) for row, run in first.items()}
-    # Its own file, and any other of results/ that already has the row.
-    own = out / f"{chosen.name}.csv"
-    known = results.read(sorted(out.glob("*.csv")))
-    wanted = [
-        comparison.train_job(
-            chosen, row, seed, preset=preset, data_dir=where, out=out, runs=runs, given=recipe, overrides=overrides
+    data = resolve_data_dir(data_dir)
+    task = tasks.task(loaded.task)
+    task.prepare(data, os.cpu_count() or 1, print_progress)
+    first_runs = {
+        model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in models
+    }
+    setups = {model: run.setup(task) for model, run in first_runs.items()}
+    # New results go to this file; those of every file in --out count.
+    result_file = out / f"{loaded.name}.csv"
+    all_rows = _read_results(out)
+    pending = [
+        sweep.train_job(
+            loaded,
+            model,
+            seed,
+            preset=preset,
+            data_dir=data,
+            out=out,
+            runs=runs,
+            recipe_argument=recipe,
+            overrides=overrides,
         )
         for seed in range(seeds)
-        for row in models
-        if not comparison.is_trained(known, chosen, row, preset, seed, setups[row])
+        for model in models
+        if not sweep.is_trained(all_rows, loaded, model, preset, seed, setups[model])
     ]
     total = len(models) * seeds
-    if len(wanted) < total:
-        told = f"{total - len(wanted)} of {total} trainings are already in {out} and not run again"
-        print(f"{told} (another --out has its own)", file=sys.stderr)
-    if wanted and not torch.cuda.is_available():
-        warn_if_gpu_recommended(chosen, task.max_length, count_parameters(first[wanted[0].row].model_config(task)))
-    at_once = chosen_at_once(jobs)
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    queue = run_jobs(wanted, at_once, minutes)
-    failed, left = queue.failed, queue.left
-    if failed and not results.read([own]):
-        raise ValueError(f"all {len(failed)} trainings failed; their logs are in their directories")
-    if left:
-        told = f"{len(left)} of {len(wanted)} trainings are not done after {minutes:g} minutes"
-        print(f"{told}; the same command goes on with them", file=sys.stderr)
-        if not results.read([own]):
+    if len(pending) < total:
+        skipped = f"{total - len(pending)} of {total} trainings are already in {out} and are skipped"
+        print(f"{skipped} (use another --out to repeat them)", file=sys.stderr)
+    if pending and not torch.cuda.is_available():
+        warn_if_gpu_recommended(
+            loaded, task.max_length, count_parameters(first_runs[pending[0].row].model_config(task))
+        )
+
+    max_running = resolve_max_running(jobs)
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    queue = run_jobs(pending, max_running, minutes)
+    failed, unfinished = queue.failed, queue.unfinished
+    if failed and not results.read([result_file]):
+        raise ValueError(f"all {len(failed)} trainings failed; see log.txt in their run directories")
+    if unfinished:
+        progress = f"{len(unfinished)} of {len(pending)} trainings are not finished after {minutes:g} minutes"
+        print(f"{progress}; the same command resumes them", file=sys.stderr)
+        if not results.read([result_file]):
             return
-    done = [job for job in wanted if job not in failed and job not in left]
-    if at_once == 1 and alone is None:
-        for job in done:
-            mine = comparison.filter_rows(results.read([own]), chosen, job.row, preset, job.seed, setups[job.row])
-            results.append(own, comparison.to_solo_rows(mine))
-    # A training by itself has timed its model, unless it was too short.
-    untimed = models if alone or at_once > 1 else dict.fromkeys(job.row for job in done)
-    if not left and alone is not False:
-        known = results.read(sorted(out.glob("*.csv")))
-        # A training by itself has not timed inference; who asks for times wants that too.
-        metrics = comparison.COSTS if alone else comparison.ALONE
-        asked = [
-            first[row] for row in untimed if not comparison.is_timed(known, chosen, row, preset, setups[row], metrics)
+
+    finished = [job for job in pending if job not in failed and job not in unfinished]
+    if max_running == 1 and alone is None:
+        for job in finished:
+            rows_of_job = sweep.filter_rows(
+                results.read([result_file]), loaded, job.row, preset, job.seed, setups[job.row]
+            )
+            results.append(result_file, sweep.to_solo_rows(rows_of_job))
+    if not unfinished and alone is not False:
+        all_rows = _read_results(out)
+        # A training that ran alone has timed its model, unless it was too short; it never times inference.
+        candidates = models if alone or max_running > 1 else dict.fromkeys(job.row for job in finished)
+        metrics = sweep.SOLO_METRICS if alone else sweep.SOLO_TRAINING_METRICS
+        untimed = [
+            first_runs[model]
+            for model in candidates
+            if not sweep.is_timed(all_rows, loaded, model, preset, setups[model], metrics)
         ]
-        for found in _timed_alone(asked, task, at_once, end):
-            results.append(own, found)
-    _show(chosen, models, preset, out, setups)
+        for profile in _profile(untimed, task, max_running, deadline):
+            results.append(result_file, profile)
+    _write_report(loaded, models, preset, out, setups)
     if failed:
-        raise ValueError(f"{len(failed)} of {len(wanted)} trainings failed; their logs are in their directories")
+        raise ValueError(f"{len(failed)} of {len(pending)} trainings failed; see log.txt in their run directories")
 
 
-def _timed_alone(asked: list[Run], task: Task, at_once: int, end: float) -> Iterator[list[dict[str, Any]]]:
-    """Rows of results of each; on a GPU several warm up at once. None is begun after `end`."""
+def _read_results(out: Path) -> list[dict[str, str]]:
+    return results.read(sorted(out.glob("*.csv")))
+
+
+def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of results of each profiled run. No profile starts after `deadline`.
+
+    On a GPU, up to `max_running` runs warm up at the same time.
+    """
     import torch
 
     from mgk.training import profiling
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = at_once if device.type == "cuda" else 1
-    for first in range(0, len(asked), size):
-        if time.monotonic() >= end:
-            left = ", ".join(str(run.row) for run in asked[first:])
-            print(f"the time is over: {left} not timed alone; the same command goes on with that", file=sys.stderr)
+    size = max_running if device.type == "cuda" else 1
+    for start in range(0, len(runs), size):
+        if time.monotonic() >= deadline:
+            names = ", ".join(str(run.row) for run in runs[start:])
+            print(f"time limit reached: {names} not timed; the same command continues with it", file=sys.stderr)
             return
-        group = asked[first : first + size]
+        group = runs[start : start + size]
         names = ", ".join(str(run.row) for run in group)
-        print(f"timing {names} alone, {profiling.COUNT} steps (--no-alone leaves this out)", file=sys.stderr)
-        yield from (
-            profiling.measure_in_turn(group, task, device) if size > 1 else [profiling.measure(group[0], task, device)]
-        )
+        print(f"timing {names} in isolation, {profiling.TOTAL_STEPS} steps (--no-alone skips this)", file=sys.stderr)
+        if size > 1:
+            yield from profiling.profile_many(group, task, device)
+        else:
+            yield profiling.profile_run(group[0], task, device)
 
 
-def _show(
-    recipe: config.Recipe, models: list[config.ModelSpec], preset: str, out: Path, setups: dict[config.ModelSpec, str]
+def _write_report(
+    recipe: Recipe, models: list[ModelSpec], preset: str, out: Path, setups: dict[ModelSpec, str]
 ) -> None:
-    """The table on the terminal; it and the picture in out/."""
+    """Write table and plot to `out`, and print the table."""
     from rich.console import Console
     from rich.table import Table
 
     from mgk.training import report
 
     lines = report.write_report(recipe, models, preset, sorted(out.glob("*.csv")), out, setups)
-    shown = Table(*lines[0], title=recipe.title)
+    table = Table(*lines[0], title=recipe.title)
     for line in lines[1:]:
-        shown.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
-    print(f"table: {out / recipe.name}.md   picture: {out / recipe.name}.png   results: {out / recipe.name}.csv")
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print(f"table: {out / recipe.name}.md   plot: {out / recipe.name}.png   results: {out / recipe.name}.csv")

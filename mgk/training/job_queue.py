@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, several at once."""
+"""A queue of training jobs, several of which run at once, each in its own process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rich.text import Text
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec
 
-# Off a terminal, seconds between two lines on how the running trainings stand.
-TOLD_EVERY = 30
-# Seconds that trainings have, after a second interrupt, until they are killed.
-ENDING = 5.0
-# What PyTorch says where memory does not suffice, of a GPU or of the machine.
-NO_MEMORY = re.compile(rb"out of memory|OutOfMemoryError|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
+# Seconds between two status messages if stderr is not a terminal.
+STATUS_INTERVAL = 30
+# Seconds between a second interrupt and SIGKILL.
+KILL_TIMEOUT = 5.0
+# Error messages of PyTorch for an allocation that failed, on the GPU or the host.
+OUT_OF_MEMORY = re.compile(rb"out of memory|OutOfMemoryError|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
 @dataclass
 class Job:
-    """One training in a process of its own."""
+    """One training and the process that runs it."""
 
     recipe: str
     row: ModelSpec
@@ -37,8 +37,8 @@ class Job:
     directory: Path
     command: list[str]
     process: subprocess.Popen[bytes] | None = None
-    shared: bool = False  # the machine, with another training
-    logged: int = 0  # bytes of the log before it was last started
+    shared: bool = False  # whether another job ran at the same time
+    log_start: int = 0  # size of the log in bytes when the job was last started
 
     @property
     def name(self) -> str:
@@ -49,153 +49,168 @@ class Job:
         return RunDirectory(self.directory).log
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self.process is not None and self.process.returncode not in (None, 0)
 
     @property
-    def wants_memory(self) -> bool:
-        """Failed for want of it, while others had some too. Of the machine's, the system kills without a word."""
-        if not self.failed or not self.shared or self.process is None:
+    def ran_out_of_memory(self) -> bool:
+        """True if the job ran out of memory while sharing the machine (OOM in the log, or SIGKILL)."""
+        if not self.has_failed or not self.shared or self.process is None:
             return False
         killed = self.process.returncode == -signal.SIGKILL
-        return killed or NO_MEMORY.search(self.log.read_bytes()[self.logged :]) is not None
+        return killed or OUT_OF_MEMORY.search(self.log.read_bytes()[self.log_start :]) is not None
 
 
 @dataclass
-class Queue:
-    """Jobs on their way: each waits, runs, and is then done, failed, or left for another time. Where memory did not
-    suffice for several at once, the one that failed is tried again by itself when all others have ended."""
+class JobQueue:
+    """Jobs that wait, run, or have failed.
+
+    A job that ran out of memory beside other jobs is run again on its own after all others have ended.
+    """
 
     waiting: list[Job]
-    environment: dict[str, str] | None = None  # of their processes
+    environment: dict[str, str] | None = None  # environment variables of the processes
     running: list[Job] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
-    again: list[Job] = field(default_factory=list)
+    retries: list[Job] = field(default_factory=list)
 
     @property
-    def left(self) -> list[Job]:
-        """All that have not ended for good."""
-        return [*self.running, *self.waiting, *self.again]
+    def unfinished(self) -> list[Job]:
+        """Jobs that have neither succeeded nor failed."""
+        return [*self.running, *self.waiting, *self.retries]
 
-    def fill(self, at_once: int) -> None:
-        """Starts what there is room for."""
-        while self.waiting and len(self.running) < at_once:
+    def start_jobs(self, max_running: int) -> None:
+        """Start waiting jobs until `max_running` are running."""
+        while self.waiting and len(self.running) < max_running:
             self.start(self.waiting.pop(0))
-        if self.again and not self.running:
-            self.start(self.again.pop(0))
+        if self.retries and not self.running:
+            self.start(self.retries.pop(0))
 
     def start(self, job: Job) -> None:
+        """Start the process of a job; its output is appended to the job's log."""
         job.directory.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log:
-            job.logged = log.tell()
-            # Ctrl-C on a terminal would reach it too, and `stop` would then be a second signal, which ends it unsaved.
+            job.log_start = log.tell()
+            # A session of its own: Ctrl-C on the terminal must not reach the process, because the signal of `stop`
+            # would then be the second one, which ends a training without saving.
             job.process = subprocess.Popen(
                 job.command, stdout=log, stderr=log, env=self.environment, start_new_session=True
             )
         self.running.append(job)
         job.shared = False
-        for each in self.running:
-            each.shared |= len(self.running) > 1
+        for running_job in self.running:
+            running_job.shared |= len(self.running) > 1
 
-    def ended(self) -> list[Job]:
-        """Those that have ended since the last call."""
+    def collect_ended(self) -> list[Job]:
+        """Return the jobs that have ended since the last call and move the failed ones to `failed` or `retries`."""
         ended = [job for job in self.running if job.process is not None and job.process.poll() is not None]
         self.running = [job for job in self.running if job not in ended]
-        self.again += [job for job in ended if job.wants_memory]
-        self.failed += [job for job in ended if job.failed and not job.wants_memory]
+        self.retries += [job for job in ended if job.ran_out_of_memory]
+        self.failed += [job for job in ended if job.has_failed and not job.ran_out_of_memory]
         return ended
 
     def stop(self) -> None:
-        """What still trains is asked to save and leave, and is not left behind. An interrupt meanwhile ends it at
-        once."""
-        running = [job.process for job in self.running if job.process is not None]
+        """Terminate the running jobs, which save a checkpoint first, and wait for them.
+
+        An interrupt while waiting ends them without saving.
+        """
+        processes = [job.process for job in self.running if job.process is not None]
         try:
-            for process in running:
+            for process in processes:
                 process.terminate()
-            for process in running:
+            for process in processes:
                 process.wait()
         except (KeyboardInterrupt, SystemExit):
-            for process in running:
-                # The second signal that it gets.
+            for process in processes:
+                # The second signal ends a training at once.
                 process.terminate()
-            _end(running)
+            _wait_or_kill(processes)
             raise
 
 
-def _environment(at_once: int) -> dict[str, str]:
-    """Trainings on a CPU that share it: each has its part of the threads. A thread that waits for the others of its
-    training soon sleeps: as it is set by default it takes the core from whoever it waits for, and a small model trains
-    ten times slower beside any other process. Who has set one of these knows better."""
-    given = dict(os.environ)
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & given.keys():
-        given["GOMP_SPINCOUNT"] = "1000"
-    if at_once > 1:
-        given.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
-    return given
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Those that do not leave by themselves are killed."""
-    end = time.monotonic() + ENDING
+def _wait_or_kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + KILL_TIMEOUT
     for process in processes:
         try:
-            process.wait(max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
             process.kill()
             process.wait()
 
 
-def chosen_at_once(given: int | None) -> int:
-    """--jobs, or its default."""
-    return given or (4 if torch.cuda.is_available() else 1)
+def _job_environment(max_running: int) -> dict[str, str]:
+    """Limit the OpenMP spinning and the threads of each job; existing settings take precedence.
+
+    With the default spin count, a thread at a barrier occupies the core of the thread that it waits for: a small
+    model trains ten times slower beside any other process.
+    """
+    environment = dict(os.environ)
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
+        environment["GOMP_SPINCOUNT"] = "1000"
+    if max_running > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max_running)))
+    return environment
 
 
-def run_jobs(jobs: list[Job], at_once: int, minutes: float | None = None) -> Queue:
-    """Runs them, several at once, for as many minutes; what then still waits or runs, and what failed, is in the queue
-    that comes back. On a terminal one sees how each stands."""
+def resolve_max_running(option: int | None) -> int:
+    """Return --jobs, or its default: 4 with a GPU, otherwise 1."""
+    return option or (4 if torch.cuda.is_available() else 1)
+
+
+def run_jobs(jobs: list[Job], max_running: int, minutes: float | None = None) -> JobQueue:
+    """Run jobs in parallel and print their status on stderr.
+
+    Args:
+        jobs: Jobs in the order in which to start them.
+        max_running: Maximum number of jobs that run at the same time.
+        minutes: Time after which the running jobs are stopped; None means no limit.
+
+    Returns:
+        The queue with the failed and the unfinished jobs.
+    """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    queue = Queue(list(jobs), _environment(at_once))
-    started = told = time.time()
-    end = math.inf if minutes is None else started + 60 * minutes
+    queue = JobQueue(list(jobs), _job_environment(max_running))
+    started = last_status = time.time()
+    deadline = math.inf if minutes is None else started + 60 * minutes
     with console.status("") if console.is_terminal else nullcontext() as status:
         try:
-            while queue.left and time.time() < end:
-                queue.fill(at_once)
+            while queue.unfinished and time.time() < deadline:
+                queue.start_jobs(max_running)
                 time.sleep(0.5)
                 if status is not None:
-                    said = f"{len(queue.waiting) + len(queue.again)} waiting, {len(queue.running)} training"
-                    status.update(Text(f"{said}\n{_stand(queue.running)}"))
-                elif time.time() - told > TOLD_EVERY:
-                    told = time.time()
-                    console.print(_stand(queue.running))
-                for job in queue.ended():
-                    done, seconds = len(jobs) - len(queue.left), time.time() - started
-                    console.print(f"[{done}/{len(jobs)}] {job.name}: {_outcome(job)} ({seconds:.0f} s in all)")
+                    counts = f"{len(queue.waiting) + len(queue.retries)} waiting, {len(queue.running)} training"
+                    status.update(Text(f"{counts}\n{_format_status(queue.running)}"))
+                elif time.time() - last_status > STATUS_INTERVAL:
+                    last_status = time.time()
+                    console.print(_format_status(queue.running))
+                for job in queue.collect_ended():
+                    done, seconds = len(jobs) - len(queue.unfinished), time.time() - started
+                    console.print(f"[{done}/{len(jobs)}] {job.name}: {_format_outcome(job)} ({seconds:.0f} s in total)")
         except BaseException:
             try:
                 _stop(queue, console)
             finally:
-                console.print("stopped; the same command goes on from what was saved")
+                console.print("Stopped. Run the same command again to continue from the saved checkpoints.")
             raise
         _stop(queue, console)
     return queue
 
 
-def _stop(queue: Queue, console: Console) -> None:
+def _stop(queue: JobQueue, console: Console) -> None:
     try:
         if queue.running:
-            console.print("stopping: each training ends its step and saves; an interrupt now ends them at once")
+            console.print("Stopping after the current step and saving. Press Ctrl-C again to quit now.")
     finally:
         queue.stop()
 
 
-def _outcome(job: Job) -> str:
-    if job.wants_memory:
-        return "out of memory beside the others: it is tried again alone when they have ended (or take fewer --jobs)"
-    return f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.log})" if job.failed else "done"
+def _format_outcome(job: Job) -> str:
+    if job.ran_out_of_memory:
+        return "out of memory beside other jobs; it will run again alone after them (or use fewer --jobs)"
+    return f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.log})" if job.has_failed else "done"
 
 
-def _stand(jobs: list[Job]) -> str:
+def _format_status(jobs: list[Job]) -> str:
     return "\n".join(f"  {job.name}: {_last_line(job)}" for job in jobs)
 
 

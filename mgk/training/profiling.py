@@ -1,6 +1,6 @@
-"""What a row of a comparison costs by itself: a training step, a forward, and the memory of the step.
+"""Time of a training step and of a forward pass, and peak memory, of one model in isolation.
 
-The trainings of a comparison share the machine, so their own step times say nothing of the model.
+The jobs of a sweep share the machine, so the step times that they record do not characterise the model.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from mgk.training.data import EpochPermutation, seed_of
 from mgk.training.evaluate import peak_memory_mb, result_columns
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES
-from mgk.training.sweep import COSTS
+from mgk.training.sweep import SOLO_METRICS
 from mgk.training.trainer import Run
 
+# Steps before the first window, number of windows, and steps per window.
 WARM_UP, WINDOWS, STEPS = 5, 5, 10
-COUNT = WARM_UP + WINDOWS * STEPS
+TOTAL_STEPS = WARM_UP + WINDOWS * STEPS
 
 
 class StepProfiler:
-    """The model of a run, which is trained and asked on the same few of its task's own batches."""
+    """Measures the model of a run on a few batches of the run's task.
+
+    Args:
+        run: Settings of the model and of the training.
+        task: Task that provides the training split.
+        device: Device to measure on.
+    """
 
     def __init__(self, run: Run, task: Any, device: torch.device) -> None:
         torch.compiler.reset()
@@ -39,48 +46,55 @@ class StepProfiler:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self.run, self.task, self.device, self.settings = run, task, device, run.recipe.training
-        self.kind = OBJECTIVES[task.objective]
+        objective_class = OBJECTIVES[task.objective]
         self.config = run.model_config(task)
         splits = {"train": task.split(run.data_dir, "train")}
-        objective = self.kind(self.kind.model_class(self.config), self.settings, task, splits)
+        objective = objective_class(objective_class.model_class(self.config), self.settings, task, splits)
         self.module = TrainingModule(objective, run.seed, graphs=True).to(device)
         self.module.setup("fit")
         self.optimizer = self.module.configure_optimizers()["optimizer"]
         self.order = EpochPermutation(len(splits["train"]), seed_of(run.seed, 1))
-        self.size = self.settings.batch_size // self.settings.accumulate
-        self.asked = GraphedForward(objective.measure_batch, recording=objective.is_compiled)
+        self.batch_size = self.settings.batch_size // self.settings.accumulate
+        self.graphed_forward = GraphedForward(objective.measure_batch, recording=objective.is_compiled)
         self.memory_mb = 0.0
-        self.batches: list[Any] = []  # of forwards, on the device
+        self.forward_batches: list[Any] = []  # on the device
 
-    def batch(self, number: int) -> Tensor:
-        return torch.from_numpy(self.order.take(number * self.size, self.size))
+    def indices(self, number: int) -> Tensor:
+        """Return the indices of the examples of batch `number`, [batch_size]."""
+        return torch.from_numpy(self.order.take(number * self.batch_size, self.batch_size))
 
     def step(self, number: int) -> None:
+        """Run training step `number`."""
         module, parts = self.module, self.settings.accumulate
         for part in range(number * parts, (number + 1) * parts):
             with module.objective.autocast():
-                loss = module.training_step(self.batch(part), part)
+                loss = module.training_step(self.indices(part), part)
             module.backward(loss / parts)
         module.configure_gradient_clipping(self.optimizer, self.settings.clip)
         self.optimizer.step()
         module.optimizer_zero_grad(0, number, self.optimizer)
 
     def forward(self, number: int) -> None:
-        """Of a batch that is ready: to make one takes Python longer than a small model takes the device."""
+        """Run a forward pass on a prepared batch.
+
+        Preparing a batch on the host takes longer than the forward pass of a small model.
+        """
         with torch.no_grad(), self.module.objective.autocast():
-            self.asked(*self.batches[number])
+            self.graphed_forward(*self.forward_batches[number])
 
     def warm_up(self) -> None:
-        """Everything that is compiled or recorded, is."""
+        """Compile kernels, capture CUDA graphs and record the peak memory of a step."""
         self.module.train()
         warm_up(self.step, self.device)
         self.memory_mb = peak_memory_mb()
-        self.batches = [self.module.objective.batch(self.batch(number), "train") for number in range(WARM_UP + STEPS)]
+        self.forward_batches = [
+            self.module.objective.batch(self.indices(number), "train") for number in range(WARM_UP + STEPS)
+        ]
         self.module.eval()
         warm_up(self.forward, self.device)
 
-    def timed(self) -> list[dict[str, Any]]:
-        """Rows of results."""
+    def measure(self) -> list[dict[str, Any]]:
+        """Return one row of results for each of `SOLO_METRICS`, after `warm_up`."""
         self.module.train()
         step_ms = median_ms(self.step, self.device)
         self.module.eval()
@@ -88,96 +102,116 @@ class StepProfiler:
         common = result_columns(self.run, self.task, self.config)
         common.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{self.memory_mb:.0f}", split="train")
         return [
-            {**common, "n_examples": self.size, "metric": name, "value": f"{value:.4f}"}
-            for name, value in zip(COSTS, (step_ms, inference_ms, self.memory_mb), strict=True)
+            {**common, "n_examples": self.batch_size, "metric": name, "value": f"{value:.4f}"}
+            for name, value in zip(SOLO_METRICS, (step_ms, inference_ms, self.memory_mb), strict=True)
         ]
 
 
-def measure(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of results."""
-    subject = StepProfiler(run, task, device)
-    subject.warm_up()
-    return subject.timed()
+def profile_run(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
+    """Return one row of results for each of `SOLO_METRICS`."""
+    profiler = StepProfiler(run, task, device)
+    profiler.warm_up()
+    return profiler.measure()
 
 
-def measure_in_turn(runs: Sequence[Run], task: Any, device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """Rows of results of each run. All warm up at once, each in a process of its own, since to compile takes far longer
-    than to time; then one after another is timed while the others wait. What fails beside the others, for want of
-    memory above all, is measured again when they are gone."""
+def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Profile several runs, each in its own process, and yield the rows of results of each.
+
+    All processes warm up in parallel, because compiling takes far longer than timing; then they are timed one after
+    another. A run that fails beside the others, for example for lack of memory, is profiled again after they have
+    ended.
+
+    Args:
+        runs: Runs to profile.
+        task: Task of all runs.
+        device: Device to measure on.
+    """
     context = get_context("spawn")
-    ends, processes, failed = [], [], []
+    connections, processes, failed = [], [], []
     try:
         for run in runs:
-            mine, its = context.Pipe()
-            process = context.Process(target=_wait_for_turn, args=(its, run, task, device))
+            connection, worker_end = context.Pipe()
+            process = context.Process(target=_worker, args=(worker_end, run, task, device))
             process.start()
             processes.append(process)
-            # With no other end open here, one that dies is noticed.
-            its.close()
-            ends.append(mine)
-        warm = [_received(end) is not None for end in ends]
-        for run, end, process, is_warm in zip(runs, ends, processes, warm, strict=True):
-            found = _asked(end) if is_warm else None
+            # With the worker's end closed here, reading raises EOFError after the worker has died.
+            worker_end.close()
+            connections.append(connection)
+        warm = [_receive(connection) is not None for connection in connections]
+        for run, connection, process, is_warm in zip(runs, connections, processes, warm, strict=True):
+            rows = _request(connection) if is_warm else None
             process.join()
-            if found is None:
+            if rows is None:
                 failed.append(run)
             else:
-                yield found
+                yield rows
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
             process.join()
     for run in failed:
-        yield measure(run, task, device)
+        yield profile_run(run, task, device)
 
 
-def _asked(end: Connection) -> Any:
-    """The times of a process whose turn it is; None of one that has failed."""
+def _request(connection: Connection) -> Any:
+    """Let a warm worker measure; return its rows, or None if it has failed."""
     try:
-        end.send(True)
+        connection.send(True)
     except OSError:
         return None
-    return _received(end)
+    return _receive(connection)
 
 
-def _received(end: Connection) -> Any:
-    """None from a process that has failed."""
+def _receive(connection: Connection) -> Any:
+    """Return the next message of a worker, or None if it has failed."""
     try:
-        return end.recv()
+        return connection.recv()
     except (EOFError, OSError):
         return None
 
 
-def _wait_for_turn(end: Connection, run: Run, task: Any, device: torch.device) -> None:
-    # An interrupt on the terminal reaches all; the process that started this one ends it.
+def _worker(connection: Connection, run: Run, task: Any, device: torch.device) -> None:
+    # Ctrl-C reaches all processes of the terminal; the parent terminates this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    subject = StepProfiler(run, task, device)
-    subject.warm_up()
-    end.send(True)
-    end.recv()
-    end.send(subject.timed())
+    profiler = StepProfiler(run, task, device)
+    profiler.warm_up()
+    connection.send(True)
+    connection.recv()
+    connection.send(profiler.measure())
 
 
 def warm_up(work: Callable[[int], None], device: torch.device) -> None:
-    """On a GPU every shape that will come is compiled, or recorded, when it first does: of few, that takes less than
-    the rest. So all windows have the same. work(number) is one step."""
+    """Run the warm-up steps and, on a GPU, every step of a window once.
+
+    A GPU compiles or captures each shape when it first occurs; all windows have the shapes of the same steps.
+
+    Args:
+        work: Function that runs step `number`.
+        device: Device of the work.
+    """
     for number in range(WARM_UP + STEPS if device.type == "cuda" else WARM_UP):
         work(number)
 
 
 def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
-    """Of windows of steps, after a warm-up."""
+    """Return the median over windows of the mean time per step in ms, after `warm_up`.
 
-    def wait() -> float:
+    Args:
+        work: Function that runs step `number`.
+        device: Device of the work.
+        windows: Number of windows, of `STEPS` steps each.
+    """
+
+    def synchronized_time() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     times = []
     for _ in range(windows):
-        start = wait()
+        start = synchronized_time()
         for number in range(STEPS):
             work(WARM_UP + number)
-        times.append(1000 * (wait() - start) / STEPS)
+        times.append(1000 * (synchronized_time() - start) / STEPS)
     return statistics.median(times)

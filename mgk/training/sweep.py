@@ -1,4 +1,4 @@
-"""Rows × seeds of a recipe: which of them results already have, and what trains the others."""
+"""Sweeps over the models and seeds of a recipe: which results exist, and the jobs that compute the others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mgk.training.job_queue import Job
 from mgk.training.objectives import OBJECTIVES, MetricFormat
 from mgk.training.run_dir import run_path
 
-# Costs of a row timed by itself (`mgk.training.profiling`); the table takes step time and memory from it if present.
-COSTS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
-# Of it, what a training that has the machine to itself measures too.
-ALONE = ("step_ms_alone", "peak_mem_mb_alone")
+# Metrics of a model that `mgk.training.profiling` measures while no other job runs.
+SOLO_METRICS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
+# Those that a training also measures if no other job runs.
+SOLO_TRAINING_METRICS = ("step_ms_alone", "peak_mem_mb_alone")
 
 
 def metric_format(recipe: Recipe) -> MetricFormat:
@@ -24,84 +24,122 @@ def metric_format(recipe: Recipe) -> MetricFormat:
 
 
 def filter_rows(
-    rows: list[dict[str, str]], recipe: Recipe, row: ModelSpec, preset: str, seed: int | None, setup: str | None = None
+    rows: list[dict[str, str]],
+    recipe: Recipe,
+    model: ModelSpec,
+    preset: str,
+    seed: int | None,
+    setup: str | None = None,
 ) -> list[dict[str, str]]:
-    """The rows of results that belong to this recipe, model and schedule; setup: of `Run`, settings and data too."""
+    """Return the rows of results that belong to one model of a recipe.
+
+    Args:
+        rows: Rows of result files.
+        recipe: Recipe whose name, steps, learning rate and batch size must match.
+        model: Variant and heads that must match.
+        preset: Preset that must match.
+        seed: Seed that must match; None means any.
+        setup: Setup hash that must match, which covers all settings and the data; None means any.
+    """
     settings = recipe.training
-    wanted = {
+    expected = {
         "recipe": recipe.name,
-        "variant": row.variant,
+        "variant": model.variant,
         "preset": preset,
-        "heads": str(row.heads),
-        "kv_heads": str(row.kv_heads or row.heads),
+        "heads": str(model.heads),
+        "kv_heads": str(model.kv_heads or model.heads),
         "steps": str(settings.steps),
         "lr": str(settings.lr),
         "batch": str(settings.batch_size),
     }
-    wanted |= {} if seed is None else {"seed": str(seed)}
-    wanted |= {} if setup is None else {"setup": setup}
-    return [each for each in rows if all(each.get(key) == value for key, value in wanted.items())]
+    expected |= {} if seed is None else {"seed": str(seed)}
+    expected |= {} if setup is None else {"setup": setup}
+    return [row for row in rows if all(row.get(column) == value for column, value in expected.items())]
 
 
 def is_trained(
-    rows: list[dict[str, str]], recipe: Recipe, row: ModelSpec, preset: str, seed: int, setup: str | None = None
+    rows: list[dict[str, str]], recipe: Recipe, model: ModelSpec, preset: str, seed: int, setup: str | None = None
 ) -> bool:
-    """Whether the results already have this training."""
-    own = filter_rows(rows, recipe, row, preset, seed, setup)
-    return any(each["metric"] == metric_format(recipe).metric for each in own)
+    """Return whether the results have this training; for the arguments see `filter_rows`."""
+    metric = metric_format(recipe).metric
+    return any(row["metric"] == metric for row in filter_rows(rows, recipe, model, preset, seed, setup))
 
 
 def is_timed(
     rows: list[dict[str, str]],
     recipe: Recipe,
-    row: ModelSpec,
+    model: ModelSpec,
     preset: str,
     setup: str | None = None,
-    metrics: Iterable[str] = ALONE,
+    metrics: Iterable[str] = SOLO_TRAINING_METRICS,
 ) -> bool:
-    """Whether the results already have what the row costs by itself."""
-    return set(metrics) <= {each["metric"] for each in filter_rows(rows, recipe, row, preset, None, setup)}
+    """Return whether the results have all of `metrics`; for the other arguments see `filter_rows`."""
+    return set(metrics) <= {row["metric"] for row in filter_rows(rows, recipe, model, preset, None, setup)}
 
 
 def setups_of(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> dict[ModelSpec, str]:
-    """The setup that each model's results have, where they have one: without the data it cannot be worked out."""
+    """Return the setup hash of each model from its results, because computing it would need the data.
+
+    Raises:
+        ValueError: If a model has results of more than one setup.
+    """
     setups: dict[ModelSpec, str] = {}
-    for row in models:
-        found = {each.get("setup", "") for each in filter_rows(rows, recipe, row, preset, None)}
-        if len(found) > 1:
-            raise ValueError(f"{row} has results of {len(found)} settings or versions of the data: leave out --redraw")
-        if found:
-            setups[row] = found.pop()
+    for model in models:
+        hashes = {row.get("setup", "") for row in filter_rows(rows, recipe, model, preset, None)}
+        if len(hashes) > 1:
+            raise ValueError(
+                f"{model} has results of {len(hashes)} different settings or versions of the data: omit --redraw"
+            )
+        if hashes:
+            setups[model] = hashes.pop()
     return setups
 
 
-def to_solo_rows(own: list[dict[str, str]]) -> list[dict[str, str]]:
-    """What a training that had the machine to itself has measured, under the names that say so; own: its results."""
-    known = next((each for each in own if each["step_ms"] not in ("", "nan")), None)
-    if known is None:
+def to_solo_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the solo metrics of a training that ran while no other job did.
+
+    Args:
+        rows: All rows of results of the training.
+
+    Returns:
+        One row for each of `SOLO_TRAINING_METRICS`; none if the training was too short to be timed.
+    """
+    timed_row = next((row for row in rows if row["step_ms"] not in ("", "nan")), None)
+    if timed_row is None:
         return []
-    values = zip(ALONE, (known["step_ms"], known["peak_mem_mb"]), strict=True)
-    return [{**known, "split": "train", "metric": metric, "value": value} for metric, value in values]
+    values = zip(SOLO_TRAINING_METRICS, (timed_row["step_ms"], timed_row["peak_mem_mb"]), strict=True)
+    return [{**timed_row, "split": "train", "metric": metric, "value": value} for metric, value in values]
 
 
 def train_job(
     recipe: Recipe,
-    row: ModelSpec,
+    model: ModelSpec,
     seed: int,
     *,
     preset: str,
     data_dir: Path,
     out: Path,
     runs: Path,
-    given: str | None = None,
+    recipe_argument: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Job:
-    """What trains this model. out: the folder of its results. given: what the recipe was asked for by, where that is
-    not its name; overrides: settings other than the recipe's, which `recipe` has."""
-    directory = run_path(runs, recipe.name, row, preset, seed)
-    command = [sys.executable, "-m", "mgk", "train", given or recipe.name, "--preset", preset]
+    """Return the job that trains a model with `mgk train`.
+
+    Args:
+        recipe: Recipe with the overrides applied.
+        model: Model to train.
+        seed: Seed of the training.
+        preset: Preset of the model.
+        data_dir: Data directory.
+        out: Directory of the result file.
+        runs: Folder of run directories.
+        recipe_argument: Recipe on the command line, if it is a file; by default the recipe's name.
+        overrides: Settings that differ from the recipe's file, as for --set.
+    """
+    directory = run_path(runs, recipe.name, model, preset, seed)
+    command = [sys.executable, "-m", "mgk", "train", recipe_argument or recipe.name, "--preset", preset]
     command += ["--data-dir", str(data_dir)] + [part for override in overrides for part in ("--set", override)]
-    command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", row.variant, "--heads", str(row.heads)]
-    command += ["--kv-heads", str(row.kv_heads)] if row.kv_heads else []
+    command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", model.variant, "--heads", str(model.heads)]
+    command += ["--kv-heads", str(model.kv_heads)] if model.kv_heads else []
     command += ["--seed", str(seed), "--out", str(directory), "--resume", "auto"]
-    return Job(recipe.name, row, seed, directory, command)
+    return Job(recipe.name, model, seed, directory, command)

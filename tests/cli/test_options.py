@@ -12,7 +12,7 @@ from mgk import tasks
 from mgk.cli import commands
 from mgk.models.vocabulary import ByteVocabulary
 from mgk.training.config import ModelSpec
-from mgk.training.job_queue import Queue
+from mgk.training.job_queue import JobQueue
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def asked(monkeypatch, tmp_path):
 
     def run_jobs(jobs, at_once, minutes):
         seen.update(jobs=jobs, command=jobs[0].command if jobs else [], at_once=at_once, minutes=minutes)
-        return Queue([])
+        return JobQueue([])
 
-    def measure(run, task, device):
+    def profile_run(run, task, device):
         seen["timed"].append(str(run.row))
         return []
 
-    def show(recipe, models, preset, out, setups):
+    def write_report(recipe, models, preset, out, setups):
         seen.update(recipe=recipe, models=models, preset=preset, out=out)
 
     def generate(model, prompt, *, max_tokens, sampling):
@@ -45,8 +45,8 @@ def asked(monkeypatch, tmp_path):
         return SimpleNamespace(splits={})
 
     monkeypatch.setattr("mgk.training.job_queue.run_jobs", run_jobs)
-    monkeypatch.setattr("mgk.training.profiling.measure", measure)
-    monkeypatch.setattr("mgk.cli.compare._show", show)
+    monkeypatch.setattr("mgk.training.profiling.profile_run", profile_run)
+    monkeypatch.setattr("mgk.cli.compare._write_report", write_report)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
     monkeypatch.setattr("mgk.training.run_dir.load_language_model", load)
     monkeypatch.setattr("mgk.training.evaluate.load_objective", judge)

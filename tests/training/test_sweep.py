@@ -111,12 +111,15 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     assert lines[1][-2:] == ["12.5", "77"]
     assert "Step time: each model timed in isolation" in (tmp_path / "listops.md").read_text()
     # Who asks for every time gets the forward's too, and what was measured last counts.
-    assert not sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
+    assert not sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.SOLO_METRICS)
     results.append(
         path,
-        [measured("smgk:4", 0, value, "train", name) for name, value in zip(sweep.COSTS, (9, 4, 70), strict=True)],
+        [
+            measured("smgk:4", 0, value, "train", name)
+            for name, value in zip(sweep.SOLO_METRICS, (9, 4, 70), strict=True)
+        ],
     )
-    assert sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.COSTS)
+    assert sweep.is_timed(results.read([path]), recipe, row, "paper", metrics=sweep.SOLO_METRICS)
     assert report.write_report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["9.0", "70"]
 
 
@@ -205,7 +208,7 @@ def test_redrawing_needs_one_setup_of_each_model(tmp_path):
     results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
     assert sweep.setups_of(results.read([path]), recipe, rows, "paper") == {rows[0]: "these"}
     results.append(path, [{**measured("smgk:4", 1, 0.37), "setup": "those"}])
-    with pytest.raises(ValueError, match="smgk:4 has results of 2 settings"):
+    with pytest.raises(ValueError, match="smgk:4 has results of 2 different settings"):
         sweep.setups_of(results.read([path]), recipe, rows, "paper")
 
 

@@ -13,8 +13,8 @@ from mgk import tasks
 from mgk.cli import commands
 from mgk.training import results
 from mgk.training.config import ModelSpec
-from mgk.training.job_queue import Queue
-from mgk.training.sweep import COSTS
+from mgk.training.job_queue import JobQueue
+from mgk.training.sweep import SOLO_METRICS
 from tests.experiments.paper.test_page import record
 
 BASELINE, MIXTURE = ModelSpec("softmax", 8), ModelSpec("smgk", 4)
@@ -39,8 +39,8 @@ def asked(tmp_path, monkeypatch):
 
     def run_jobs(jobs, at_once, minutes):
         seen.at_once, seen.minutes = at_once, minutes
-        queue = Queue(list(jobs) if minutes is not None and minutes < 1e-3 else [])
-        for job in () if queue.left else jobs:
+        queue = JobQueue(list(jobs) if minutes is not None and minutes < 1e-3 else [])
+        for job in () if queue.unfinished else jobs:
             seen.trained.append((str(job.row), job.seed))
             if str(job.row) in seen.broken:
                 queue.failed.append(job)
@@ -56,7 +56,7 @@ def asked(tmp_path, monkeypatch):
             path = seen.results / "listops.csv"
             for row in given[given.index("--rows") + 1].split(","):
                 own = next(each for each in results.read([path]) if each["variant"] in row)
-                results.append(path, [{**own, "metric": metric, "value": 1} for metric in COSTS])
+                results.append(path, [{**own, "metric": metric, "value": 1} for metric in SOLO_METRICS])
         elif given[0] == "analyze":
             (seen.results / "listops-analysis").mkdir()
             (seen.results / "listops-analysis" / "ranks.csv").touch()
