@@ -60,9 +60,10 @@ def train(
     from mgk import tasks
     from mgk._core.io import write_atomically
     from mgk.models.run_directory import RunDirectory
+    from mgk.training.distributed import shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.run_dir import run_path
-    from mgk.training.trainer import STRATEGIES, Run, fit, shutdown_distributed
+    from mgk.training.trainer import STRATEGIES, Run, fit
 
     own = config.load(recipe)
     chosen = own.with_settings(apply_steps(recipe, settings, steps))

@@ -1,6 +1,7 @@
-"""Which examples a step sees, and how they become tensors: pure functions of the seed and the step.
+"""Samplers and device-resident datasets.
 
-That is what makes a resumed run the same run: nothing about the data has to be saved but the number of steps done.
+The examples of a step are a pure function of the seed and the step number. A resumed run therefore sees the same
+batches, and a checkpoint holds no state of the data.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
     from mgk.tasks.corpus import TokenStream
 
 
-# Packed batches are as long as the next multiple of this, so that memory is allocated in few sizes.
-ROUND = 1024
+# The length of a packed batch is a multiple of this, so that memory is allocated in few sizes.
+PACKED_MULTIPLE = 1024
 
 
 def seed_of(*parts: int) -> int:
-    """One seed out of several numbers, well mixed."""
+    """Mix several integers into one seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class EpochPermutation:
-    """The examples in the order of training: a new permutation every epoch, one after another without gaps."""
+    """Order of the training examples: a new permutation each epoch, concatenated without gaps."""
 
     def __init__(self, examples: int, seed: int) -> None:
         self.examples, self.seed = examples, seed
@@ -44,36 +45,51 @@ class EpochPermutation:
         return self._permutations[epoch]
 
     def take(self, start: int, count: int) -> np.ndarray:
-        """The indices at positions start to start + count."""
-        places = np.arange(start, start + count)
-        epochs = places // self.examples
-        return np.concatenate([self._epoch(int(e))[places[epochs == e] % self.examples] for e in np.unique(epochs)])
+        """Return the indices at positions start to start + count."""
+        positions = np.arange(start, start + count)
+        epochs = positions // self.examples
+        return np.concatenate([self._epoch(int(e))[positions[epochs == e] % self.examples] for e in np.unique(epochs)])
 
 
 class TrainSampler:
-    """The index batches of a run, for one process of several: an iterable that starts where the run stands."""
+    """Batches of training indices for one process; iteration starts at the current step of the run.
+
+    Args:
+        order: Order of the examples.
+        batch_size: Examples of a step, over all processes and micro-batches.
+        accumulate: Micro-batches of a step.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        micro_batches_done: Returns the number of micro-batches already trained on.
+    """
 
     def __init__(
-        self, order: EpochPermutation, batch: int, parts: int, rank: int, world: int, done: Callable[[], int]
+        self,
+        order: EpochPermutation,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        micro_batches_done: Callable[[], int],
     ) -> None:
-        """batch: examples a step over all processes and `parts` accumulated parts. done: parts already trained on."""
-        self.order, self.batch, self.parts, self.rank, self.world, self.done = order, batch, parts, rank, world, done
-        self.size = batch // (parts * world)
+        self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
+        self.rank, self.world_size, self.micro_batches_done = rank, world_size, micro_batches_done
+        self.size = batch_size // (accumulate * world_size)
 
     def __iter__(self) -> Iterator[Tensor]:
-        part = self.done()
+        micro_batch = self.micro_batches_done()
         while True:
-            step, within = divmod(part, self.parts)
-            start = step * self.batch + (within * self.world + self.rank) * self.size
+            step, part = divmod(micro_batch, self.accumulate)
+            start = step * self.batch_size + (part * self.world_size + self.rank) * self.size
             yield torch.from_numpy(self.order.take(start, self.size))
-            part += 1
+            micro_batch += 1
 
 
 class SequentialSampler:
-    """The index batches of one pass over a split, for one process of several."""
+    """Batches of indices of one pass over a split, for one process."""
 
-    def __init__(self, examples: int, batch: int, rank: int = 0, world: int = 1) -> None:
-        self.batches = torch.arange(examples)[rank::world].split(batch)
+    def __init__(self, examples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.batches = torch.arange(examples)[rank::world_size].split(batch_size)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -83,64 +99,65 @@ class SequentialSampler:
 
 
 class DeviceDataset:
-    """A split in the memory of a device: batches are gathered there."""
+    """A split on a device, where batches are gathered."""
 
     def __init__(self, split: Split, max_length: int, device: torch.device) -> None:
         self.documents, self.max_length = split.documents, max_length
-        # Zeros behind the last document, so that a row may be read past its end.
+        # Zeros after the last document: gathering `width` tokens may read past its end.
         flat = np.concatenate([np.asarray(split.tokens), np.zeros(max_length, dtype=split.tokens.dtype)])
         if flat.dtype == np.uint16:
-            # torch gathers no uint16. int16 takes half the memory of int32, where the ids fit.
+            # torch cannot gather uint16. int16 needs half the memory of int32, if the ids fit.
             flat = flat.astype(np.int16 if flat.max() <= np.iinfo(np.int16).max else np.int32)
         self.tokens = torch.from_numpy(flat).to(device)
         self.offsets = torch.from_numpy(np.array(split.offsets)).to(device)
         self.labels = torch.from_numpy(np.array(split.labels)).to(device)
         lengths = np.minimum(np.diff(np.asarray(split.offsets)), max_length)
         self.lengths = lengths.reshape(-1, split.documents)
-        # The padding of a packed batch counts as a document: it may not be longer than one.
-        self.round_to = min(ROUND, max_length)
+        # The padding of a packed batch counts as a document and must not be longer than one.
+        self.packed_multiple = min(PACKED_MULTIPLE, max_length)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def width(self, indices: np.ndarray) -> int:
-        """The longest document among these examples, up to a multiple of 16."""
+        """Return the length of the longest document of these examples, rounded up to a multiple of 16."""
         longest = int(self.lengths[indices].max())
         return min(self.max_length, longest + -longest % 16)
 
     def batch(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [n, width] or [n, 2, width], lengths [n] or [n, 2], labels [n]."""
+        """Return tokens [B, width] or [B, 2, width], lengths [B] or [B, 2], and labels [B]."""
         rows = indices if self.documents == 1 else indices[:, None] * 2 + torch.arange(2, device=indices.device)
         starts = self.offsets[rows]
         lengths = (self.offsets[rows + 1] - starts).clamp(max=width)
-        places = torch.arange(width, device=indices.device)
-        tokens = self.tokens[starts.unsqueeze(-1) + places].long()
-        return tokens.masked_fill(places >= lengths.unsqueeze(-1), 0), lengths, self.labels[indices]
+        positions = torch.arange(width, device=indices.device)
+        tokens = self.tokens[starts.unsqueeze(-1) + positions].long()
+        return tokens.masked_fill(positions >= lengths.unsqueeze(-1), 0), lengths, self.labels[indices]
 
     def packed(self, indices: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [T], int32 offsets [n + 1] or [2 n + 1] of the documents lying one after another, labels [n].
+        """Return tokens [T], int32 document offsets [B + 1] or [2 B + 1], and labels [B].
 
-        T is a multiple of `round_to`: the rest is padding. The lengths are known here, so nothing waits for the device.
+        The documents are concatenated and padded at the end to T, a multiple of `packed_multiple`. The lengths are
+        known on the host, so that there is no synchronization.
         """
         total = int(self.lengths[indices].sum())
         device = self.tokens.device
-        chosen = torch.from_numpy(indices).to(device, non_blocking=True)
+        examples = torch.from_numpy(indices).to(device, non_blocking=True)
         ends = self.lengths[indices].reshape(-1).cumsum()
-        edges = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device, non_blocking=True)
-        rows = chosen if self.documents == 1 else (chosen[:, None] * 2 + torch.arange(2, device=device)).flatten()
-        places = torch.arange(total + -total % self.round_to, device=device)
-        document, position = cu_seqlens_to_segments(edges, len(places))
+        offsets = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device, non_blocking=True)
+        rows = examples if self.documents == 1 else (examples[:, None] * 2 + torch.arange(2, device=device)).flatten()
+        positions = torch.arange(total + -total % self.packed_multiple, device=device)
+        document, offset = cu_seqlens_to_segments(offsets, len(positions))
         starts = torch.cat([self.offsets[rows], self.offsets[:1]])
-        sources = (starts[document] + position).clamp(max=self.tokens.shape[0] - 1)
+        sources = (starts[document] + offset).clamp(max=self.tokens.shape[0] - 1)
         tokens = self.tokens[sources].long()
-        return tokens.masked_fill(places >= total, 0), edges, self.labels[chosen]
+        return tokens.masked_fill(positions >= total, 0), offsets, self.labels[examples]
 
 
 class TokenSegments:
-    """A running text in the memory of a device: a batch is some of its segments.
+    """A token stream on a device; a batch is a set of its segments.
 
-    How many targets of each segment lie in each tail cluster of an adaptive softmax is counted here, on the host, so
-    that training never waits for the device to count them.
+    The targets of each segment in each tail cluster of the adaptive softmax are counted on the host, so that training
+    does not synchronize with the device.
     """
 
     def __init__(self, stream: TokenStream, cutoffs: Sequence[int], device: torch.device) -> None:
@@ -155,9 +172,9 @@ class TokenSegments:
         return len(self.counts)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """tokens and their successors [n, length], and room for the successors in each cluster but the first."""
+        """Return tokens and targets [B, L], and the capacity for targets of each tail cluster."""
         device = self.tokens.device
         starts = indices.to(device, non_blocking=True) * self.length
-        both = self.tokens[starts[:, None] + torch.arange(self.length + 1, device=device)].long()
+        tokens = self.tokens[starts[:, None] + torch.arange(self.length + 1, device=device)].long()
         counts = self.counts[indices.numpy()].sum(0).tolist()
-        return both[:, :-1], both[:, 1:], tuple(room_for(count) for count in counts)
+        return tokens[:, :-1], tokens[:, 1:], tuple(room_for(count) for count in counts)

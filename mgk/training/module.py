@@ -1,7 +1,7 @@
-"""What a training step is: the examples of a step, its gradients, the schedule of its rate.
+"""LightningModule of a run: batches, training step, optimizer and learning-rate schedule.
 
-A step is a pure function of the weights, the seed and the step's number: the examples are (see `batches`), and the
-random numbers of dropout are, because the generator is seeded anew at each step.
+A step is a pure function of the weights, the seed and the step number: the examples are (see `data`), and the random
+numbers of dropout are, because the generator is seeded at each step.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from mgk.training.config import TrainConfig
 from mgk.training.data import EpochPermutation, SequentialSampler, TrainSampler, seed_of
+from mgk.training.distributed import is_distributed
 from mgk.training.objectives import Objective
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
+    """Return a schedule with linear warm-up and linear decay."""
     return OneCycleLR(optimizer, s.lr, total_steps=s.steps + 1, pct_start=s.warmup / s.steps, anneal_strategy="linear")
 
 
 def cosine(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
-    """Up in a line, then down to 0 along a cosine."""
+    """Return a schedule with linear warm-up and cosine decay to 0."""
 
     def factor(step: int) -> float:
-        done = (step - s.warmup) / max(1, s.steps - s.warmup)
-        return (step + 1) / s.warmup if step < s.warmup else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        progress = (step - s.warmup) / max(1, s.steps - s.warmup)
+        return (step + 1) / s.warmup if step < s.warmup else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     return LambdaLR(optimizer, factor)
 
@@ -41,13 +43,14 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, TrainConfig], LRScheduler
 }
 
 
-def is_distributed() -> bool:
-    """Whether this process is one of several of a run."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 class TrainingModule(pl.LightningModule):
-    """Trains the model of an objective."""
+    """Train the model of an objective.
+
+    Attributes:
+        train_means: Loss and metrics of the last training step, on the device.
+        best: Best metric on the development set and its step.
+        graphed_step: Forward and backward as a CUDA graph, or None.
+    """
 
     def __init__(self, objective: Objective, seed: int, graphs: bool = False) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class TrainingModule(pl.LightningModule):
         self.model, self.splits = objective.model, objective.splits
         self._sharded = False
         self.graphed_step: Callable[[Tensor], dict[str, Tensor]] | None = None
-        self.latest: dict[str, Tensor] = {}  # of the last training step, on the device
+        self.train_means: dict[str, Tensor] = {}
         self.best: dict[str, float] = {objective.metric: objective.worst_value(), "step": -1}
 
     def setup(self, stage: str) -> None:
@@ -64,50 +67,53 @@ class TrainingModule(pl.LightningModule):
             self.graphed_step = self.objective.graphed_step()
 
     def configure_model(self) -> None:
-        """FSDP: every layer's weights are shared out among the processes, and gathered where they are used."""
+        """Shard the weights of each layer over the processes, if the strategy is FSDP."""
         mesh = self.device_mesh
         if mesh is not None and not self._sharded:
             from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-            for part in (*self.model.layers, self.model):
-                fully_shard(part, mesh=mesh["data_parallel"])
+            for submodule in (*self.model.layers, self.model):
+                fully_shard(submodule, mesh=mesh["data_parallel"])
             for method in self.objective.fsdp_entry_points:
                 register_fsdp_forward_method(self.model, method)
             self._sharded = True
 
     def train_dataloader(self) -> TrainSampler:
         order = EpochPermutation(len(self.splits["train"]), seed_of(self.seed, 1))
-        world, parts = self.trainer.world_size, self.settings.accumulate
-        if self.settings.batch_size % (parts * world):
-            raise ValueError(f"batch_size {self.settings.batch_size} does not divide into {world} processes × {parts}")
+        batch_size, accumulate, world_size = self.settings.batch_size, self.settings.accumulate, self.trainer.world_size
+        if batch_size % (accumulate * world_size):
+            raise ValueError(
+                f"batch_size must be a multiple of processes × accumulate = {world_size} × {accumulate}, "
+                f"got {batch_size}"
+            )
         return TrainSampler(
-            order, self.settings.batch_size, parts, self.global_rank, world, lambda: self.trainer.global_step * parts
+            order, batch_size, accumulate, self.global_rank, world_size, lambda: self.trainer.global_step * accumulate
         )
 
     def val_dataloader(self) -> SequentialSampler:
-        """The development set, every process its share."""
-        examples, batch = len(self.splits["dev"]), self.settings.eval_batch_size
-        return SequentialSampler(examples, batch, self.global_rank, self.trainer.world_size)
+        """Return this process's batches of the development set."""
+        examples, batch_size = len(self.splits["dev"]), self.settings.eval_batch_size
+        return SequentialSampler(examples, batch_size, self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        # torch.manual_seed would also keep a call, with its traceback, for every kind of device that is not there.
+        # torch.manual_seed also queues a call, with its traceback, for each device type that is not initialized.
         seed = seed_of(self.seed, 2, batch_idx, self.global_rank)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
-        """Indices stay where what is known of the examples is."""
+        """Keep the indices on the host, where the lengths of the examples are."""
         return batch
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        # Nothing is logged here: Lightning would spend a millisecond a step on it.
+        # No self.log here: Lightning spends a millisecond per step on it.
         means = self.graphed_step(batch) if self.graphed_step else self.objective.measure(batch, "train")
-        self.latest = {name: value.detach() for name, value in means.items()}
+        self.train_means = {name: value.detach() for name, value in means.items()}
         return means["loss"]
 
     def backward(self, loss: Tensor) -> None:
-        """A recorded step has left its gradients already."""
+        """Skip the backward pass if the CUDA graph has run it."""
         if not self.graphed_step:
             loss.backward()
 
@@ -117,8 +123,8 @@ class TrainingModule(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         means = self.objective.measure(batch, "dev")
-        named = {f"dev_{name}": value for name, value in means.items()}
-        self.log_dict(named, prog_bar=True, batch_size=len(batch), sync_dist=True)
+        dev_means = {f"dev_{name}": value for name, value in means.items()}
+        self.log_dict(dev_means, prog_bar=True, batch_size=len(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         s = self.settings
@@ -131,7 +137,7 @@ class TrainingModule(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Lightning's own refuses fused optimizers under mixed precision, for the sake of fp16's scaled losses."""
+        """Clip gradients; Lightning's version rejects fused optimizers under mixed precision, because of fp16."""
         if gradient_clip_val:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
 

@@ -1,5 +1,7 @@
-"""How a training goes, in one line: step, loss, metric, speed, time left. A bar on a terminal, elsewhere a plain line
-now and then."""
+"""Progress of a training in one line: step, loss, metric, speed and remaining time.
+
+On a terminal the line has a progress bar; elsewhere it is printed every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +13,50 @@ import pytorch_lightning as pl
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-# Seconds between two looks at the numbers: on a GPU each look waits for the step.
+from mgk.training.objectives import Objective
+
+# Seconds between two updates. Each one reads the loss, which synchronizes with the GPU.
 BAR_EVERY, LINE_EVERY = 0.5, 10.0
 BAR_WIDTH = 20
 
 
 def clock_time(seconds: float) -> str:
-    """1:02 or 1:02:03."""
+    """Format a duration as 1:02 or 1:02:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 class ProgressBar(pl.Callback):
-    """Tells the first process's terminal or log. What others print meanwhile appears above the bar."""
+    """Print progress from rank 0; on a terminal, other output appears above the bar.
+
+    Args:
+        steps: Total number of steps.
+        console: Console to print to; stderr by default.
+        clock: Clock in seconds.
+    """
 
     def __init__(
         self, steps: int, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.steps, self.clock = steps, clock
         self.console = console or Console(stderr=True)
-        self._every = BAR_EVERY if self.console.is_terminal else LINE_EVERY
+        self._interval = BAR_EVERY if self.console.is_terminal else LINE_EVERY
         self._bar: Progress | None = None
-        self._told = 0.0  # when the last line was
-        self._began = 0, 0.0  # step and time
-        self._since: tuple[int, float] | None = None  # the first step's end: it holds what is compiled
-        self._evaluation = 0.0  # when the one that runs began
-        self._evaluating = 0.0  # seconds in all, since the first step
-        self._dev = ""
+        self._last_update = 0.0
+        self._start = 0, 0.0  # step and time
+        self._first_step: tuple[int, float] | None = None  # end of the first step, which includes compilation
+        self._evaluation_start = 0.0
+        self._evaluation_seconds = 0.0  # total since the first step
+        self._dev_metric = ""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        self._told = self.clock()
-        self._began = trainer.global_step, self._told
+        self._last_update = self.clock()
+        self._start = trainer.global_step, self._last_update
         if self.console.is_terminal:
-            # The line first: where the terminal is narrow, the bar gives way.
+            # Text before the bar: a narrow terminal cuts the bar.
             columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH)
             self._bar = Progress(*columns, console=self.console, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self.steps)
@@ -56,13 +66,13 @@ class ProgressBar(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._since is None and trainer.global_step:
-            self._since = trainer.global_step, self.clock()
-        if self._due(trainer):
+        if self._first_step is None and trainer.global_step:
+            self._first_step = trainer.global_step, self.clock()
+        if self._is_due(trainer):
             self._show(trainer.global_step, self.line(trainer, module))
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._evaluation = self.clock()
+        self._evaluation_start = self.clock()
 
     def on_validation_batch_end(
         self,
@@ -73,18 +83,16 @@ class ProgressBar(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._due(trainer):
-            of = sum(trainer.num_val_batches)
-            self._show(
-                trainer.global_step, f"step {trainer.global_step}/{self.steps}  evaluating, {batch_idx + 1} of {of}"
-            )
+        if self._is_due(trainer):
+            batches = f"{batch_idx + 1} of {sum(trainer.num_val_batches)}"
+            self._show(trainer.global_step, f"step {trainer.global_step}/{self.steps}  evaluating, {batches}")
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._evaluating += self.clock() - self._evaluation if self._since is not None else 0.0
-        # The evaluation has its own line.
-        self._told = self.clock()
-        dev = {name.removeprefix("dev_"): value for name, value in trainer.callback_metrics.items()}
-        self._dev = _metric(module, dev) if dev else ""
+        self._evaluation_seconds += self.clock() - self._evaluation_start if self._first_step is not None else 0.0
+        # CheckpointCallback prints a line after each evaluation.
+        self._last_update = self.clock()
+        dev_means = {name.removeprefix("dev_"): value for name, value in trainer.callback_metrics.items()}
+        self._dev_metric = _format_means(module, dev_means) if dev_means else ""
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.close()
@@ -93,47 +101,46 @@ class ProgressBar(pl.Callback):
         self.close()
 
     def close(self) -> None:
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def line(self, trainer: pl.Trainer, module: Any) -> str:
-        step, latest = trainer.global_step, module.latest
+        """Return the line for the current step."""
+        step, means = trainer.global_step, module.train_means
         parts = [f"step {step}/{self.steps}"]
-        if latest:
-            parts += [f"loss {float(latest['loss']):.3f}", _metric(module, latest)]
-        parts += [f"dev {self._dev}"] if self._dev else []
+        if means:
+            parts += [f"loss {float(means['loss']):.3f}", _format_means(module, means)]
+        parts += [f"dev {self._dev_metric}"] if self._dev_metric else []
         return "  ".join([*parts, *self._pace(step)])
 
     def _pace(self, step: int) -> list[str]:
-        first, began = self._since or self._began
+        """Return speed and remaining time; empty before the first step."""
+        first, start = self._first_step or self._start
         if step == first:
-            # With no other to go by, the first step: where each takes minutes, they are told after it.
-            first, began = self._began
+            # Only one step so far: estimate from it.
+            first, start = self._start
         if step == first:
             return []
-        seconds = max(self.clock() - began, 1e-9)
-        speed = (step - first) / max(seconds - self._evaluating, 1e-9)
-        # What is left has its evaluations too.
-        left = (self.steps - step) * seconds / (step - first)
-        told = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
-        return [told, f"{clock_time(left)} left"]
+        seconds = max(self.clock() - start, 1e-9)
+        speed = (step - first) / max(seconds - self._evaluation_seconds, 1e-9)
+        # The remaining time includes evaluations.
+        remaining = (self.steps - step) * seconds / (step - first)
+        pace = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
+        return [pace, f"{clock_time(remaining)} left"]
 
-    def _due(self, trainer: pl.Trainer) -> bool:
-        return trainer.is_global_zero and self.clock() - self._told >= self._every
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        return trainer.is_global_zero and self.clock() - self._last_update >= self._interval
 
     def _show(self, step: int, line: str) -> None:
-        self._told = self.clock()
+        self._last_update = self.clock()
         if self._bar is None:
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         else:
             self._bar.update(self._bar.task_ids[0], completed=step, description=line, refresh=True)
 
 
-def _metric(module: Any, means: dict[str, Any]) -> str:
-    """In words, from the means of an objective."""
-    return str(
-        module.objective.format_metric(
-            module.objective.metric_value({name: float(value) for name, value in means.items()})
-        )
-    )
+def _format_means(module: Any, means: dict[str, Any]) -> str:
+    objective: Objective = module.objective
+    return objective.format_metric(objective.metric_value({name: float(value) for name, value in means.items()}))

@@ -1,5 +1,8 @@
-"""Signals that are answered as they come. Python calls its handlers between two of its own instructions, and a backward
-pass on a CPU is one of them, which may take minutes."""
+"""Stop requests by SIGTERM, SIGINT and SIGHUP.
+
+Python runs signal handlers between two bytecode instructions. A backward pass on a CPU is one instruction and may take
+minutes, so that a thread prints the reply and ends the process at the second signal.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,100 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from typing import Any
 
-# Seconds that an orderly end has, after the second signal.
+import torch
+
+from mgk.training.distributed import is_distributed
+
+# Seconds that an orderly exit may take after the second signal.
 GRACE = 2.0
-# Seconds after the first in which another is the same wish: Ctrl-C reaches a launcher and its processes, and the
-# launcher then asks them too.
-SAME = 1.0
-STOPPING = "stopping after this step, and saving; once more ends it now"
+# Seconds after the first signal in which another one counts as the same request: Ctrl-C reaches torchrun and its
+# processes, and torchrun forwards it to them.
+SAME_REQUEST = 1.0
+STOPPING = "Stopping after this step and saving. Press Ctrl-C again to quit now."
+# SIGHUP is sent when a terminal closes. Windows does not have it.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 class SignalListener:
-    """While it is open: at the first of these signals it tells what will happen, and at the second the process ends,
-    unless Python's own handlers come to close this first. To be made in the main thread."""
+    """Thread that prints a message at the first signal and exits at the second one.
 
-    def __init__(self, numbers: Collection[int], told: str = STOPPING) -> None:
-        self._numbers, self._told = frozenset(numbers), told
+    The process exits with os._exit unless `close` is called within GRACE seconds. Must be created in the main thread.
+
+    Args:
+        numbers: Signals to listen to.
+        message: Reply to the first signal; empty for none.
+    """
+
+    def __init__(self, numbers: Collection[int], message: str = STOPPING) -> None:
+        self._numbers, self._message = frozenset(numbers), message
         self._closed = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
+        """Stop listening."""
         if not self._closed.is_set():
             self._closed.set()
-            signal.set_wakeup_fd(self._before)
+            signal.set_wakeup_fd(self._previous_fd)
             self._writer.close()
 
     def _listen(self) -> None:
         first = None
         with self._reader:
-            while found := self._reader.recv(1):
-                if found[0] not in self._numbers:
+            while received := self._reader.recv(1):
+                if received[0] not in self._numbers:
                     continue
                 if first is None:
                     first = time.monotonic()
-                    if self._told:
-                        print(self._told, file=sys.stderr, flush=True)
-                elif time.monotonic() > first + SAME and not self._closed.wait(GRACE):
-                    os._exit(128 + found[0])
+                    if self._message:
+                        print(self._message, file=sys.stderr, flush=True)
+                elif time.monotonic() > first + SAME_REQUEST and not self._closed.wait(GRACE):
+                    os._exit(128 + received[0])
+
+
+class StopRequest:
+    """The signal that asks a run to stop after its current step."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None  # the signal that this process received
+        self._time = 0.0
+        self._previous_handlers: dict[int, Any] = {}
+        self._listener: SignalListener | None = None
+
+    def install(self, message: str = STOPPING) -> None:
+        """Install the handlers and the listener; `message` is the reply to the first signal."""
+        for name in STOP_SIGNALS:
+            number = getattr(signal, name, None)
+            # Under nohup, SIGHUP stays ignored.
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._handle)
+        self._listener = SignalListener(self._previous_handlers, message)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._number is None:
+            self._number, self._time = number, time.monotonic()
+        elif time.monotonic() > self._time + SAME_REQUEST:
+            raise KeyboardInterrupt
+
+    def number(self, device: torch.device) -> int | None:
+        """Return the signal that any process of the run received; all processes must call this together."""
+        if not is_distributed():
+            return self._number
+        number = torch.tensor(self._number or 0, device=device)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+        return int(number) or None
+
+    def close_listener(self) -> None:
+        """Stop the listener; the handlers stay installed."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def restore(self) -> None:
+        """Stop the listener and restore the previous handlers."""
+        self.close_listener()
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)

@@ -17,6 +17,7 @@ from mgk.training import callbacks
 from mgk.training import module as steps
 from mgk.training import trainer as training
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.distributed import gather_weights, shutdown_distributed
 
 
 @dataclass
@@ -108,8 +109,8 @@ def main() -> None:
     module, kept = training.fit(
         described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
     )
-    weights = callbacks.whole_weights(module.model)
-    training.shutdown_distributed()
+    weights = gather_weights(module.model)
+    shutdown_distributed()
     if kept.stopped_by is None and module.global_rank == 0:
         save_model(module.model, Path(given.out) / "final", weights)
     status = 0 if kept.stopped_by is None else 128 + kept.stopped_by

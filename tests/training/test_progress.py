@@ -17,25 +17,25 @@ class Fake:
     def __init__(self, terminal=False, objective=Classification, width=120):
         self.file, self.now = io.StringIO(), 1000.0
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None)
-        self.told = ProgressBar(100, console, lambda: self.now)
+        self.bar = ProgressBar(100, console, lambda: self.now)
         self.trainer = SimpleNamespace(global_step=0, is_global_zero=True, callback_metrics={}, num_val_batches=[7])
-        self.module = SimpleNamespace(objective=objective(None, None, None, {}), device="cpu", latest={})
+        self.module = SimpleNamespace(objective=objective(None, None, None, {}), device="cpu", train_means={})
 
     def step(self, number, seconds=1.0, **metrics):
         self.now += seconds
         self.trainer.global_step = number
-        self.module.latest = metrics
-        self.told.on_train_batch_end(self.trainer, self.module, None, None, 0)
+        self.module.train_means = metrics
+        self.bar.on_train_batch_end(self.trainer, self.module, None, None, 0)
 
     def evaluate(self, seconds, **metrics):
-        self.told.on_validation_start(self.trainer, self.module)
+        self.bar.on_validation_start(self.trainer, self.module)
         self.now += seconds
-        self.told.on_validation_batch_end(self.trainer, self.module, None, None, 2)
+        self.bar.on_validation_batch_end(self.trainer, self.module, None, None, 2)
         self.trainer.callback_metrics |= metrics
-        self.told.on_validation_end(self.trainer, self.module)
+        self.bar.on_validation_end(self.trainer, self.module)
 
     def start(self):
-        self.told.on_train_start(self.trainer, self.module)
+        self.bar.on_train_start(self.trainer, self.module)
         return self
 
     @property
@@ -96,7 +96,7 @@ def test_on_a_terminal_there_is_a_bar_that_goes_when_the_training_ends(width):
     fake.step(1)
     fake.step(41, seconds=20, loss=1.5, accuracy=0.25)
     assert "step 41/100  loss 1.500  accuracy 25.00 %  2.0 steps/s  0:30 left ━" in fake.file.getvalue()
-    fake.told.on_exception(fake.trainer, fake.module, KeyboardInterrupt())
+    fake.bar.on_exception(fake.trainer, fake.module, KeyboardInterrupt())
     # The cursor is shown again.
     assert "\x1b[?25h" in fake.file.getvalue()
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mgk.training.signals import GRACE, SAME, STOPPING, SignalListener
+from mgk.training.signals import GRACE, SAME_REQUEST, STOPPING, SignalListener
 
 # hashlib lets other threads run, and no handler: as a backward pass does.
 BUSY = """
@@ -31,7 +31,7 @@ def test_the_first_signal_is_told_at_once_and_the_second_ends_the_process():
             # As if a launcher passed it on.
             process.send_signal(signal.SIGTERM)
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(GRACE + SAME + 0.5)
+                process.wait(GRACE + SAME_REQUEST + 0.5)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
         finally:

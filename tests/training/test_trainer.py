@@ -368,7 +368,7 @@ def test_what_is_wrong_with_a_checkpoint_is_told_in_one_sentence(tmp_path):
     """Of torch's own words on what else could be tried nothing is kept."""
     torch.save({"state": Path}, RunDirectory(tmp_path).checkpoint)
     with pytest.raises(ValueError, match=r"is damaged \(\w+: Weights only load failed\): remove .* and train again$"):
-        trainer._check_whole(RunDirectory(tmp_path).checkpoint)
+        trainer._check_readable(RunDirectory(tmp_path).checkpoint)
 
 
 def test_a_model_is_judged_where_it_trained(tmp_path):

@@ -1,0 +1,26 @@
+"""Helpers for runs of several processes (DDP and FSDP)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def is_distributed() -> bool:
+    """Return whether this process is one of several of a run."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def shutdown_distributed() -> None:
+    """Destroy the process group after a barrier; a rank that exits early can abort the others."""
+    if is_distributed():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full state dict of a model; with FSDP, all ranks must call this together."""
+    from torch.distributed.tensor import DTensor
+
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
