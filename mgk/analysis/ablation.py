@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mgk.analysis.capture import Call, Progress, Watch, Watcher, call_model
+from mgk.analysis.capture import Call, Capture, LayerHandler, Progress, call_model
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def remove_heads(
     model: nn.Module,
     inputs: Sequence[Any],
     heads: dict[str, int],
-    watch: Watch,
+    capture: Capture,
     progress: Progress,
     *,
     memory: int,
@@ -38,7 +38,7 @@ def remove_heads(
         model: The model, in eval mode.
         inputs: Samples as `analyse` takes them.
         heads: Number of heads of each layer, by name.
-        watch: Context manager that passes the attention calls of a model to a function.
+        capture: Context manager that passes the attention calls of a model to a handler.
         progress: Called with (stage, done, total).
         memory: Bytes for the outputs of the model; limits the number of samples.
         together: Samples per call, if they can be concatenated along their first axis.
@@ -47,8 +47,8 @@ def remove_heads(
         The effect of each head of each layer, by layer name.
     """
 
-    def outputs(samples: Sequence[Any], watcher: Watcher) -> list[tuple[Tensor, bool]]:
-        with watch(model, watcher):
+    def outputs(samples: Sequence[Any], handler: LayerHandler) -> list[tuple[Tensor, bool]]:
+        with capture(model, handler):
             return [_main_output(call_model(model, sample)) for sample in samples]
 
     def unchanged(name: str, call: Call, output: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def remove_heads(
     for layer, number in heads.items():
         change, flipped = np.zeros(number), np.zeros(number)
         for head in range(number):
-            with watch(model, _zero_head(layer, head)):
+            with capture(model, _zero_head(layer, head)):
                 ablated = (_main_output(call_model(model, batch)) for batch in batches)
                 change[head], flipped[head] = _compare(baseline, ablated)
             done += 1
@@ -85,7 +85,7 @@ def concatenate(inputs: Sequence[Any], together: int) -> list[Any]:
     return [*(torch.cat(batch) for batch in batches), *single]
 
 
-def _zero_head(layer: str, head: int) -> Watcher:
+def _zero_head(layer: str, head: int) -> LayerHandler:
     def zero_head(name: str, call: Call, output: Tensor) -> Tensor:
         if name != layer:
             return output

@@ -18,7 +18,7 @@ from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, positive_integer
 from mgk.analysis.ablation import Removal, remove_heads
 from mgk.analysis.attention_maps import MapAccumulator, Maps
-from mgk.analysis.capture import Call, Progress, Watch, call_model, capture_attention
+from mgk.analysis.capture import Call, Capture, Progress, call_model, capture_attention
 from mgk.analysis.components import Mixture, MixtureAccumulator
 from mgk.analysis.ranks import THRESHOLD, max_matrices, spectra, split_range
 from mgk.analysis.similarity import Similarity, SimilarityAccumulator
@@ -221,7 +221,7 @@ def analyse(
     removal: int = 16,
     together: int = 1,
     progress: Progress | None = None,
-    watch: Watch = capture_attention,
+    capture: Capture = capture_attention,
 ) -> Analysis:
     """Analyze the attention heads of a model: ranks, similarity, mixture components, maps, effect of removal.
 
@@ -239,7 +239,7 @@ def analyse(
         removal: Number of samples on which each head is removed in turn, limited by `memory`; 0 skips it.
         together: Samples per call during removal, if they are tensors of one shape whose first axis is the batch.
         progress: Called with (stage, done, total).
-        watch: Context manager that passes the attention calls to a function; `mgk.analysis.hf_models` has one for
+        capture: Context manager that passes the attention calls to a handler; `mgk.analysis.hf_models` has one for
             Transformers models.
 
     Returns:
@@ -267,7 +267,7 @@ def analyse(
 
     report = progress or (lambda stage, done, total: None)
     with eval_mode(model):
-        with watch(model, add_call):
+        with capture(model, add_call):
             for done, sample in enumerate(inputs):
                 call_model(model, sample)
                 report("analyzing the heads", done + 1, len(inputs))
@@ -276,7 +276,7 @@ def analyse(
         removals: dict[str, Removal] = {}
         if removal:
             counts = {name: layer.heads for name, layer in layers.items()}
-            removals = remove_heads(model, inputs[:removal], counts, watch, report, memory=memory, together=together)
+            removals = remove_heads(model, inputs[:removal], counts, capture, report, memory=memory, together=together)
     analyzed = [layer.layer(removals.get(name)) for name, layer in layers.items()]
     lengths = next(iter(layers.values())).lengths
     return Analysis(analyzed, len(lengths), min(lengths), max(lengths), threshold, time.perf_counter() - started)

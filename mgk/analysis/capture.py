@@ -1,7 +1,7 @@
 """Interception of the attention-operator calls that a model makes.
 
-Nothing is kept here. A call holds queries, keys and values, from which the weights are computed again in blocks of
-rows (see `weights`), so that no matrix of all pairs has to exist.
+A call holds queries, keys and values. The attention weights are recomputed from them in blocks of rows (see
+`weights`), without forming the full matrix.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mgk.functional import intercept_calls
 from mgk.multihead import MultiheadAttention
 
 Call = MixtureCall | LinearCall
-# Told the layer's name, the call and its output [B, H, L, E]; what it returns goes on through the model.
-Watcher = Callable[[str, Call, Tensor], Tensor]
-# How the calls of a model come to be seen: `watching` below, or another for models of other packages.
-Watch = Callable[[nn.Module, Watcher], AbstractContextManager[None]]
+# Called with the layer's name, the call and its output [B, H, L, E]; returns the output that the model receives.
+LayerHandler = Callable[[str, Call, Tensor], Tensor]
+# Passes the calls of a model to a handler: `capture_attention`, or the one of `hf_models` for Transformers models.
+Capture = Callable[[nn.Module, LayerHandler], AbstractContextManager[None]]
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 # The stance of torch.compile and the hooks of a model are shared by all threads.
@@ -31,20 +31,19 @@ _lock = threading.RLock()
 
 
 def attention_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers of this package in a model, and what they are called there."""
-    # A compiled model holds the one that was written under this name.
-    written: Any = getattr(model, "_orig_mod", model)
-    kinds = (Attention, MultiheadAttention)
-    return {module: name for name, module in written.named_modules() if isinstance(module, kinds)}
+    """Return this package's attention layers in a model, with their names."""
+    original: Any = getattr(model, "_orig_mod", model)  # of a compiled model
+    classes = (Attention, MultiheadAttention)
+    return {module: name for name, module in original.named_modules() if isinstance(module, classes)}
 
 
 @contextmanager
-def capture_attention(model: nn.Module, watcher: Watcher, layer_stack: list[str] | None = None) -> Iterator[None]:
-    """Pass every attention-operator call that a model makes to a watcher.
+def capture_attention(model: nn.Module, handler: LayerHandler, layer_stack: list[str] | None = None) -> Iterator[None]:
+    """Pass every attention-operator call that a model makes to a handler.
 
     Args:
         model: The model; its modules of type Attention and MultiheadAttention name the calls.
-        watcher: Called with the layer's name, the call and its output; returns the output that the model receives.
+        handler: Called with the layer's name, the call and its output; returns the output that the model receives.
         layer_stack: Names of the layers that are running, innermost last. A caller that runs operators for other layers
             pushes their names. A call outside all layers is named "call 0", "call 1", ...
     """
@@ -58,7 +57,7 @@ def capture_attention(model: nn.Module, watcher: Watcher, layer_stack: list[str]
         else:
             name, unnamed_calls = f"call {unnamed_calls}", unnamed_calls + 1
         output, *extras = result if isinstance(result, tuple) else (result,)
-        output = watcher(name, call, output)
+        output = handler(name, call, output)
         return (output, *extras) if extras else output
 
     with ExitStack() as stack:
@@ -75,7 +74,7 @@ def capture_attention(model: nn.Module, watcher: Watcher, layer_stack: list[str]
 
 
 def call_model(model: nn.Module, sample: Any) -> Any:
-    """model(x), model(*arguments) or model(**arguments)."""
+    """Call the model with a sample: a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(sample, dict):
         return model(**sample)
     return model(*sample) if isinstance(sample, tuple) else model(sample)

@@ -268,7 +268,7 @@ def _transformers(
     config = model.config.get_text_config()
     settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
     inputs = samples.to_device(inputs, device)
-    analysis = analyse(model, inputs, matrices=wanted, watch=hf_models.capture_attention, **settings)
+    analysis = analyse(model, inputs, matrices=wanted, capture=hf_models.capture_attention, **settings)
     share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
     one = per_head(config.hidden_size, analysis.layers[0].head_dim, share, analysis.longest)
     return AnalyzedModel(Path(name).name, about, analysis, tokens, [], one_head=one, tiles=tiles)
@@ -306,5 +306,5 @@ def _say(subjects: list[AnalyzedModel]) -> None:
 
     for subject in subjects:
         print(f"{subject.name}: {findings.headline(subject.analysis)}")
-        for sentence in findings.sentences(subject.analysis, subject.costs, subject.own, subject.one_head):
+        for sentence in findings.sentences(subject.analysis, subject.costs, subject.cost, subject.one_head):
             print(f"  {sentence}")

@@ -82,7 +82,7 @@ def test_weights_are_the_models_own(model_and_input):
 def test_analyse(model_and_input):
     model, sample = model_and_input
     before = model.config._attn_implementation
-    found = analyse(model, [sample], watch=hf_models.capture_attention)
+    found = analyse(model, [sample], capture=hf_models.capture_attention)
     assert model.config._attn_implementation == before
     assert [layer.heads for layer in found.layers] == [4, 4]
     assert 2 < found.different["maps"] < 8
@@ -91,7 +91,7 @@ def test_analyse(model_and_input):
 
 
 def test_causal_maps_are_empty_above_the_diagonal():
-    found = analyse(gpt2(), [tokens()], watch=hf_models.capture_attention, removal=0)
+    found = analyse(gpt2(), [tokens()], capture=hf_models.capture_attention, removal=0)
     for layer in found.layers:
         levels = layer.maps.pooled["mean"]
         assert (np.triu(levels, 1) == 0).all()
@@ -105,7 +105,7 @@ def test_padding_is_left_out():
         "attention_mask": (torch.arange(17) < 12).long()[None],
     }
     alone, together = (
-        analyse(model, [x], watch=hf_models.capture_attention, removal=0) for x in ({"input_ids": ids}, padded)
+        analyse(model, [x], capture=hf_models.capture_attention, removal=0) for x in ({"input_ids": ids}, padded)
     )
     assert together.longest == 12
     assert np.allclose(alone.layers[1].similarity.divergence, together.layers[1].similarity.divergence, atol=1e-6)
@@ -117,7 +117,7 @@ def test_a_model_without_attention_is_said_so():
     )
     model = transformers.MambaForCausalLM(config)
     with pytest.raises(ValueError, match="no attention layers"):
-        analyse(model, [tokens()], watch=hf_models.capture_attention)
+        analyse(model, [tokens()], capture=hf_models.capture_attention)
 
 
 @pytest.mark.parametrize("kind", ["MGKForCausalLM", "MGKForSequenceClassification"])
@@ -132,6 +132,6 @@ def test_our_own_models_in_its_shells(kind, tmp_path):
     getattr(hf, kind)(hf.MGKConfig.of(config)).save_pretrained(tmp_path)
     model = hf_models.load(str(tmp_path))
     assert type(model).__name__ == kind
-    found = analyse(model, [tokens()], watch=hf_models.capture_attention)
+    found = analyse(model, [tokens()], capture=hf_models.capture_attention)
     assert [layer.name for layer in found.layers] == [f"model.layers.{n}.attention" for n in range(2)]
     assert all(layer.mixture is not None for layer in found.layers)

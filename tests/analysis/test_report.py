@@ -68,9 +68,9 @@ def test_it_says_the_verdict_and_where_the_report_is(analysed):
     out, said = analysed
     assert re.search(r"softmax:4 tiny seed 0: About \d\.\d of 8 heads are effectively different", said)
     assert re.search(r"smgk:2 tiny seed 0: About \d\.\d of 4 heads", said)
-    assert "Silencing one head" in said
-    assert re.search(r"smgk with 2 has \d+ % fewer parameters and \d+ % fewer FLOPs", said)
-    assert "Of the mixtures" in said
+    assert "Removing one head" in said
+    assert re.search(r"smgk with 2 heads has \d+ % fewer parameters and \d+ % fewer FLOPs", said)
+    assert "mixture components are" in said
     assert str(out / "report.html") in said
 
 
@@ -166,7 +166,7 @@ def open_page(browser):
 def painted(page):
     """The pixels of the large map, once the one wanted has been painted."""
     page.wait_for_function(
-        "document.getElementById('map').dataset.wanted === document.getElementById('map').dataset.painted"
+        "document.getElementById('map').dataset.requested === document.getElementById('map').dataset.painted"
     )
     return page.evaluate("document.getElementById('map').toDataURL()")
 
@@ -240,7 +240,7 @@ def test_a_phone_needs_no_sideways_scrolling(analysed, open_page, scheme):
 def test_tapping_a_large_map_shows_that_part_in_full(open_page, tmp_path, monkeypatch, inside):
     """Tiles lie in the page, or beside it where they are too large."""
     if not inside:
-        monkeypatch.setattr(html, "EMBEDDED", 0)
+        monkeypatch.setattr(html, "MAX_EMBEDDED_BYTES", 0)
     torch.manual_seed(0)
     config = EncoderConfig(vocab_size=8, num_classes=2, max_length=1100, num_heads=1, num_layers=1, head_dim=4)
     found = analyse(
@@ -248,13 +248,13 @@ def test_tapping_a_large_map_shows_that_part_in_full(open_page, tmp_path, monkey
     )
     write_report(tmp_path / "report.html", [AnalyzedModel("m", "", found, [], [], tiles=tmp_path / "maps")], [], [], "")
     page = open_page(tmp_path / "report.html")
-    assert page.inner_text("#tile-title") == "In full: queries 1–512, keys 1–512"
+    assert page.inner_text("#tile-title") == "Full resolution: queries 1–512, keys 1–512"
     before = page.get_attribute("#tile", "src")
     assert before.startswith("data:") == inside
     box = page.locator("#map").bounding_box()
     page.click("#map", position={"x": 0.7 * box["width"], "y": 0.99 * box["height"]})
     page.wait_for_function("document.getElementById('tile-title').textContent.includes('queries 1025')")
-    assert page.inner_text("#tile-title") == "In full: queries 1025–1100, keys 513–1024"
+    assert page.inner_text("#tile-title") == "Full resolution: queries 1025–1100, keys 513–1024"
     assert page.get_attribute("#tile", "src") != before
     size = "[document.getElementById('tile').naturalWidth, document.getElementById('tile').naturalHeight].join()"
     page.wait_for_function(f"{size} === '512,76'")
@@ -425,7 +425,7 @@ def test_a_vision_model_on_images(tmp_path, refused):
     assert result.exception is None, result.output
     assert {row["size"] for row in rows(tmp_path / "out" / "ranks.csv")} == {"17"}
     (tmp_path / "y.png").write_text("no image")
-    refused("is no image that can be read", "--hf", tmp_path / "vit", "--images", tmp_path / "y.png")
+    refused("is not a readable image", "--hf", tmp_path / "vit", "--images", tmp_path / "y.png")
 
 
 def test_what_is_wrong_with_a_transformers_model_is_one_line(gpt2, tmp_path, refused):
@@ -434,7 +434,7 @@ def test_what_is_wrong_with_a_transformers_model_is_one_line(gpt2, tmp_path, ref
     refused("--text is 2 tokens long, and at least 8 are needed", "--hf", gpt2, "--text", "the cat")
     refused("18 tokens long, and at least 20 are needed", "--hf", gpt2, "--text", "the cat " * 9, "--length", 20)
     refused("give one of --text, --ids and --images", "--hf", gpt2, "--text", "a", "--images", "b")
-    refused("--images needs a model of images", "--hf", gpt2, "--images", "b")
+    refused("--images needs a vision model", "--hf", gpt2, "--images", "b")
     refused("cannot be loaded", "--hf", tmp_path, "--text", "a")
     refused("cannot be loaded", "--hf", tmp_path / "nothing", "--text", "a")
     ids = tmp_path / "ids.txt"
@@ -445,7 +445,7 @@ def test_what_is_wrong_with_a_transformers_model_is_one_line(gpt2, tmp_path, ref
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, **ends)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
     refused("has no attention layers", "--hf", tmp_path / "mamba", "--ids", ids)
-    refused("--text needs a tokeniser", "--hf", tmp_path / "mamba", "--text", "the cat " * 9)
+    refused("--text needs a tokenizer", "--hf", tmp_path / "mamba", "--text", "the cat " * 9)
     weights = tmp_path / "mamba" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     refused("cannot be loaded", "--hf", tmp_path / "mamba", "--ids", ids)

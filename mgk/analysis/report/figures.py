@@ -1,4 +1,4 @@
-"""The figures as PNG and SVG files, drawn by matplotlib."""
+"""Figures of an analysis as PNG and SVG files, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STYLES: dict[Any, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "font.size": 9,
-    # Text stays text in SVG files, and nothing in them depends on the hour.
+    # Text stays text in SVG files, and equal figures give equal files.
     "svg.fonttype": "none",
     "svg.hashsalt": "mgk",
 }
 FORMATS = ("png", "svg")
 LETTERS_PER_INCH = 13  # of a title
-RANK_COLUMNS = 6
+MAX_RANK_LAYERS = 6
 
 
 def _save(figure: Any, directory: Path, name: str) -> list[str]:
@@ -53,18 +53,29 @@ def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, An
         )
 
 
-def _title(figure: Any, words: str) -> None:
-    """Above all panels; in several lines where the figure is narrow, instead of beyond its edges."""
-    figure.suptitle(textwrap.fill(words, int(LETTERS_PER_INCH * figure.get_figwidth())), fontsize=9)
+def _title(figure: Any, title: str) -> None:
+    """Set the title above all panels, wrapped to the width of the figure."""
+    figure.suptitle(textwrap.fill(title, int(LETTERS_PER_INCH * figure.get_figwidth())), fontsize=9)
 
 
 def _times(rows: int, columns: int) -> str:
-    """In one piece: no line of a title ends within it."""
+    """Return "rows × columns" with no-break spaces."""
     return f"{rows}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{columns}"
 
 
 def draw_maps(analysis: Analysis, model: str, directory: Path, name: str, pooling: str = "mean") -> list[str]:
-    """All heads (across) and layers (down) on the sample that is shown: Fig. 2 left, 5 and 8 of the paper."""
+    """Draw the maps of all heads (across) and layers (down): Fig. 2 left, 5 and 8 of the paper.
+
+    Args:
+        analysis: The analysis.
+        model: Name of the model, for the title.
+        directory: Folder of the files.
+        name: File name without extension.
+        pooling: "mean" or "max".
+
+    Returns:
+        The names of the files.
+    """
     columns = max(layer.heads for layer in analysis.layers)
     figure, axes = _grid(len(analysis.layers), columns, 1.6, 1.7)
     for number, layer in enumerate(analysis.layers):
@@ -83,30 +94,40 @@ def draw_maps(analysis: Analysis, model: str, directory: Path, name: str, poolin
 
 
 def spread(depth: int, most: int) -> list[int]:
-    """At most so many layers, from the first to the last."""
-    return [round(place) for place in np.linspace(0, depth - 1, min(depth, most))]
+    """Return at most `most` of `depth` layer numbers, evenly spaced, with the first and the last."""
+    return [round(position) for position in np.linspace(0, depth - 1, min(depth, most))]
 
 
 def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> list[str]:
-    """Histograms of ranks (above) and effective ranks (below), a column a layer: Fig. 2 right and 6 of the paper.
-    Of many layers some are shown, from the first to the last."""
+    """Draw histograms of ranks (above) and effective ranks (below), one column per layer.
+
+    Fig. 2 right and 6 of the paper. Of deep models only some layers are drawn.
+
+    Args:
+        analyses: Analyses by model name.
+        directory: Folder of the files.
+        name: File name without extension.
+
+    Returns:
+        The names of the files.
+    """
     depth = max(len(analysis.layers) for analysis in analyses.values())
-    chosen = spread(depth, RANK_COLUMNS)
-    figure, axes = _grid(2, len(chosen), 3.0, 2.2)
-    for column, number in enumerate(chosen):
-        for row, what in enumerate(("rank", "effective")):
+    layers = spread(depth, MAX_RANK_LAYERS)
+    figure, axes = _grid(2, len(layers), 3.0, 2.2)
+    for column, number in enumerate(layers):
+        for row, measure in enumerate(("rank", "effective")):
             panel = axes[row][column]
-            found = {
-                model: 100 * getattr(analysis.layers[number].ranks, what) / analysis.layers[number].ranks.size
+            percentages = {
+                model: 100 * getattr(analysis.layers[number].ranks, measure) / analysis.layers[number].ranks.size
                 for model, analysis in analyses.items()
                 if number < len(analysis.layers) and len(analysis.layers[number].ranks.rank)
             }
-            for place, (model, values) in enumerate(found.items()):
-                style = {"bins": np.linspace(0, 100, 26), "color": COLOURS[place % len(COLOURS)], "label": model}
+            for index, (model, values) in enumerate(percentages.items()):
+                style = {"bins": np.linspace(0, 100, 26), "color": COLOURS[index % len(COLOURS)], "label": model}
                 shares = np.full(len(values), 100 / len(values))
                 panel.hist(values, weights=shares, histtype="stepfilled", alpha=0.12, **{**style, "label": None})
                 panel.hist(values, weights=shares, histtype="step", linewidth=1.6, **style)
-            panel.set_xlabel(f"{'rank' if what == 'rank' else 'effective rank'}, % of the matrix's size", fontsize=8)
+            panel.set_xlabel(f"{'rank' if measure == 'rank' else 'effective rank'}, % of the matrix's size", fontsize=8)
             panel.set_ylabel("% of matrices", fontsize=8)
             panel.set_title(f"layer {number + 1}", fontsize=8)
     axes[0][0].legend(fontsize=7, frameon=False)
@@ -114,7 +135,17 @@ def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> lis
 
 
 def draw_similarity(analysis: Analysis, model: str, directory: Path, name: str) -> list[str]:
-    """How alike the heads of each layer are, similar ones side by side."""
+    """Draw the similarity of the heads of each layer, similar heads next to each other.
+
+    Args:
+        analysis: The analysis.
+        model: Name of the model, for the title.
+        directory: Folder of the files.
+        name: File name without extension.
+
+    Returns:
+        The names of the files.
+    """
     depth = len(analysis.layers)
     columns = min(depth, 4)
     figure, axes = _grid(math.ceil(depth / columns), columns, 2.3, 2.4)
@@ -123,19 +154,28 @@ def draw_similarity(analysis: Analysis, model: str, directory: Path, name: str) 
         if number >= depth:
             panel.set_axis_off()
             continue
-        found = analysis.layers[number].similarity
-        order = found.order
-        image = panel.imshow(1 - found.divergence[np.ix_(order, order)], vmin=0, vmax=1, cmap="Blues")
+        similarity = analysis.layers[number].similarity
+        order = similarity.order
+        image = panel.imshow(1 - similarity.divergence[np.ix_(order, order)], vmin=0, vmax=1, cmap="Blues")
         panel.set_xticks(range(len(order)), [str(head + 1) for head in order], fontsize=6)
         panel.set_yticks(range(len(order)), [str(head + 1) for head in order], fontsize=6)
-        panel.set_title(f"layer {number + 1}: {found.different['maps']:.1f} of {len(order)} different", fontsize=8)
+        panel.set_title(f"layer {number + 1}: {similarity.different['maps']:.1f} of {len(order)} different", fontsize=8)
     figure.colorbar(image, ax=axes, label="1 − Jensen–Shannon divergence", shrink=0.8)
-    _title(figure, f"{model}: how alike the heads are")
+    _title(figure, f"{model}: similarity of the heads")
     return _save(figure, directory, name)
 
 
 def draw_curves(curves: list[Curve], directory: Path, name: str) -> list[str]:
-    """Every metric over the steps, a line a run: Fig. 1 and 4 of the paper."""
+    """Draw every metric against the step, one line per run: Fig. 1 and 4 of the paper.
+
+    Args:
+        curves: Learning curves of all runs.
+        directory: Folder of the files.
+        name: File name without extension.
+
+    Returns:
+        The names of the files.
+    """
     panels = list(dict.fromkeys((curve.metric, curve.split) for curve in curves))
     runs = list(dict.fromkeys(curve.run for curve in curves))
     columns = min(len(panels), 2)
@@ -154,19 +194,31 @@ def draw_curves(curves: list[Curve], directory: Path, name: str) -> list[str]:
 def draw_costs(
     lines: dict[str, list[tuple[int, ModelCost]]], directory: Path, name: str, title: str, label: str
 ) -> list[str]:
-    """FLOPs (left) and parameters (right), a line of (place, cost) for each name: Fig. 3 and 7 of the paper."""
+    """Draw FLOPs (left) and parameters (right): Fig. 3 and 7 of the paper.
+
+    Args:
+        lines: By name, points of each line: abscissa and cost.
+        directory: Folder of the files.
+        name: File name without extension.
+        title: Title of the figure.
+        label: Label of the abscissa.
+
+    Returns:
+        The names of the files.
+    """
     figure, axes = _grid(1, 2, 3.8, 2.9)
-    ticks = sorted({place for points in lines.values() for place, _ in points})
+    ticks = sorted({x for points in lines.values() for x, _ in points})
     measures = (("flops", 1e9, "GFLOPs of one forward"), ("params", 1e3, "parameters, thousands"))
-    for panel, (measure, unit, words) in zip(axes[0], measures, strict=True):
+    for panel, (measure, unit, description) in zip(axes[0], measures, strict=True):
         for number, (line, points) in enumerate(lines.items()):
             style = {"marker": "osD^v<>p"[number % 8], "color": COLOURS[number % len(COLOURS)], "label": line}
             values = [getattr(cost, measure) / unit for _, cost in points]
-            # Wide below and thin above: lines that coincide can still be told apart.
-            wide = 1.5 + 1.2 * (len(lines) - 1 - number)
-            panel.plot([p for p, _ in points], values, markersize=3 + wide, linewidth=wide, alpha=0.75, **style)
+            # Later lines are thinner, so that coinciding lines stay visible.
+            linewidth = 1.5 + 1.2 * (len(lines) - 1 - number)
+            x = [x for x, _ in points]
+            panel.plot(x, values, markersize=3 + linewidth, linewidth=linewidth, alpha=0.75, **style)
         panel.set_xlabel(label)
-        panel.set_ylabel(words)
+        panel.set_ylabel(description)
         panel.set_ylim(bottom=0)
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -177,7 +229,16 @@ def draw_costs(
 
 
 def draw_all(directory: Path, analyses: dict[str, Analysis], curves: list[Curve]) -> list[str]:
-    """The figures that go beside a report."""
+    """Draw all figures that accompany a report.
+
+    Args:
+        directory: Folder of the files.
+        analyses: Analyses by model name.
+        curves: Learning curves of all runs.
+
+    Returns:
+        The names of the files.
+    """
     written = []
     for number, (model, analysis) in enumerate(analyses.items()):
         suffix = "" if len(analyses) == 1 else f"-{number + 1}"

@@ -1,4 +1,4 @@
-"""One HTML file that holds everything: style, script, numbers and pictures. It needs no network and opens from disk."""
+"""The report: one HTML file with style, script, data and images, which opens from disk without a network."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
 from mgk.analysis.similarity import SAME_GROUP
 
-# Tiles go into the page as long as they are together no larger than this, in bytes; else they stay files beside it.
-EMBEDDED = 12 << 20
+# Tiles are embedded in the page up to this total size in bytes; larger ones stay files beside it.
+MAX_EMBEDDED_BYTES = 12 << 20
 
 
 @dataclass(frozen=True)
 class AnalyzedModel:
-    """A model of the report."""
+    """A model of the report, its analysis and its costs."""
 
     name: str
-    about: str  # what it was run on
+    about: str  # description of the samples
     analysis: Analysis
-    tokens: list[str]  # of the sample whose maps are shown
-    costs: list[ModelCost]
-    own: ModelCost | None = None  # the model itself among `costs`
-    one_head: PerHead | None = None  # an estimate, where nothing could be counted
-    tiles: Path | None = None  # where those of large maps lie
+    tokens: list[str]  # of the first sample, whose maps are shown
+    costs: list[ModelCost]  # with other variants and numbers of heads
+    cost: ModelCost | None = None  # of the model itself
+    one_head: PerHead | None = None  # estimate, if costs were not counted
+    tiles: Path | None = None  # folder of the tiles of large maps
 
 
-def write_report(
-    path: Path, subjects: list[AnalyzedModel], curves: list[Curve], files: list[str], command: str
-) -> None:
-    """Writes the page. `files` are named at its end."""
+def write_report(path: Path, models: list[AnalyzedModel], curves: list[Curve], files: list[str], command: str) -> None:
+    """Write the report.
+
+    Args:
+        path: The HTML file.
+        models: Models of the report, in order.
+        curves: Learning curves of all runs.
+        files: Names of the figures and tables beside the report, which its footer links.
+        command: Command line, for the footer.
+    """
     data = {
         "version": __version__,
         "command": command,
@@ -50,44 +56,44 @@ def write_report(
         "lowest": LOWEST,
         "tile": TILE,
         "palette": base64.b64encode(PALETTE).decode(),
-        "models": [_subject(subject, path.parent) for subject in subjects],
+        "models": [_model_data(model, path.parent) for model in models],
         "curves": [asdict(curve) for curve in curves],
     }
-    parts = {name: _page(name) for name in ("report.css", "charts.js", "report.js")}
-    # In a script, "</" could end it.
+    parts = {name: _asset(name) for name in ("report.css", "charts.js", "report.js")}
+    # "</script>" in the data would end the script.
     parts["data"] = json.dumps(_rounded(data), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = _page("report.html")
+    page = _asset("report.html")
     for name, part in parts.items():
         page = page.replace(f"/*{name}*/", part)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)
 
 
-def _page(name: str) -> str:
+def _asset(name: str) -> str:
     return (resources.files("mgk.analysis") / "report" / "assets" / name).read_text(encoding="utf-8")
 
 
-def _subject(subject: AnalyzedModel, folder: Path) -> dict[str, Any]:
-    analysis = subject.analysis
+def _model_data(model: AnalyzedModel, folder: Path) -> dict[str, Any]:
+    analysis = model.analysis
     return {
-        "name": subject.name,
-        "about": subject.about,
+        "name": model.name,
+        "about": model.about,
         "headline": findings.headline(analysis),
-        "sentences": findings.sentences(analysis, subject.costs, subject.own, subject.one_head),
+        "sentences": findings.sentences(analysis, model.costs, model.cost, model.one_head),
         "heads": analysis.heads,
         "different": analysis.different,
         "samples": analysis.samples,
         "shortest": analysis.shortest,
         "longest": analysis.longest,
         "threshold": analysis.threshold,
-        "tokens": subject.tokens,
-        "costs": [asdict(cost) for cost in subject.costs],
-        "own": None if subject.own is None else asdict(subject.own),
-        "layers": [_layer(layer, folder, subject.tiles) for layer in analysis.layers],
+        "tokens": model.tokens,
+        "costs": [asdict(cost) for cost in model.costs],
+        "cost": None if model.cost is None else asdict(model.cost),
+        "layers": [_layer_data(layer, folder, model.tiles) for layer in analysis.layers],
     }
 
 
-def _layer(layer: Layer, folder: Path, tiles: Path | None) -> dict[str, Any]:
+def _layer_data(layer: Layer, folder: Path, tiles: Path | None) -> dict[str, Any]:
     similarity = layer.similarity
     return {
         "name": layer.name,
@@ -104,43 +110,42 @@ def _layer(layer: Layer, folder: Path, tiles: Path | None) -> dict[str, Any]:
         "mixture": None if layer.mixture is None else asdict(layer.mixture),
         "usage": None if layer.usage is None else asdict(layer.usage),
         "removal": None if layer.removal is None else asdict(layer.removal),
-        "maps": _maps(layer.maps, folder, tiles),
+        "maps": _map_data(layer.maps, folder, tiles),
     }
 
 
-def _maps(maps: Maps, folder: Path, tiles: Path | None) -> dict[str, Any]:
+def _map_data(maps: Maps, folder: Path, tiles: Path | None) -> dict[str, Any]:
     return {
         "queries": maps.queries,
         "keys": maps.keys,
         "factor": maps.factor,
-        "pooled": {name: [_uri(png(levels)) for levels in heads] for name, heads in maps.pooled.items()},
+        "pooled": {name: [_data_uri(png(levels)) for levels in heads] for name, heads in maps.pooled.items()},
         "columns": maps.tile_columns,
-        "tiles": _tiles(maps, folder, tiles),
+        "tiles": _tile_sources(maps, folder, tiles),
     }
 
 
-def _tiles(maps: Maps, folder: Path, tiles: Path | None) -> list[list[str]]:
-    """For each head its tiles: in the page where they are small enough, else as the names of files."""
+def _tile_sources(maps: Maps, folder: Path, tiles: Path | None) -> list[list[str]]:
+    """Return image sources of each head's tiles: data URIs if all tiles are small enough together, else paths."""
     if tiles is None or not maps.tiles:
         return []
-    # All layers have as many tiles: what one may hold follows from what the directory holds.
-    inside = sum(file.stat().st_size for file in tiles.glob("*.png")) <= EMBEDDED
+    embedded = sum(file.stat().st_size for file in tiles.glob("*.png")) <= MAX_EMBEDDED_BYTES
 
-    def place(name: str) -> str:
+    def source(name: str) -> str:
         if not name:
             return ""
         file = tiles / name
-        return _uri(file.read_bytes()) if inside else file.relative_to(folder).as_posix()
+        return _data_uri(file.read_bytes()) if embedded else file.relative_to(folder).as_posix()
 
-    return [[place(name) for name in head] for head in maps.tiles]
+    return [[source(name) for name in head] for head in maps.tiles]
 
 
-def _uri(image: bytes) -> str:
+def _data_uri(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def _rounded(value: Any) -> Any:
-    """Plain numbers of at most five digits, which is all that a picture can show."""
+    """Convert arrays to lists and round floats to five digits."""
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

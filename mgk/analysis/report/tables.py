@@ -1,4 +1,4 @@
-"""The numbers as CSV files, beside the report."""
+"""CSV tables beside the report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mgk._core.io import write_atomically
 from mgk.analysis.analyse import Analysis, Layer
@@ -17,6 +19,13 @@ Rows = Iterable[Sequence[Any]]
 
 
 def write_csv(path: Path, columns: str, rows: Rows) -> None:
+    """Write a CSV file; floats get six digits.
+
+    Args:
+        path: The file.
+        columns: Column names, separated by spaces.
+        rows: Cells of each row.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns.split())
@@ -25,25 +34,25 @@ def write_csv(path: Path, columns: str, rows: Rows) -> None:
     write_atomically(path, text.getvalue())
 
 
-def _each(analyses: dict[str, Analysis]) -> Iterable[tuple[str, int, Layer]]:
+def _numbered_layers(analyses: dict[str, Analysis]) -> Iterable[tuple[str, int, Layer]]:
     for model, analysis in analyses.items():
         for number, layer in enumerate(analysis.layers):
             yield model, number + 1, layer
 
 
 def _layers(analyses: dict[str, Analysis]) -> Rows:
-    for model, number, layer in _each(analyses):
+    for model, number, layer in _numbered_layers(analyses):
         different, groups = layer.similarity.different, len(set(layer.similarity.groups))
-        found = [different["maps"], different["cosine"], different.get("outputs", "")]
-        yield model, number, layer.name, layer.kind, layer.heads, layer.components, *found, groups
+        numbers = [different["maps"], different["cosine"], different.get("outputs", "")]
+        yield model, number, layer.name, layer.kind, layer.heads, layer.components, *numbers, groups
 
 
 def _heads(analyses: dict[str, Analysis]) -> Rows:
-    for model, number, layer in _each(analyses):
+    for model, number, layer in _numbered_layers(analyses):
         for head in range(layer.heads):
-            own = layer.ranks.head == head
-            ranked = int(own.sum())
-            means = [float(x[own].mean()) if ranked else "" for x in (layer.ranks.rank, layer.ranks.effective)]
+            selected = layer.ranks.head == head
+            ranked = int(selected.sum())
+            means = [float(x[selected].mean()) if ranked else "" for x in (layer.ranks.rank, layer.ranks.effective)]
             removal = layer.removal
             change = "" if removal is None else float(removal.change[head])
             flipped = "" if removal is None or removal.flipped is None else float(removal.flipped[head])
@@ -51,16 +60,16 @@ def _heads(analyses: dict[str, Analysis]) -> Rows:
 
 
 def _pairs(analyses: dict[str, Analysis]) -> Rows:
-    for model, number, layer in _each(analyses):
-        found = layer.similarity
+    for model, number, layer in _numbered_layers(analyses):
+        divergence, cosine, cka = layer.similarity.divergence, layer.similarity.cosine, layer.similarity.cka
         for a in range(layer.heads):
             for b in range(a + 1, layer.heads):
-                cka = "" if found.cka is None else float(found.cka[a, b])
-                yield model, number, a + 1, b + 1, float(found.divergence[a, b]), float(found.cosine[a, b]), cka
+                alignment = "" if cka is None else float(cka[a, b])
+                yield model, number, a + 1, b + 1, float(divergence[a, b]), float(cosine[a, b]), alignment
 
 
 def _ranks(analyses: dict[str, Analysis]) -> Rows:
-    for model, number, layer in _each(analyses):
+    for model, number, layer in _numbered_layers(analyses):
         ranks = layer.ranks
         columns = (x.tolist() for x in (ranks.head + 1, ranks.size, ranks.rank, ranks.effective))
         for row in zip(*columns, strict=True):
@@ -68,22 +77,31 @@ def _ranks(analyses: dict[str, Analysis]) -> Rows:
 
 
 def _components(analyses: dict[str, Analysis]) -> Rows:
-    for model, number, layer in _each(analyses):
+    for model, number, layer in _numbered_layers(analyses):
         mixture = layer.mixture
         for head in range(layer.heads if mixture is not None else 0):
             assert mixture is not None
             for r in range(layer.components):
-                others = [s for s in range(layer.components) if s != r]
-                nearest = float(mixture.distance[head, r, others].min())
+                nearest = float(np.delete(mixture.distance[head, r], r).min())
                 shares = [float(mixture.prior[head, r]), float(mixture.answered[head, r])]
-                whole = [float(x[head]) for x in (mixture.decided, mixture.other_choice, mixture.moved)]
-                yield model, number, head + 1, r + 1, *shares, nearest, *whole
+                of_head = [float(x[head]) for x in (mixture.decided, mixture.other_choice, mixture.moved)]
+                yield model, number, head + 1, r + 1, *shares, nearest, *of_head
 
 
 def write_tables(
     directory: Path, analyses: dict[str, Analysis], costs: dict[str, list[ModelCost]], curves: list[Curve]
 ) -> list[str]:
-    """Writes what there is; returns the names of the files."""
+    """Write one CSV file per kind of result; tables without rows are left out.
+
+    Args:
+        directory: Folder of the files.
+        analyses: Analyses by model name.
+        costs: Counted costs by model name.
+        curves: Learning curves.
+
+    Returns:
+        The names of the files.
+    """
     tables: dict[str, tuple[str, Rows]] = {
         "layers": (
             "model layer name kind heads components different_by_maps different_by_cosine different_by_outputs groups",
@@ -98,7 +116,11 @@ def write_tables(
         ),
         "costs": (
             "model variant heads length params flops",
-            ((model, c.variant, c.heads, c.length, c.params, c.flops) for model, own in costs.items() for c in own),
+            (
+                (model, c.variant, c.heads, c.length, c.params, c.flops)
+                for model, counted in costs.items()
+                for c in counted
+            ),
         ),
         "curves": (
             "run split metric step value",
@@ -110,9 +132,9 @@ def write_tables(
         ),
     }
     written = []
-    for name, (columns, rows) in tables.items():
-        found = list(rows)
-        if found:
-            write_csv(directory / f"{name}.csv", columns, found)
+    for name, (columns, cells) in tables.items():
+        rows = list(cells)
+        if rows:
+            write_csv(directory / f"{name}.csv", columns, rows)
             written.append(f"{name}.csv")
     return written
