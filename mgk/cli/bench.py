@@ -12,18 +12,18 @@ import typer
 from mgk._core.validation import fail, one_of
 from mgk.cli.app import app, check_output_file
 
-# What stands above the lines of the parts, and what it means.
+# Headers of the printed lines, and the legend above them.
 COLUMNS = f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28}"
 HEADERS = {
     "cuda": f"{COLUMNS} {'device':>12} {'ratio':>6}   {'plain calls':>18} {'ratio':>6}",
     "cpu": f"{COLUMNS} {'time':>12} {'ratio':>6}",
 }
-RATIO = "ratio: over the fastest SDPA with all H heads, below 1 is faster; ours have H / 2."
-MEANINGS = {
+RATIO = "ratio: time over that of the fastest SDPA with all H heads (below 1 is faster); ours have H / 2 heads."
+LEGENDS = {
     "cuda": f"""\
-device: the time of the kernels alone; plain calls (eager): with what Python and PyTorch take to launch them.
+device: time of the kernels alone; plain calls: time of eager calls, with the launch overhead of Python and PyTorch.
 {RATIO} em: over the layer without EM.
-memory: MB beyond inputs, outputs and gradients, over SDPA-flash with as many heads.
+memory: MB beyond inputs, outputs and gradients, over SDPA-flash with the same number of heads.
 """,
     "cpu": f"{RATIO}\n",
 }
@@ -31,19 +31,33 @@ memory: MB beyond inputs, outputs and gradients, over SDPA-flash with as many he
 
 @app.command()
 def bench(
-    only: Annotated[str, typer.Option(help="Parts: speed,linear,whole,decoding,em,memory,flex; default: all.")] = "",
-    shapes: Annotated[
-        str, typer.Option(help="B x H x N x D: 8x8x4096x64,2x8x16384x64xcausal; default: each part's own.")
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Parts, separated by commas: speed, linear, whole, decoding, em, memory, flex; default: all."
+        ),
     ] = "",
-    variants: Annotated[str, typer.Option(help="smgk,smgk:4,mgk-hard,mlk,…, M after the colon; default: all.")] = "",
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="B x H x N x D, separated by commas: 8x8x4096x64,2x8x16384x64xcausal; default: those of each part."
+        ),
+    ] = "",
+    variants: Annotated[
+        str,
+        typer.Option(
+            help="Variants, separated by commas, with M after a colon: smgk,smgk:4,mgk-hard,mlk; default: all."
+        ),
+    ] = "",
     out: Annotated[
-        Path | None, typer.Option(help="CSV to append to; default on a GPU: results/attention.csv, else none.")
+        Path | None,
+        typer.Option(help="CSV file to append to; default: results/attention.csv on a GPU, otherwise none."),
     ] = None,
 ) -> None:
-    """Measure our operators with half the heads against PyTorch's SDPA: time, memory, decoding.
+    """Benchmark the operators with half the heads against PyTorch's SDPA: time, memory, decoding.
 
-    Outputs and gradients are checked first, and nothing wrong is timed. Without a GPU only the speed of small shapes is
-    measured, on the processor.
+    Outputs and gradients are checked first; implementations with wrong results are not timed. Without a GPU, only the
+    speed of small shapes is measured, on the CPU.
     """
     import torch
 
@@ -51,41 +65,46 @@ def bench(
     from mgk.bench.implementations import Shape, variant_and_components
     from mgk.training import results
 
-    gpu = torch.cuda.is_available()
-    chosen = [one_of("--only", name, suite.PARTS) for name in only.split(",") if name]
-    if not gpu and set(chosen) - set(suite.CPU_PARTS):
-        fail("--only", f"{only} needs a CUDA GPU; without one there is {', '.join(suite.CPU_PARTS)}")
-    asked = tuple(name for name in variants.split(",") if name)
-    for name in asked:
+    has_gpu = torch.cuda.is_available()
+    selected = [one_of("--only", name, suite.PARTS) for name in only.split(",") if name]
+    if not has_gpu and set(selected) - set(suite.CPU_PARTS):
+        fail("--only", f"{only} needs a CUDA GPU; without one, only {', '.join(suite.CPU_PARTS)} can run")
+    variant_names = tuple(name for name in variants.split(",") if name)
+    for name in variant_names:
         variant_and_components(name)
     setting = suite.Setting(
-        "cuda" if gpu else "cpu",
-        torch.bfloat16 if gpu else torch.float32,
+        "cuda" if has_gpu else "cpu",
+        torch.bfloat16 if has_gpu else torch.float32,
         tuple(Shape.parse(text) for text in shapes.split(",") if text),
-        asked,
+        variant_names,
         lambda line: print(line, flush=True),
     )
-    if gpu:
+    if has_gpu:
         out = out or Path("results/attention.csv")
     if out is not None:
         check_output_file("--out", out)
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
-    common = suite.environment(setting, command)
+    common_columns = suite.environment(setting, command)
     torch.seed()
-    names = chosen or [name for name in suite.PARTS if gpu or name in suite.CPU_PARTS]
-    ours = {name: suite.PARTS[name].ours(setting) for name in names}
-    known = {(c.variant, c.components) for some in ours.values() for each in some.values() for c in each}
-    if left_out := [name for name in asked if variant_and_components(name) not in known]:
-        fail("--variants", f"{', '.join(left_out)} is in none of the parts measured: {', '.join(names)}")
-    print("checking outputs and gradients" + (", which compiles every kernel" if gpu else ""), file=sys.stderr)
-    right, wrong = suite.without_the_wrong(setting, ours)
-    print(f"{MEANINGS[setting.device]}\n{HEADERS[setting.device]}")
-    for name in names:
-        for row in suite.PARTS[name].rows(setting, right[name]):
-            row = {key: str(value) for key, value in (row | common).items()}
+    parts = selected or [name for name in suite.PARTS if has_gpu or name in suite.CPU_PARTS]
+    implementations = {name: suite.PARTS[name].ours(setting) for name in parts}
+    measured = {
+        (implementation.variant, implementation.components)
+        for by_shape in implementations.values()
+        for of_shape in by_shape.values()
+        for implementation in of_shape
+    }
+    if unused := [name for name in variant_names if variant_and_components(name) not in measured]:
+        fail("--variants", f"{', '.join(unused)} is in none of the parts measured: {', '.join(parts)}")
+    print("checking outputs and gradients" + (", which compiles every kernel" if has_gpu else ""), file=sys.stderr)
+    correct, wrong = suite.without_the_wrong(setting, implementations)
+    print(f"{LEGENDS[setting.device]}\n{HEADERS[setting.device]}")
+    for name in parts:
+        for row in suite.PARTS[name].rows(setting, correct[name]):
+            row = {column: str(value) for column, value in (row | common_columns).items()}
             if out is not None:
                 results.append(out, [row], suite.EXTRA)
     if out is not None:
         print(f"results: {out}")
     if wrong:
-        raise ValueError("what is wrong was not timed: " + "; ".join(wrong))
+        raise ValueError("wrong results, not timed: " + "; ".join(wrong))

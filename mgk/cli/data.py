@@ -13,32 +13,32 @@ from mgk.cli.app import DataDir, app, print_progress, resolve_data_dir
 
 @app.command()
 def data(
-    task: Annotated[str, typer.Argument(help="The task to prepare, by its name or a recipe's, or `all`.")],
+    task: Annotated[str, typer.Argument(help="Name of a task or of a recipe, or `all`.")],
     data_dir: DataDir = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: one per core.")] = None,
 ) -> None:
-    """Prepare a task's data, verify it by checksum, and say where to get what is missing."""
+    """Prepare and verify the data of a task, or print where to download it."""
     from mgk import tasks
     from mgk.training import config
 
-    where = resolve_data_dir(data_dir)
+    data_path = resolve_data_dir(data_dir)
     if task not in tasks.TASKS and task in config.names():
         task = config.load(task).task
     missing = []
-    for chosen in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
+    for selected in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
         try:
-            chosen.prepare(where, workers or os.cpu_count() or 1, print_progress)
+            selected.prepare(data_path, workers or os.cpu_count() or 1, print_progress)
         except tasks.DataError as error:
             if task != "all":
                 raise
-            missing.append(chosen.name)
-            print(f"{chosen.name}: {error}", file=sys.stderr)
+            missing.append(selected.name)
+            print(f"{selected.name}: {error}", file=sys.stderr)
             continue
-        for name in chosen.splits:
-            split = chosen.split(where, name)
-            print(f"{chosen.name} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
-        for name, scores in chosen.baselines(where).items():
-            told = "; ".join(f"{split} {100 * score:.1f} %" for split, score in scores.items())
-            print(f"{chosen.name} baseline, {name}: {told}")
+        for name in selected.splits:
+            split = selected.split(data_path, name)
+            print(f"{selected.name} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
+        for name, accuracies in selected.baselines(data_path).items():
+            scores = "; ".join(f"{split} {100 * accuracy:.1f} %" for split, accuracy in accuracies.items())
+            print(f"{selected.name} baseline, {name}: {scores}")
     if missing:
         raise ValueError(f"no data for {', '.join(missing)}")

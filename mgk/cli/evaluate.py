@@ -14,17 +14,19 @@ from mgk.cli.app import DataDir, app, check_same_data, resolve_data_dir
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The run's directory.")],
-    split: Annotated[str | None, typer.Option(help="Default: test, or all that a language model is judged on.")] = None,
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    split: Annotated[
+        str | None, typer.Option(help="Split to evaluate; default: all test splits, for language models also dev.")
+    ] = None,
     data_dir: DataDir = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples or windows at a time.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples or windows per batch.")] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Language models: score so many positions a window; 1: the paper's; default: the recipe's."),
+        typer.Option(help="Language models: positions scored per window; the paper uses 1; default: the recipe's."),
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: as trained.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: that of the training.")] = None,
 ) -> None:
-    """Evaluate a run's best model: accuracy, or the perplexity of a sliding window."""
+    """Evaluate the best model of a run: accuracy, or perplexity with a sliding window."""
     import torch
 
     from mgk import tasks
@@ -43,16 +45,16 @@ def evaluate(
     if split is not None:
         one_of("--split", split, task.splits)
     if stride is not None and not OBJECTIVES[task.objective].uses_stride:
-        raise ValueError(f"--stride is for language models, and {run} is none")
-    given = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
-    chosen = {key: value for key, value in given.items() if value is not None}
-    settings = TrainConfig(**{**description["training"], "compile": False, **chosen})
+        raise ValueError(f"--stride is for language models, and {run} is not a run of one")
+    options = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
+    overrides = {name: value for name, value in options.items() if value is not None}
+    settings = TrainConfig(**{**description["training"], "compile": False, **overrides})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = resolve_data_dir(data_dir, description)
     objective = load_objective(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
-    same = check_same_data(run, description, task, data)
+    same_data = check_same_data(run, description, task, data)
     for name in objective.splits:
-        found = list(objective.evaluate(name, None))
-        values = {each.metric: each.value for each in found}
-        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": found[0].n_examples}
-        print(json.dumps({**line, **same, **values}))
+        metrics = list(objective.evaluate(name, None))
+        values = {metric.metric: metric.value for metric in metrics}
+        line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": metrics[0].n_examples}
+        print(json.dumps({**line, **same_data, **values}))

@@ -1,4 +1,4 @@
-"""mgk evidence, moved to the experiments."""
+"""mgk evidence, replaced by `python -m experiments.paper`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from mgk.cli.app import app
 @app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def evidence(context: typer.Context) -> None:
     """Print the command that replaces this one."""
-    options = " ".join(["python -m experiments.paper", *context.args])
-    raise ValueError(f"`mgk evidence` has moved out of the package. In a clone of the repository run: {options}")
+    command = " ".join(["python -m experiments.paper", *context.args])
+    raise ValueError(f"`mgk evidence` has moved out of the package. In a clone of the repository run: {command}")

@@ -12,13 +12,15 @@ from mgk.training import config
 
 @app.command("recipes")
 def list_recipes(
-    name: Annotated[str | None, typer.Argument(help="Print this one: a start for a YAML file of your own.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Print the YAML file of this recipe, as a template for a new one.")
+    ] = None,
 ) -> None:
-    """List the recipes that come with the package, or print one."""
+    """List the available recipes, or print one."""
     if name is not None:
         print(config.text(name), end="")
         return
     names = config.names()
     width = max(map(len, names))
-    for each in names:
-        print(f"{each:{width}s}  {config.load(each).title}")
+    for recipe in names:
+        print(f"{recipe:{width}s}  {config.load(recipe).title}")

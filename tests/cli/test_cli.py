@@ -93,7 +93,7 @@ def test_a_finished_run_that_is_repeated_adds_its_results_once(finished, tmp_pat
     command = ["train", "listops", "--resume", "auto", "--out", str(run), "--results", str(file)]
     told = [CliRunner().invoke(commands.app, command) for _ in range(2)]
     assert [each.exception for each in told] == [None, None]
-    assert ["has the results of this run already" in each.stderr for each in told] == [False, True]
+    assert ["already has the results of this run" in each.stderr for each in told] == [False, True]
     assert len(results.read([file])) == 2
     (run / "result.json").write_text(json.dumps([*rows, {**rows[0], "metric": "best_step"}]))
     CliRunner().invoke(commands.app, command)

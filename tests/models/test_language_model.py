@@ -201,7 +201,7 @@ def test_wrong_input_of_the_commands_is_one_line_and_exit_code_2(own_text, tmp_p
     (classifier / "run.json").write_text('{"task": "listops", "training": {}}')
     run = str(own_text / "run")
     cases = [
-        (["generate", run, "--prompt", ""], "--prompt must hold some text"),
+        (["generate", run, "--prompt", ""], "--prompt must contain some text"),
         (["generate", run, "--prompt", "a", "--temperature", "-1"], "temperature"),
         (["generate", str(classifier), "--prompt", "a"], "not of a language model"),
         (["generate", str(tmp_path), "--prompt", "a"], "is not a run directory"),
