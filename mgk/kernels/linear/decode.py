@@ -1,7 +1,6 @@
-"""One token of causal linear attention on the state of those before it, forward only: a single launch, where the
-kernels for many tokens take four and as many copies.
+"""Decode kernel of causal linear attention: one token on the state of the previous ones, forward only.
 
-Everything is computed in fp32. B batch, H query heads, HK key heads, D feature width, E value width.
+It is a single launch; the kernels for many tokens take four launches and four copies. Everything is computed in fp32.
 """
 
 import triton
@@ -12,12 +11,15 @@ from mgk.kernels.linear.kernels import feature, head_pointer
 
 @triton.jit
 def decode_token(
-    query, keys, value, shift, prior, total, norm, out, new_total, new_norm,
-    q_b, q_h, k_b, k_h, k_r, v_b, v_h, p_b, p_h, p_r, t_b, t_h, t_d, n_b, n_h, uniform, HK, GROUP, M,
+    query, keys, value, shift, prior, total, norm, out, new_total, new_norm, q_b, q_h, k_b, k_h, k_r, v_b, v_h, p_b,
+    p_h, p_r, t_b, t_h, t_d, n_b, n_h, uniform, HK, GROUP, M,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MAP: tl.constexpr, SHIFTED: tl.constexpr,
     PRIOR: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the token to Z and z, then φ(q)·Z / φ(q)·z for the query heads of a key head, some columns of Z."""
+    """Add the token to Z and z, and write φ(q)·Z / φ(q)·z for the query heads of a key head.
+
+    A program handles BE columns of Z.
+    """
     head, batch = tl.program_id(1), tl.program_id(2)
     o_d, o_e = tl.arange(0, BD), tl.program_id(0) * BE + tl.arange(0, BE)
     m_d, m_e = o_d < D, o_e < E

@@ -103,7 +103,7 @@ def _plan(
     size = size if causal else size._replace(slot=SUMMED_ROWS)
     table = None if cu_seqlens is None else _slot_table(cu_seqlens, _slots(S, size.slot, cu_seqlens), size.slot)
     constexprs = {
-        "D": D, "E": E, "BLOCK": size.block, "SLOT": size.slot, "CAUSAL": causal, "PACKED": table is not None,
+        "D": D, "E": E, "BLOCK": size.block, "CHUNK": size.slot, "CAUSAL": causal, "PACKED": table is not None,
         "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
@@ -168,7 +168,7 @@ def _sum_states(
             kernels.sum_chunks, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
             (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
             0 if behind else 1),
-            {**plan.constexprs, "BD": part_d, "BE": part_e, "MAP": feature_map, "BEHIND": behind}, *plan.size[2:],
+            {**plan.constexprs, "BD": part_d, "BE": part_e, "MAP": feature_map, "REVERSE": behind}, *plan.size[2:],
         )  # fmt: skip
     if not plan.causal:
         return states.sum(2, keepdim=True)
@@ -185,7 +185,7 @@ def _tiles(plan: Plan, length: int) -> tuple[int, int, dict[str, Any]]:
     BD, BE = padded_width(plan.D), padded_width(plan.E)
     constexprs = {**plan.constexprs, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
     if not plan.causal:
-        return ceil_div(length, plan.size.block), 0, {**constexprs, "SLOT": plan.size.block}
+        return ceil_div(length, plan.size.block), 0, {**constexprs, "CHUNK": plan.size.block}
     slots = plan.slots(length)
     return slots * (plan.size.slot // plan.size.block), slots, constexprs
 

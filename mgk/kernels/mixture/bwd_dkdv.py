@@ -1,7 +1,7 @@
-"""The second pass backward: `mixture_backward_dkdv` walks along the queries for a tile of keys.
+"""Second backward kernel: one program computes dk and dv of a tile of keys, in a loop over the queries.
 
-A first kernel and a second one, or either form in one, as in the forward.
-Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
+Fast form, fallback and PATH BOTH as in `fwd`. Every sum is taken by one program in a fixed order: results are bitwise
+reproducible.
 """
 
 # ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
@@ -48,27 +48,28 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     zeros_tuple,
 )
 
-# What a launch of `mixture_backward_dkdv` computes: dk with all that belongs to it, dv, or both.
+# Values of the constexpr OUTPUTS: a launch writes dk (with d c and the partial sums), dv, or both.
 DK_AND_DV, DK_ONLY, DV_ONLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def mul_columns(xs, columns_, M: tl.constexpr):
+def mul_columns(xs, columns, M: tl.constexpr):
+    """Return x_r times column r; 0 where the column is 0, even if x_r is not finite."""
     out = ()
     for r in tl.static_range(M):
-        out = out + (tl.where(columns_[r] == 0.0, 0.0, xs[r] * columns_[r]),)
+        out = out + (tl.where(columns[r] == 0.0, 0.0, xs[r] * columns[r]),)
     return out
 
 
 @triton.jit
 def subtract_rest(xs, M: tl.constexpr):
-    """The first of xs holds the sum of all: takes the others out of it."""
-    first = xs[0]
+    """Subtract x_1, x_2, ... from x_0, which holds the sum of all."""
+    x_0 = xs[0]
     out = ()
     for r in tl.static_range(1, M):
-        first -= xs[r]
+        x_0 -= xs[r]
         out = out + (xs[r],)
-    return (first,) + out
+    return (x_0,) + out
 
 
 @triton.jit
@@ -77,7 +78,9 @@ def load_row_vectors(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Load the row vectors FIRST to LAST of rows m to m + BM of a head whose first row is o_row.
-    By the bulk copy engine, what lies beyond n is zero, and meets no weight."""
+
+    By TMA, values beyond n are 0 and get weight 0.
+    """
     out = ()
     for r in tl.static_range(FIRST, LAST):
         if TMA:
@@ -110,7 +113,7 @@ def mask_tile(
     scores, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam,
     NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a transposed tile under every mask."""
+    """Apply attn_mask, the end of the rows and the causal mask to the scores of a transposed tile."""
     if MASK:
         scores = mask_scores(scores, mask_ptr, o_i[None, :], o_j[:, None], stride_ml, stride_mj, L, S, lam, NS, MASK)
     if MASKED:
@@ -123,7 +126,7 @@ def mask_tile(
 
 @triton.jit
 def walk_queries(
-    first, last, keys, b_v, b_factors, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
+    first, last, keys, b_v, b_key_operand, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
     row_operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml,
     stride_mj, stride_rows, L, S,
     FIRST: tl.constexpr, M: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
@@ -132,11 +135,15 @@ def walk_queries(
     EXACT: tl.constexpr, TMA: tl.constexpr, OUTPUTS: tl.constexpr, TMA_ROWS: tl.constexpr, DEFER_FACTOR: tl.constexpr,
     COMPONENT_GEMM: tl.constexpr, TMA_OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are transposed here, [keys, queries]: the weights and score gradients are then left operands straight from
-    registers. M components from FIRST on, of ALL."""
+    """Accumulate dks, dv, dcs and dlams over the queries first to last, for M of ALL components from FIRST on.
+
+    Tiles are transposed, [keys, queries]: weights and score gradients are then left operands of GEMMs, read from
+    registers.
+    """
     NS: tl.constexpr = 1 if SHIFTED else M
-    # One row term will do: the factored form and leads have the others in rho, and independent keys have only one.
-    ONE: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
+    # A single row term is loaded: rho replaces the other ones in the factored form and for hard shifted keys, and
+    # independent keys have only one.
+    ONE_TERM: tl.constexpr = not EXACT or (not UNEQUAL and (HARD or not SHIFTED))
     ACCURATE: tl.constexpr = b_v.dtype == tl.float32 and PRECISION == "ieee"
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
@@ -148,9 +155,18 @@ def walk_queries(
             raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
         )
         alpha = load_row_vectors(
-            rows_src, o_row, m, stride_rows, L, 0 if ONE else FIRST, 1 if ONE else FIRST + M, BM, MASKED, TMA_ROWS
+            rows_src,
+            o_row,
+            m,
+            stride_rows,
+            L,
+            0 if ONE_TERM else FIRST,
+            1 if ONE_TERM else FIRST + M,
+            BM,
+            MASKED,
+            TMA_ROWS,
         )
-        if ONE and not SHIFTED:
+        if ONE_TERM and not SHIFTED:
             for _ in tl.static_range(1, M):
                 alpha = alpha + (alpha[0],)
         rho = (
@@ -162,13 +178,13 @@ def walk_queries(
         )
         delta = load_row_vectors(rows_src, o_row, m, stride_rows, L, 2 * ALL - 1, 2 * ALL, BM, MASKED, TMA_ROWS)
         if DROPOUT:
-            m_kept = dropout_mask(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
-            b_g = tl.where(m_kept, b_g / (1.0 - dropout_p), 0.0)
+            m_keep = dropout_mask(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
+            b_g = tl.where(m_keep, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
         if COMPONENT_GEMM:
-            b_rows = load_operand(row_operand_src, o_row + m, L - m, BM, MASKED, TMA_OPERAND)
-            b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_factors, b_rows), lam)
-            dcs = (accumulate_gemm(b_ge, b_rows, dcs[0]),)
+            b_row_operand = load_operand(row_operand_src, o_row + m, L - m, BM, MASKED, TMA_OPERAND)
+            b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_key_operand, b_row_operand), lam)
+            dcs = (accumulate_gemm(b_ge, b_row_operand, dcs[0]),)
         elif SHIFTED or EXACT:
             b_p, b_ds, parts = score_gradients(
                 scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, ACCURATE, DEFER_FACTOR
@@ -189,7 +205,7 @@ def walk_queries(
                 updated_lams = updated_lams + (dlams[r] + tl.sum(parts[r] * raw[0 if SHIFTED else r], 1),)
             dlams = updated_lams
         if DROPOUT and OUTPUTS != DK_ONLY:
-            b_p = tl.where(m_kept, b_p / (1.0 - dropout_p), 0.0)
+            b_p = tl.where(m_keep, b_p / (1.0 - dropout_p), 0.0)
         if OUTPUTS != DK_ONLY:
             dv = tl.dot(b_p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
         if OUTPUTS != DV_ONLY:
@@ -210,15 +226,16 @@ def sum_over_queries(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     UNEQUAL: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, USE_FAST: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys along the queries of a group's heads, by either form: dks without tau, dv, d c and d lambda of
-    COUNT components from FIRST on."""
-    # The components of soft shifted keys by the tensor cores.
+    """Return dks (without the tau term), dv, d c and d lambda of COUNT components from FIRST on.
+
+    They are sums over the queries of all heads of the group. USE_FAST selects the form.
+    """
     COMPONENT_GEMM: tl.constexpr = row_operand_src is not None and USE_FAST
-    # Hard assignment of shifted keys: the first component's term of the exponents is a factor.
+    # Hard assignment of shifted keys: 2^c_j0 is a factor, applied after the loop.
     FACTOR: tl.constexpr = USE_FAST and HARD
-    b_factors = b_v
+    b_key_operand = b_v
     if COMPONENT_GEMM:
-        b_factors = gemm_operand(coef, tl.arange(0, 16), M, False)
+        b_key_operand = gemm_operand(coef, tl.arange(0, 16), M, False)
         dcs = (tl.zeros([BN, 16], tl.float32),)
     else:
         dcs = zeros_tuple(tl.zeros([BN], tl.float32), COUNT)
@@ -234,12 +251,12 @@ def sum_over_queries(
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             dks, dv, dcs, dlams = walk_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
-                full if part == 0 else (whole if part == 1 else n_q), keys, b_v, b_factors, take(coef, FIRST, COUNT),
-                take(lam, FIRST, COUNT), dks, dv, dcs, dlams, q_head, do_head, i_b, i_h, start_q, rows_src,
-                row_operand_src, o_row, mask_head, seed, i_seq * H + i_h, o_j, causal_offset, dropout_p, stride_ql,
-                stride_gl, stride_ml, stride_mj, stride_rows, n_q, n_k, FIRST, COUNT, M, D, E, BD, BE, BM, SHIFTED,
-                HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, not USE_FAST or HARD, TMA, OUTPUTS,
-                TMA_ROWS, FACTOR, COMPONENT_GEMM, TMA and not PACKED,
+                full if part == 0 else (whole if part == 1 else n_q), keys, b_v, b_key_operand,
+                take(coef, FIRST, COUNT), take(lam, FIRST, COUNT), dks, dv, dcs, dlams, q_head, do_head, i_b, i_h,
+                start_q, rows_src, row_operand_src, o_row, mask_head, seed, i_seq * H + i_h, o_j, causal_offset,
+                dropout_p, stride_ql, stride_gl, stride_ml, stride_mj, stride_rows, n_q, n_k, FIRST, COUNT, M, D, E, BD,
+                BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, not USE_FAST or HARD, TMA,
+                OUTPUTS, TMA_ROWS, FACTOR, COMPONENT_GEMM, TMA and not PACKED,
             )  # fmt: skip
     if COMPONENT_GEMM:
         dcs = component_sums(dcs[0], 0, M, True)
@@ -271,13 +288,16 @@ def mixture_backward_dkdv(
     PRECISION: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr,
     TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, this tile's part of d shift, d tau, d scale, and dc, the gradient of log pi (PRIOR 1: this tile's part of
-    its sum, 2: of each key); a group's query heads one after another."""
+    """Write dk, dv, this tile's part of d shift, d tau and d scale, and d log pi.
+
+    PRIOR: 1 this tile's part of the sum of d log pi, 2 d log pi of every key. The query heads of a group are processed
+    one after another.
+    """
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
-    # Soft independent keys whose dk do not fit the registers beside dv: a walk for each component.
+    # Components per loop over the queries: one where all dk of soft independent keys and dv do not fit the registers.
     COUNT: tl.constexpr = 1 if PER_COMPONENT and OUTPUTS == DK_AND_DV and not SHIFTED and not HARD else M
-    # Queries of a step in the general form: whole ones would need more registers than the fast form beside it.
+    # With BM queries per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BM: tl.constexpr = BM // 2 if PATH == BOTH and BM > 16 else BM
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
@@ -301,7 +321,7 @@ def mixture_backward_dkdv(
     p_stats = stats_ptr + (i_k * n_key_tiles + key_tile + i_n * BN // KEY_TILE) * 4
     high = tl.load(p_stats)
     low = tl.load(p_stats + 1)
-    # Keys that are all masked need no walk.
+    # Skip the loop if all keys of the tile are masked.
     n_q = tl.where(high == -float("inf"), 0, n_q)
 
     spread = 0.0
@@ -311,7 +331,7 @@ def mixture_backward_dkdv(
             m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
             b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
             spread = tl.maximum(spread, tl.max(b_spread, 0))
-    # From c to C.
+    # Offset from c to C.
     o_factors = (HK * M).to(tl.int64) * n_key_tiles * KEY_TILE
     if PATH == FAST or (HARD and SHIFTED and not UNEQUAL):
         o_c += o_factors
@@ -322,7 +342,7 @@ def mixture_backward_dkdv(
         b_reach = tl.where((o_j < n_k)[:, None], tl.abs(coef[0]), 0.0)
         slack = tl.max(tl.max(b_reach, 1), 0)
     elif not SHIFTED and PATH == FAST:
-        # A masked component is not in the lse, which then bounds nothing.
+        # lse does not include a masked component, so it does not bound its exponent: use the fallback.
         for r in tl.static_range(M):
             b_masked = (coef[r] == 0.0) & (o_j < n_k)[:, None]
             slack += tl.max(tl.max(tl.where(b_masked, 2 * SAFE_RANGE, 0.0), 1), 0)
@@ -332,6 +352,8 @@ def mixture_backward_dkdv(
 
     b_v = to_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, IN_REGISTERS)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    # Tiles of queries from `begin` to `full` cross the causal diagonal, those from `full` to `whole` need no mask, and
+    # one from `whole` on crosses the end.
     begin = 0
     full = 0
     whole = n_q // BM * BM
@@ -343,13 +365,13 @@ def mixture_backward_dkdv(
     SUMS: tl.constexpr = TAUS + 1 + M + (M if PRIOR == 1 else 0)
     o_d = tl.arange(0, BD)
     p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * SUMS
-    # [B, S, HK, NS, D] and [B, S, HK, E]
-    o_first = (i_b * S + start_k).to(tl.int64) * HK + i_k
-    p_dk = dk_ptr + o_first * NS * D
+    # dk is [B, S, HK, NS, D] and dv [B, S, HK, E] in memory.
+    o_head = (i_b * S + start_k).to(tl.int64) * HK + i_k
+    p_dk = dk_ptr + o_head * NS * D
     p_dbias = dbias_ptr + ((i_b * HK + i_k) * M).to(tl.int64) * S + start_k + o_j
     dtau = 0.0
     dscale = 0.0
-    # The components from `first` on, COUNT of them: all, or one a walk.
+    # COUNT components from `first` on: all of them, or one per loop.
     for first in tl.static_range(0, M, COUNT):
         keys = ()
         for r in tl.static_range(first, first + (1 if SHIFTED else COUNT)):
@@ -374,7 +396,7 @@ def mixture_backward_dkdv(
                     HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, TMA_ROWS, OUTPUTS, USE_FAST,
                 )  # fmt: skip
         if OUTPUTS != DK_ONLY and first + COUNT == M:
-            store_rows(dv_ptr + o_first * E, dv, o_j, HK * E, n_k, E, BE)
+            store_rows(dv_ptr + o_head * E, dv, o_j, HK * E, n_k, E, BE)
         if OUTPUTS != DV_ONLY:
             if HARD and not UNEQUAL:
                 dcs = subtract_rest(dcs, M)
@@ -383,23 +405,23 @@ def mixture_backward_dkdv(
                 if IN_REGISTERS:
                     b_kr = keys[0 if SHIFTED else r - first].to(tl.float32)
                 else:
-                    # Kept from the beginning, they would hold registers over the walk.
+                    # Loaded again: held over the loop, the keys would take registers.
                     p_kr = k_ptr + (0 if SHIFTED else r) * stride_km
                     b_kr = load_rows(p_kr, o_j, stride_ks, n_k, D, BD, True).to(tl.float32)
                 if SHIFTED:
                     b_kr = tl.where((o_j < n_k)[:, None], b_kr + load_shift(shift_ptr, i_k, r, M, D, BD)[None, :], 0.0)
-                b_pull = dcs[r - first][:, None] * b_kr
-                square = tl.sum(tl.sum(b_pull * b_kr, 1), 0)
+                b_dck = dcs[r - first][:, None] * b_kr
+                square = tl.sum(tl.sum(b_dck * b_kr, 1), 0)
                 dtau -= 0.5 * lam[r] * square
                 if PRIOR == 1:
                     tl.store(p_sums + TAUS + 1 + M + r, tl.sum(tl.where(o_j < n_k, dcs[r - first], 0.0), 0))
                 elif PRIOR == 2:
                     tl.store(p_dbias + r * S, dcs[r - first], mask=o_j < n_k)
                 if SHIFTED:
-                    total += b_pull * (lam[r] if UNEQUAL else 1.0)
-                    tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_pull, 0), mask=o_d < D)
+                    total += b_dck * (lam[r] if UNEQUAL else 1.0)
+                    tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_dck, 0), mask=o_d < D)
                 else:
-                    b_dk = lam[r] * (dks[r - first] - tau * b_pull)
+                    b_dk = lam[r] * (dks[r - first] - tau * b_dck)
                     store_rows(p_dk + r * D, b_dk, o_j, HK * NS * D, n_k, D, BD)
                 if UNEQUAL:
                     tl.store(p_sums + TAUS + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)

@@ -1,7 +1,7 @@
-"""The first pass backward: `mixture_backward_dq` walks along the keys for a tile of queries.
+"""First backward kernel: one program computes dq of a tile of queries, in a loop over the keys.
 
-A first kernel and a second one, or either form in one, as in the forward.
-Each sum is taken by one program in a fixed order, so the result is the same bit for bit on every run.
+Fast form, fallback and PATH BOTH as in `fwd`. Every sum is taken by one program in a fixed order: results are bitwise
+reproducible.
 """
 
 # ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
@@ -62,6 +62,7 @@ def mask_tile(
     scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam,
     NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Apply attn_mask and the causal mask to the scores of a tile."""
     if MASK:
         scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
     if MASKED and CAUSAL:
@@ -71,14 +72,15 @@ def mask_tile(
 
 @triton.jit
 def walk_keys(
-    first, last, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das, total, k_src, v_src, key_operand_src, i_b, i_k,
-    start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,
+    first, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc, das, total, k_src, v_src, key_operand_src, i_b,
+    i_k, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,
     stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
     TMA: tl.constexpr, DEFER_FACTOR: tl.constexpr, COMPONENT_GEMM: tl.constexpr,
 ):  # fmt: skip
+    """Accumulate dq (`acc`), d a (`das`) and the row sums of dS (`total`) over the keys first to last."""
     NS: tl.constexpr = 1 if SHIFTED else M
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     LEADS: tl.constexpr = HARD and SHIFTED and not UNEQUAL
@@ -99,12 +101,12 @@ def walk_keys(
                 dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0
             )
         b_g -= delta[:, None]
-        factors = LEADS or (SHIFTED and not EXACT)
+        use_factors = LEADS or (SHIFTED and not EXACT)
         if not COMPONENT_GEMM:
-            coef = load_vectors(coef_ptr if factors else c_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
+            coef = load_vectors(coef_ptr if use_factors else c_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
         if COMPONENT_GEMM:
-            b_c = load_operand(key_operand_src, o_operand + n, BN, BN, False, TMA)
-            b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_rows, b_c), lam)
+            b_key_operand = load_operand(key_operand_src, o_operand + n, BN, BN, False, TMA)
+            b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_row_operand, b_key_operand), lam)
         elif SHIFTED or EXACT:
             addends = coef if DEFER_FACTOR else alpha
             b_p, b_ds, parts = score_gradients(
@@ -117,7 +119,7 @@ def walk_keys(
             tl.store(p_dmask, b_p * b_g, mask=(o_i < L)[:, None] & (o_n < S)[None, :])
         total += tl.sum(b_ds[0] if SHIFTED and not UNEQUAL else b_p * b_g, 1)
         if COMPONENT_GEMM:
-            das = (accumulate_gemm(b_ge, b_c, das[0]),)
+            das = (accumulate_gemm(b_ge, b_key_operand, das[0]),)
         else:
             updated = ()
             for r in tl.static_range(FIRST, M):
@@ -135,16 +137,18 @@ def walk_keys(
 
 @triton.jit
 def sum_over_keys(
-    full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, o_operand,
-    c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
-    stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
+    full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k,
+    o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
+    stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     DMASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr,
     USE_FAST: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows along all keys, by either form: d q without scale and shifts, d a of the components from FIRST
-    on, and the sums of the score gradients; each without the row's factor, where that is one."""
+    """Return sums over all keys: dq without scale and shifts, d a_r for r >= FIRST, and the row sums of dS.
+
+    In the fast form of hard assignment and of independent keys, the row's factor 2^(a_i0 - lse_i) is not yet applied.
+    """
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     COMPONENT_GEMM: tl.constexpr = key_operand_src is not None and USE_FAST
     acc = tl.zeros([BM, BD], tl.float32)
@@ -155,11 +159,11 @@ def sum_over_keys(
     total = tl.zeros_like(delta)
     for MASKED in tl.static_range(2):
         acc, das, total = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_rows, delta, alpha, rho, lam, acc, das, total,
-            k_src, v_src, key_operand_src, i_b, i_k, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed,
-            i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S,
-            n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL, MASKED,
-            not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
+            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc, das,
+            total, k_src, v_src, key_operand_src, i_b, i_k, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr,
+            seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl,
+            L, S, n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL,
+            MASKED, not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
         )  # fmt: skip
     if COMPONENT_GEMM:
         das = component_sums(das[0], 1, M, False)
@@ -181,13 +185,16 @@ def mixture_backward_dq(
     PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr,
     PATH: tl.constexpr,
 ):  # fmt: skip
-    """dq, the gradient of a float mask, what `mixture_backward_dkdv` needs per query (alpha_r, rho_r, delta; the rows'
-    operand of the blend where row_operand_ptr is one) and this tile's part of d shift, d tau, d scale."""
+    """Write dq, the gradient of a float mask, and this tile's part of d shift, d tau and d scale.
+
+    Also writes the inputs of `mixture_backward_dkdv`: the row vectors alpha_r, rho_r and delta, the rows' operand of
+    the component GEMM (unless row_operand_ptr is None) and the tile's spread.
+    """
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
-    # The row's term of the exponents is a factor.
+    # 2^(a_i0 - lse_i) is a factor, applied after the loop.
     FACTOR: tl.constexpr = PATH == FAST and (HARD or not SHIFTED)
-    # Keys of a step in the general form: whole ones would need more registers than the fast form beside it.
+    # With BN keys per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
@@ -227,13 +234,13 @@ def mixture_backward_dq(
         delta -= dlse
     else:
         dlse = tl.zeros_like(delta)
-    # A sequence without keys has no reference.
+    # A sequence without keys has no reference exponent.
     lse = tl.where(lse < float("inf"), lse - tl.load(stats_ptr + 3), float("inf"))
-    a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
-    flat = as_columns(a, 0.0, M)
+    a, squared_norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
+    a_columns = as_columns(a, 0.0, M)
     alpha = as_columns(a, lse, M)
-    rho = component_ratios(flat, M, HARD, FACTOR_RANGE)
-    # What the other pass reads of a row; zeros behind a head's last, where it is read by blocks.
+    rho = component_ratios(a_columns, M, HARD, FACTOR_RANGE)
+    # Row vectors, read by the other pass. Zeros beyond a head's last row, since TMA reads whole blocks.
     o_vector = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q + o_i
     m_vector = m_i if PACKED else o_i < padded_rows(L)
     p_rows = rows_ptr + o_vector
@@ -242,14 +249,15 @@ def mixture_backward_dq(
         tl.store(p_rows + r * stride_rows, tl.where(m_i, a[r] - lse, 0.0), mask=m_vector)
     for r in tl.static_range(1, M):
         tl.store(p_rows + (M + r - 1) * stride_rows, tl.where(m_i, tl.sum(rho[r - 1], 1), 0.0), mask=m_vector)
-    b_rows = b_q
+    b_row_operand = b_q
     if (key_operand_src is not None and (PATH == FAST or PATH == BOTH)) or row_operand_ptr is not None:
         o_c = tl.arange(0, 16)
-        b_rows = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
+        b_row_operand = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, o_c, M, True)
         if row_operand_ptr is not None:
             p_operand = row_operand_ptr + o_vector[:, None] * 16 + o_c[None, :]
-            tl.store(p_operand, tl.where(m_i[:, None], b_rows, 0.0), mask=m_vector[:, None])
+            tl.store(p_operand, tl.where(m_i[:, None], b_row_operand, 0.0), mask=m_vector[:, None])
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    # Tiles before `full` need no mask; those from `full` to `last` may.
     full = n_k // BN * BN
     last = n_k
     if CAUSAL:
@@ -257,9 +265,9 @@ def mixture_backward_dq(
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
     high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     spread = tl.max(elementwise_max(a, M) - elementwise_min(a, M), 0)
-    # No lse bounds a masked key. Its exponent may be 40 above what the others may lose before a weight of 0 times its
-    # power is not 0.
-    reach = tl.sqrt(norm) * (longest * elementwise_max(lam, M) * LOG2E) + (a[0] - lse)
+    # lse does not bound the exponent of a masked key. It may exceed the allowed range by 40 before 0 times its power
+    # of two is not 0.
+    reach = tl.sqrt(squared_norm) * (longest * elementwise_max(lam, M) * LOG2E) + (a[0] - lse)
     reach = tl.max(tl.where(m_i & (masked > 0), reach, 0.0), 0)
     spread = tl.maximum(spread, reach - 40.0)
     if not SHIFTED:
@@ -270,7 +278,7 @@ def mixture_backward_dq(
         full = min(full, end)
         last = min(last, end)
     if FACTOR:
-        # No exponent of a row is above its lse.
+        # lse bounds the exponents of a row from above.
         slack = tl.maximum(tl.max(tl.where(lse < float("inf"), tl.abs(a[0] - lse), 0.0), 0), high)
     else:
         slack = spread + key_span(high, low)
@@ -278,14 +286,14 @@ def mixture_backward_dq(
     if flag_for_fallback(p_flag, safe, PATH):
         return
     acc = tl.zeros([BM, BD], tl.float32)
-    das = zeros_tuple(norm, M - FIRST)
-    total = tl.zeros_like(norm)
+    das = zeros_tuple(squared_norm, M - FIRST)
+    total = tl.zeros_like(squared_norm)
     for USE_FAST in tl.static_range(2):
         if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
             acc, das, total = sum_over_keys(
-                full, last, b_q, b_do, b_rows, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k,
-                (i_k * n_key_tiles + key_tile) * KEY_TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i,
-                causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k,
+                full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k,
+                start_k, (i_k * n_key_tiles + key_tile) * KEY_TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh,
+                o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k,
                 n_key_tiles, M, D, E, BD, BE, BM, BN if USE_FAST else GENERAL_BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
                 DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
             )  # fmt: skip
@@ -294,29 +302,29 @@ def mixture_backward_dq(
         total *= factor
         das = mul_all(das, factor, M - FIRST)
         acc *= factor[:, None]
-    # delta came from the rounded output. The score gradients of a row must add up to that of its lse: what they miss
-    # is delta's error.
+    # delta is computed from the rounded output. The row sum of dS must equal the gradient of lse; the difference is the
+    # error of delta.
     corrected = delta + (total - dlse)
-    # By pointers (PATH 3) nothing behind the last row is read, and to know which that is takes registers over the walk.
+    # PATH BOTH loads by pointer and reads nothing beyond the last row; keeping m_i over the loop would take registers.
     if PATH != BOTH:
         corrected = tl.where(m_i, corrected, 0.0)
     tl.store(p_rows + (2 * M - 1) * stride_rows, corrected, mask=m_vector)
 
-    # The components' gradients of a row add up to that of its lse, so the first is the rest.
+    # The d a_r of a row add up to the gradient of its lse, which gives d a_0.
     if FIRST < M or M == 1:
-        first = dlse
+        da_0 = dlse
         for r in tl.static_range(1, M):
-            first -= das[r - 1]
-        das = (first,) + das
-    # Kept from the beginning, they would hold registers over the walk.
+            da_0 -= das[r - 1]
+        das = (da_0,) + das
+    # Loaded again: held over the loop, the queries would take registers.
     b_x = (b_q if IN_REGISTERS else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
     o_d = tl.arange(0, BD)
     i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m
-    # Of d shift, d tau, d scale and d log pi.
+    # Entries of a head: d shift, d tau (at TAUS), d scale, d log pi.
     TAUS: tl.constexpr = M * D if SHIFTED else 0
     SUMS: tl.constexpr = TAUS + 1 + M + (M if PRIOR == 1 else 0)
     p_sums = sums_ptr + (i_row * (H // GROUP) + i_k).to(tl.int64) * SUMS
-    # The sums of d log pi are the keys' to write.
+    # d log pi is written by `mixture_backward_dkdv`.
     for r in tl.static_range(SUMS - (TAUS + 1 + M)):
         tl.store(p_sums + TAUS + 1 + M + r, 0.0)
     if SHIFTED:
@@ -328,12 +336,12 @@ def mixture_backward_dq(
     if UNEQUAL:
         for r in tl.static_range(M):
             acc -= (das[r] * (tau * lam[r]))[:, None] * b_x
-            dtau -= 0.5 * lam[r] * tl.sum(das[r] * norm, 0)
+            dtau -= 0.5 * lam[r] * tl.sum(das[r] * squared_norm, 0)
             tl.store(p_sums + TAUS + 1 + r, tl.sum(das[r] * a[r], 0) / (lam[r] * LOG2E))
     else:
         tl.store(p_sums + TAUS + 1, tl.sum(tl.sum(acc * b_x, 1), 0))
         acc *= lam[0]
     tl.store(p_sums + TAUS, dtau)
-    # [B, L, H, D]
+    # dq is [B, L, H, D] in memory.
     dq_ptr += ((i_b * L + start_q).to(tl.int64) * H + i_h) * D
     store_rows(dq_ptr, acc, o_i, H * D, n_q, D, BD)

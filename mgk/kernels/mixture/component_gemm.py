@@ -1,9 +1,11 @@
-"""The components of shifted keys by the tensor cores: sum_r x_ir y_jr of a tile of rows and one of keys as a product of
-two operands with 16 columns, and a tile's sums over keys (rows) with y_jr (x_ir) as one with the same operand.
+"""Sums over the components of shifted keys as tensor-core GEMMs with K = 16.
 
-An operand has each number in a high and a low part in bf16, so that high times high, high times low and low times high
-add up to 16 bits: columns r, M + r and 2 M + r are high, high and low of x_ir (the rows, LEFT) and high, low and high
-of y_jr. M is at most 5.
+The mixture sum sum_r x_ir y_jr of a tile is a GEMM of two operands with 16 columns. The gradients' sums over keys
+(rows) with y_jr (x_ir) are GEMMs with the same operands.
+
+An operand holds the high and low bf16 part of each number, so that high * high + high * low + low * high has 16 bits:
+columns r, M + r and 2 M + r are high, high and low of x_ir (rows, LEFT) and high, low and high of y_jr (keys). M is at
+most 5.
 """
 
 import triton
@@ -14,7 +16,7 @@ from mgk.kernels.mixture.tile import INTERPRETED, KEY_TILE, load_vectors
 
 @triton.jit
 def gemm_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
-    """[rows, 16] of x_r [rows, 1]."""
+    """Return the operand [rows, 16] of columns x_r [rows, 1]."""
     out = tl.zeros([xs[0].shape[0], 16], tl.float32)
     for r in tl.static_range(M):
         high = xs[r].to(tl.bfloat16).to(tl.float32)
@@ -28,8 +30,10 @@ def gemm_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
 
 @triton.jit
 def load_operand(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
-    """Rows `first` to `first` + N of an operand. MASKED: only n of them are there; others are 0, by the bulk copy
-    engine whatever finite follows."""
+    """Load rows `first` to `first` + N of an operand.
+
+    MASKED: rows from n on are 0. By TMA they are finite, but not 0.
+    """
     if TMA:
         return src.load([first.to(tl.int32), 0])
     else:
@@ -43,9 +47,9 @@ def load_operand(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.c
 
 @triton.jit
 def component_gemm(b_x, b_y):
-    """sum_r x_ir y_jr of two operands, one of rows and one of keys, in either order."""
+    """Return sum_r x_ir y_jr of two operands, one of rows and one of keys, in either order."""
     if INTERPRETED:
-        # It has no products of bf16.
+        # The interpreter has no bf16 GEMM.
         return tl.dot(b_x.to(tl.float32), tl.trans(b_y.to(tl.float32)))
     else:
         return tl.dot(b_x, tl.trans(b_y))
@@ -53,7 +57,7 @@ def component_gemm(b_x, b_y):
 
 @triton.jit
 def accumulate_gemm(b_g, b_y, acc):
-    """acc + g y for a tile g and the operand y of what it is summed over; g is rounded as for any product."""
+    """Return acc + g y for a tile g and the operand y of the axis that is summed; g is rounded to bf16."""
     if INTERPRETED:
         return tl.dot(b_g.to(tl.bfloat16).to(tl.float32), b_y.to(tl.float32), acc)
     else:
@@ -62,8 +66,10 @@ def accumulate_gemm(b_g, b_y, acc):
 
 @triton.jit
 def component_sums(acc, FIRST: tl.constexpr, M: tl.constexpr, LEFT: tl.constexpr):
-    """Of what `add_products` added up, the sum of each component from FIRST on: its columns of a high and a low part.
-    LEFT: the operand was of rows."""
+    """Return the sum of each component from FIRST on from an accumulator of `accumulate_gemm`.
+
+    It is the sum of the component's high and low columns. LEFT: the operand was of rows.
+    """
     o_c = tl.arange(0, 16)
     out = ()
     for r in tl.static_range(FIRST, M):
@@ -74,18 +80,13 @@ def component_sums(acc, FIRST: tl.constexpr, M: tl.constexpr, LEFT: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_key_tiles"])
 def write_key_operand(c_ptr, operand_ptr, n_key_tiles, M: tl.constexpr):
-    """The keys' operand [Hk * slots * TILE, 16] of C [Hk, M, slots * TILE]."""
+    """Write the keys' operand [HK * n_key_tiles * KEY_TILE, 16] of C [HK, M, n_key_tiles * KEY_TILE]."""
     i_t, i_h = tl.program_id(0), tl.program_id(1)
     o_x = i_t * KEY_TILE + tl.arange(0, KEY_TILE)
     o_c = tl.arange(0, 16)
     factors = load_vectors(
-        c_ptr + (i_h * M).to(tl.int64) * n_key_tiles * KEY_TILE,
-        o_x,
-        n_key_tiles * KEY_TILE,
-        n_key_tiles * KEY_TILE,
-        M,
-        1,
-        False,
-    )
+        c_ptr + (i_h * M).to(tl.int64) * n_key_tiles * KEY_TILE, o_x, n_key_tiles * KEY_TILE, n_key_tiles * KEY_TILE,
+        M, 1, False,
+    )  # fmt: skip
     p_x = operand_ptr + (i_h.to(tl.int64) * n_key_tiles * KEY_TILE + o_x)[:, None] * 16 + o_c[None, :]
     tl.store(p_x, gemm_operand(factors, o_c, M, False))

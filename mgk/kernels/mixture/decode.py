@@ -1,7 +1,8 @@
-"""Few queries against many keys, forward only: the keys are split over programs, whose partial sums are then merged.
+"""Decode kernels: few queries against many keys, forward only.
 
-Nothing is prepared beforehand, since a pass over the keys would cost half as much as the whole: each program computes
-the key terms of the keys it has just loaded.
+The keys are split over programs, whose partial sums are then merged by their logsumexps (split-K). There is no
+preprocessing pass, which would cost half as much as the whole: each program computes the key terms of the keys that it
+loads.
 """
 
 # ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
@@ -23,33 +24,36 @@ from mgk.kernels.mixture.tile import (
 
 
 @triton.jit
-def split_range(count_ptr, S, n_splits, BN: tl.constexpr):
-    """How many keys there are, where only the device knows, and how many of them a split has."""
+def split_bounds(count_ptr, S, n_splits, BN: tl.constexpr):
+    """Return the number of keys, read from device memory, and the number of keys per split."""
     S = tl.minimum(S, tl.load(count_ptr))
     return S, tl.cdiv(tl.cdiv(S, n_splits), BN) * BN
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "CHUNK", "n_splits"])
+@triton.jit(do_not_specialize=["H", "L", "S", "split_size", "n_splits"])
 def decode_split(
     q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, mask_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr, scale, tau,
     constant, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh,
     stride_vs, stride_bb, stride_bh, stride_bm, stride_bs, stride_mb, stride_mh, stride_ml, stride_mj, GROUP, H, L, S,
-    CHUNK, n_splits,
+    split_size, n_splits,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Over one split of the keys of a key head, for the queries of all heads of its group: the sum of weights times
-    values [B, Hk, splits, BM, E], its largest exponent and the sum of weights [2, B, Hk, splits, BM]."""
+    """Attend to one split of the keys of a key head, for the queries of all heads of its group.
+
+    Writes the sum of weighted values [B, HK, n_splits, BM, E], and the largest exponent and the sum of weights
+    [2, B, HK, n_splits, BM].
+    """
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if COUNTED:
-        S, CHUNK = split_range(count_ptr, S, n_splits, BN)
+        S, split_size = split_bounds(count_ptr, S, n_splits, BN)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)
-    # Rows are (head of the group, query) pairs; those beyond read what the last head's do.
+    # Rows are (head of the group, query) pairs. Rows beyond GROUP * L read from the last head and are masked.
     o_row = tl.arange(0, BM)
     i_g = tl.minimum(o_row // L, GROUP - 1)
     o_i = o_row % L
@@ -69,16 +73,16 @@ def decode_split(
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.full([BM], -float("inf"), tl.float32)
-    for n in range(i_s * CHUNK, min(i_s * CHUNK + CHUNK, S), BN):
+    for n in range(i_s * split_size, min(i_s * split_size + split_size, S), BN):
         o_n = n + tl.arange(0, BN)
-        tiles = ()
+        keys = ()
         scores = ()
         for r in tl.static_range(NS):
-            tiles = tiles + (load_rows(k_ptr + r * stride_km, o_n, stride_ks, S, D, BD, True),)
-            scores = scores + (tl.dot(b_q, tl.trans(tiles[r]), input_precision=PRECISION),)
+            keys = keys + (load_rows(k_ptr + r * stride_km, o_n, stride_ks, S, D, BD, True),)
+            scores = scores + (tl.dot(b_q, tl.trans(keys[r]), input_precision=PRECISION),)
         terms = ()
         for r in tl.static_range(M):
-            b_k = tiles[0 if SHIFTED else r].to(tl.float32)
+            b_k = keys[0 if SHIFTED else r].to(tl.float32)
             if SHIFTED:
                 b_k += load_shift(shift_ptr, i_k, r, M, D, BD)[None, :]
             b_c = constant - 0.5 * tau * lam[r] * tl.sum(b_k * b_k, 1)
@@ -103,24 +107,26 @@ def decode_split(
             b_p = tl.zeros_like(b_top)
             for r in tl.static_range(M):
                 b_p += tl.exp2(xs[r] - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(b_p, 1)
+        rescale = tl.exp2(m - m_safe)
+        l = l * rescale + tl.sum(b_p, 1)
         b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, True)
-        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
-    i_part = ((i_b * (H // GROUP) + i_k) * n_splits + i_s).to(tl.int64)
+    i_partial = ((i_b * (H // GROUP) + i_k) * n_splits + i_s).to(tl.int64)
     o_e = tl.arange(0, BE)
-    p_acc = acc_ptr + (i_part * BM + o_row[:, None]) * E + o_e[None, :]
+    p_acc = acc_ptr + (i_partial * BM + o_row[:, None]) * E + o_e[None, :]
     tl.store(p_acc, acc, mask=(o_e < E)[None, :])
-    n_parts = tl.num_programs(2).to(tl.int64) * (H // GROUP) * n_splits
-    tl.store(ml_ptr + i_part * BM + o_row, m)
-    tl.store(ml_ptr + (n_parts + i_part) * BM + o_row, l)
+    n_partials = tl.num_programs(2).to(tl.int64) * (H // GROUP) * n_splits
+    tl.store(ml_ptr + i_partial * BM + o_row, m)
+    tl.store(ml_ptr + (n_partials + i_partial) * BM + o_row, l)
 
 
 @triton.jit
 def load_fp32(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """Rows n + o_n of a head, [keys, BD], in fp32. bf16 may come two by two as int32: a shift or a mask makes it fp32,
-    half of what it costs one by one."""
+    """Load rows n + o_n of a head, [keys, BD], as fp32.
+
+    bf16 may be passed as pairs in int32: a shift or a mask converts a number to fp32, half the cost of a conversion.
+    """
     PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
     WIDTH: tl.constexpr = BD // 2 if PAIRS else BD
     END: tl.constexpr = D // 2 if PAIRS else D
@@ -141,19 +147,22 @@ def load_fp32(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASK
 
 
 @triton.jit
-def walk_row(
-    first, last, rows, rest, lam, tau, accs, ls, ms, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs, stride_bm,
-    stride_bs,
+def walk_keys(
+    first, last, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs,
+    stride_bm, stride_bs,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, BIAS: tl.constexpr,
     STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys from first to last. rows and rest: of each query, then of each component; accs, ls, ms: of each query."""
+    """Accumulate accs, ls and ms (one per query) over the keys first to last.
+
+    rows and constants have one entry per query and component.
+    """
     o_i = tl.arange(0, BI)
-    # Stages asked for by the loop itself: without products in it the compiler would not read ahead.
+    # num_stages is set on the loop: the compiler does not pipeline a loop without GEMMs otherwise.
     for n in tl.range(first, last, BN, num_stages=STAGES):
-        # Of places, then of components, then of queries: what belongs to a key is computed once for all queries.
-        exponents_of = ()
+        # Ordered by key group, component and query: the terms of a key are computed once for all queries.
+        xs = ()
         values = ()
         for i in tl.static_range(BN // BI):
             o_n = i * BI + o_i
@@ -169,31 +178,31 @@ def walk_row(
                     b_bias = tl.load(p_bias, mask=n + o_n < last, other=0.0) if MASKED else tl.load(p_bias)
                     b_bias = b_bias.to(tl.float32) * LOG2E
                 for g in tl.static_range(GROUP):
-                    b_l = (tl.sum(b_k * rows[g * M + r], 1) - b_norm) * (lam[r] * LOG2E) + rest[g * M + r]
+                    b_l = (tl.sum(b_k * rows[g * M + r], 1) - b_norm) * (lam[r] * LOG2E) + constants[g * M + r]
                     if BIAS == 2:
                         b_l += b_bias
-                    exponents_of = exponents_of + (tl.where(n + o_n < last, b_l, -float("inf")) if MASKED else b_l,)
+                    xs = xs + (tl.where(n + o_n < last, b_l, -float("inf")) if MASKED else b_l,)
         new_accs = ()
         new_ls = ()
         new_ms = ()
         for g in tl.static_range(GROUP):
             m = ms[g]
-            for x in tl.static_range(BN // BI * M):
-                m = tl.maximum(m, exponents_of[x * GROUP + g])
+            for i in tl.static_range(BN // BI * M):
+                m = tl.maximum(m, xs[i * GROUP + g])
             m_safe = tl.where(m == -float("inf"), 0.0, m)
-            alpha = tl.exp2(ms[g] - m_safe)
-            l = ls[g] * alpha
-            acc = accs[g] * alpha[:, None]
+            rescale = tl.exp2(ms[g] - m_safe)
+            l = ls[g] * rescale
+            acc = accs[g] * rescale[:, None]
             for i in tl.static_range(BN // BI):
-                b_p = exponents_of[i * M * GROUP + g]
+                b_p = xs[i * M * GROUP + g]
                 if HARD:
                     for r in tl.static_range(1, M):
-                        b_p = tl.maximum(b_p, exponents_of[(i * M + r) * GROUP + g])
+                        b_p = tl.maximum(b_p, xs[(i * M + r) * GROUP + g])
                     b_p = tl.exp2(b_p - m_safe)
                 else:
                     b_p = tl.exp2(b_p - m_safe)
                     for r in tl.static_range(1, M):
-                        b_p += tl.exp2(exponents_of[(i * M + r) * GROUP + g] - m_safe)
+                        b_p += tl.exp2(xs[(i * M + r) * GROUP + g] - m_safe)
                 l += b_p
                 acc += b_p[:, None] * values[i]
             new_accs = new_accs + (acc,)
@@ -205,23 +214,26 @@ def walk_row(
     return accs, ls, ms
 
 
-@triton.jit(do_not_specialize=["HK", "S", "CHUNK", "n_splits"])
+@triton.jit(do_not_specialize=["HK", "S", "split_size", "n_splits"])
 def decode_row(
     q_ptr, k_ptr, v_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, count_ptr, acc_ptr, ml_ptr, scale, tau, constant,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_bb,
-    stride_bh, stride_bm, stride_bs, HK, S, CHUNK, n_splits,
+    stride_bh, stride_bm, stride_bs, HK, S, split_size, n_splits,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """As `decode_split` for one query of each of a few heads that share their keys, which are read once for all. BI
-    keys are read side by side, the BN / BI groups of a block one after another by the same threads. Each of the BI
-    places has a running maximum and sums of its own until the end: no thread waits for another, and the memory sets the
-    pace. With k_jr = k_j + b_r the exponent is linear in k_j but for its norm: lambda_r ((q - tau b_r).k_j - tau
-    |k_j|^2 / 2) and what does not depend on j. BIAS: 1 the same for all keys, 2 for each its own."""
+    """Attend to one split of the keys, for one query of each of GROUP heads, which share every load.
+
+    Computes the same as `decode_split` without GEMMs. BI keys are loaded side by side; the BN / BI groups of a block
+    are processed one after another by the same threads. Each of the BI lanes has its own running maximum and sums until
+    the end, so the loop needs no reduction across threads and is bound by memory. With k_jr = k_j + b_r the exponent is
+    linear in k_j except for its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) plus a constant in j.
+    BIAS: 1 the same for all keys, 2 one per key.
+    """
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if COUNTED:
-        S, CHUNK = split_range(count_ptr, S, n_splits, BN)
+        S, split_size = split_bounds(count_ptr, S, n_splits, BN)
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -230,7 +242,7 @@ def decode_row(
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BE)
     rows = ()
-    rest = ()
+    constants = ()
     accs = ()
     ls = ()
     ms = ()
@@ -239,42 +251,42 @@ def decode_row(
         b_q = tl.load(p_q, mask=o_d < D, other=0.0).to(tl.float32)
         for r in tl.static_range(M):
             b_row = b_q
-            constant_r = constant
+            b_constant = constant
             if SHIFTED:
                 b_shift = load_shift(shift_ptr, i_k, r, M, D, BD)
                 b_row = b_q - tau * b_shift
-                constant_r += lam[r] * (tl.sum(b_q * b_shift, 0) - 0.5 * tau * tl.sum(b_shift * b_shift, 0))
+                b_constant += lam[r] * (tl.sum(b_q * b_shift, 0) - 0.5 * tau * tl.sum(b_shift * b_shift, 0))
             if SCALE > 1:
-                constant_r -= 0.5 * tau * lam[r] * tl.sum(b_q * b_q, 0)
+                b_constant -= 0.5 * tau * lam[r] * tl.sum(b_q * b_q, 0)
             if BIAS == 1:
-                constant_r += tl.load(bias_ptr + r * stride_bm).to(tl.float32)
+                b_constant += tl.load(bias_ptr + r * stride_bm).to(tl.float32)
             rows = rows + (b_row[None, :],)
-            rest = rest + (constant_r * LOG2E,)
+            constants = constants + (b_constant * LOG2E,)
         accs = accs + (tl.zeros([BI, BE], tl.float32),)
         ls = ls + (tl.zeros([BI], tl.float32),)
         ms = ms + (tl.full([BI], -float("inf"), tl.float32),)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
     v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
-    first = i_s * CHUNK
-    last = min(first + CHUNK, S)
+    first = i_s * split_size
+    last = min(first + split_size, S)
     if CAUSAL == 1:
         last = min(last, 1)
     full = first + max(last - first, 0) // BN * BN
     for MASKED in tl.static_range(2):
-        accs, ls, ms = walk_row(
-            full if MASKED else first, last if MASKED else full, rows, rest, lam, tau, accs, ls, ms, k_ptr, v_ptr,
+        accs, ls, ms = walk_keys(
+            full if MASKED else first, last if MASKED else full, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptr,
             bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, GROUP, BN, BI, SHIFTED,
             HARD, BIAS, 1 if MASKED else STAGES, MASKED,
         )  # fmt: skip
-    i_part = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)
-    n_parts = tl.num_programs(2).to(tl.int64) * HK * n_splits
+    i_partial = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)
+    n_partials = tl.num_programs(2).to(tl.int64) * HK * n_splits
     for g in tl.static_range(GROUP):
         top = tl.max(ms[g], 0)
         b_w = tl.exp2(ms[g] - tl.where(top == -float("inf"), 0.0, top))
-        p_part = i_part * GROUP + g
-        tl.store(acc_ptr + p_part * E + o_e, tl.sum(accs[g] * b_w[:, None], 0), mask=o_e < E)
-        tl.store(ml_ptr + p_part, top)
-        tl.store(ml_ptr + n_parts * GROUP + p_part, tl.sum(ls[g] * b_w, 0))
+        o_partial = i_partial * GROUP + g
+        tl.store(acc_ptr + o_partial * E + o_e, tl.sum(accs[g] * b_w[:, None], 0), mask=o_e < E)
+        tl.store(ml_ptr + o_partial, top)
+        tl.store(ml_ptr + n_partials * GROUP + o_partial, tl.sum(ls[g] * b_w, 0))
 
 
 @triton.jit(do_not_specialize=["H", "L", "n_splits"])
@@ -282,28 +294,28 @@ def decode_merge(
     acc_ptr, ml_ptr, out_ptr, lse_ptr, GROUP, H, L, n_splits,
     E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Output [B, H, L, E] and base-2 lse [B, H, L] of one row from the splits' sums."""
+    """Merge the sums of the splits of one row into the output [B, H, L, E] and the base-2 lse [B, H, L]."""
     i_row, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HK = H // GROUP
-    n_parts = tl.num_programs(2).to(tl.int64) * HK * n_splits
-    i_part = (i_b * HK + i_k).to(tl.int64) * n_splits
+    n_partials = tl.num_programs(2).to(tl.int64) * HK * n_splits
+    i_partial = (i_b * HK + i_k).to(tl.int64) * n_splits
     o_e = tl.arange(0, BE)
     acc = tl.zeros([BE], tl.float32)
     l = 0.0
     m = -float("inf")
     for s in range(0, n_splits, BS):
         o_s = s + tl.arange(0, BS)
-        p_ml = ml_ptr + (i_part + o_s) * BM + i_row
+        p_ml = ml_ptr + (i_partial + o_s) * BM + i_row
         b_m = tl.load(p_ml, mask=o_s < n_splits, other=-float("inf"))
-        b_l = tl.load(p_ml + n_parts * BM, mask=o_s < n_splits, other=0.0)
-        p_acc = acc_ptr + ((i_part + o_s) * BM + i_row)[:, None] * E + o_e[None, :]
+        b_l = tl.load(p_ml + n_partials * BM, mask=o_s < n_splits, other=0.0)
+        p_acc = acc_ptr + ((i_partial + o_s) * BM + i_row)[:, None] * E + o_e[None, :]
         b_acc = tl.load(p_acc, mask=(o_s < n_splits)[:, None] & (o_e < E)[None, :], other=0.0)
         m_new = tl.maximum(m, tl.max(b_m, 0))
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         b_w = tl.exp2(b_m - m_safe)
-        alpha = tl.exp2(m - m_safe)
-        acc = acc * alpha + tl.sum(b_acc * b_w[:, None], 0)
-        l = l * alpha + tl.sum(b_l * b_w, 0)
+        rescale = tl.exp2(m - m_safe)
+        acc = acc * rescale + tl.sum(b_acc * b_w[:, None], 0)
+        l = l * rescale + tl.sum(b_l * b_w, 0)
         m = m_new
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)

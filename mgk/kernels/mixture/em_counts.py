@@ -1,7 +1,7 @@
-"""Expectation maximisation's counts N_jr by kernels of their own: a pass over the pairs without the values.
+"""Kernels for the counts N_jr of expectation maximisation: a pass over the pairs without the values.
 
-Where components share their scale, shifted keys' responsibilities do not depend on q.k_j: gamma_ijr is A_ir C_jr over
-its sum, a multiply-add a component and one reciprocal a pair.
+For shifted keys with equal scales, the responsibilities do not depend on q.k_j: gamma_ijr = A_ir C_jr / sum_s A_is C_js
+takes one multiply-add per component and one reciprocal per pair.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
@@ -21,15 +21,15 @@ from mgk.kernels.mixture.tile import (
     sequence_bounds,
 )
 
-# Exponents (base 2) that A_ir C_jr may lose before the largest component's would.
+# Range of a_ir - a_is (base 2) up to which A_ir C_jr of the largest component does not underflow.
 COUNT_RANGE = tl.constexpr(100.0)
 
 
 @triton.jit
 def reciprocal(b_x):
-    """1 / x by the one instruction for it: exact to a unit in the last place."""
+    """Return 1 / x by the approximate instruction, which is accurate to 1 ulp."""
     if INTERPRETED:
-        # Finite where there is no component, also in a sum: what comes of it is thrown away.
+        # Finite for a key without components, also in a sum. The result is discarded.
         return 1.0 / tl.maximum(b_x, 1e-32)
     else:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
@@ -42,8 +42,8 @@ def query_terms(
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, SCALE: tl.constexpr,
     TAU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """a_ir and A_ir = 2^(a_ir - max_r a_ir), [2 M, B H L], and per tile of queries the largest range of a_i."""
-    # Sequences on the first axis too: the others end at 65,535.
+    """Write a_ir and A_ir = 2^(a_ir - max_r a_ir), [2 M, B H L], and per tile the largest range of a_i."""
+    # Sequences are on the first grid axis: the other two are limited to 65,535.
     i_m, i_h, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
     i_b, start, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     if i_m * BM >= n_q:
@@ -69,8 +69,9 @@ def count_tile(
     first, last, keys, c, factors, lam, counts, pairs, q_ptr, rows_ptr, mask_ptr, o_j, causal_offset, stride_ql,
     stride_ml, stride_mj, stride_rows, L, S,
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, PRODUCTS: tl.constexpr, FACTORED: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, USE_SCORES: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
+    """Accumulate the counts and the number of visible pairs over the queries first to last."""
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         valid = tl.zeros([1, BM], tl.int1) | (o_i < L)[None, :]
@@ -82,7 +83,7 @@ def count_tile(
             if MASK == 1:
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0) != 0)
             else:
-                # Not below `masks.HIDDEN`.
+                # A bias below -1e30 masks the pair.
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) >= -1e30)
         updated = ()
         if FACTORED:
@@ -97,7 +98,7 @@ def count_tile(
                 updated = updated + (counts[r] + b_inverse * rows[r],)
         else:
             rows = load_vectors(rows_ptr, o_i, stride_rows, L, M, 0, True)
-            if PRODUCTS:
+            if USE_SCORES:
                 b_q = tl.trans(load_rows(q_ptr, o_i, stride_ql, L, D, BD, True))
                 scores = ()
                 for r in tl.static_range(1 if SHIFTED else M):
@@ -132,8 +133,11 @@ def count_components(
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """N_jr, [B, Hk, M, S], and N_j, [B, Hk, S], for a tile of keys: a group's query heads one after another."""
-    PRODUCTS: tl.constexpr = not SHIFTED or SCALE > 1
+    """Write N_jr [B, HK, M, S] and N_j [B, HK, S] of a tile of keys.
+
+    The query heads of a group are processed one after another.
+    """
+    USE_SCORES: tl.constexpr = not SHIFTED or SCALE > 1
     i_n, i_k, i_seq = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
     i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
@@ -143,7 +147,7 @@ def count_components(
     o_j = i_n * BN + tl.arange(0, BN)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
     keys = ()
-    if PRODUCTS:
+    if USE_SCORES:
         for r in tl.static_range(1 if SHIFTED else M):
             keys = keys + (load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True),)
     c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
@@ -160,6 +164,7 @@ def count_components(
         spread = tl.maximum(spread, tl.max(b_spread, 0))
 
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    # The three ranges of `mixture_backward_dkdv`.
     begin = 0
     full = 0
     whole = n_q // BM * BM
@@ -180,20 +185,20 @@ def count_components(
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             first = begin if part == 0 else (full if part == 1 else max(whole, begin))
             last = full if part == 0 else (whole if part == 1 else n_q)
-            # Of the two forms one walks over nothing: where A and C reach too far from each other, the largest
-            # component is taken out first.
-            for FACTORED in tl.static_range(0, 1 if PRODUCTS else 2):
-                here = (spread <= COUNT_RANGE) == (FACTORED == 1) if not PRODUCTS else True
+            # Both forms are compiled and one gets an empty range. Beyond COUNT_RANGE the largest exponent is
+            # subtracted first.
+            for FACTORED in tl.static_range(0, 1 if USE_SCORES else 2):
+                selected = (spread <= COUNT_RANGE) == (FACTORED == 1) if not USE_SCORES else True
                 counts, pairs = count_tile(
-                    first, last if here else first, keys, c, factors, lam, counts, pairs, q_head, rows_ptr + o_row,
+                    first, last if selected else first, keys, c, factors, lam, counts, pairs, q_head, rows_ptr + o_row,
                     mask_head, o_j, causal_offset, stride_ql, stride_ml, stride_mj, stride_rows, n_q, n_k, M, D, BD, BM,
-                    SHIFTED, CAUSAL, MASK, PRECISION, part != 1, PRODUCTS, FACTORED,
+                    SHIFTED, CAUSAL, MASK, PRECISION, part != 1, USE_SCORES, FACTORED,
                 )  # fmt: skip
     p_count = count_ptr + ((i_b * (H // GROUP) + i_k) * M).to(tl.int64) * S + start_k + o_j
     empty = tl.sum(tl.where(b_top > -1e30, 0.0, 1.0), 1) > 0.0
     for r in tl.static_range(M):
         b_count = tl.sum(counts[r], 1)
-        if not PRODUCTS:
+        if not USE_SCORES:
             b_count = tl.where(spread <= COUNT_RANGE, b_count * tl.sum(factors[r], 1), b_count)
         tl.store(p_count + r * S, tl.where(empty, 0.0, b_count), mask=o_j < n_k)
     tl.store(pairs_ptr + (i_b * (H // GROUP) + i_k).to(tl.int64) * S + start_k + o_j, pairs, mask=o_j < n_k)

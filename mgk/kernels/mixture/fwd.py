@@ -1,8 +1,8 @@
-"""The forward pass: one program owns a tile of queries and walks along the keys.
+"""Forward kernel: one program computes a tile of queries, in a loop over the keys.
 
-It comes in two: the first takes a bound of the row in place of its running maximum, and the factored form; tiles where
-that could lose weights are left to the second, which keeps a running maximum and one exponential a component. Small
-calls of soft shifted keys with three components and more have both in one, and each program chooses.
+The fast form uses an upper bound of each row instead of its running maximum, and the factored mixture sum (one
+exponential per pair). Tiles where that could lose weights are flagged for the fallback: running maximum, one
+exponential per component. PATH BOTH (small calls) compiles both forms into one kernel, and each program selects one.
 """
 
 # ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
@@ -50,8 +50,11 @@ def tile_weights(
     M: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr,
     UNEQUAL: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile relative to 2^m, and the new m (ACCURATE: whole). Without ONLINE, m bounds the whole row and is
-    already part of `row`."""
+    """Return the weights of a tile relative to 2^m, and the new m.
+
+    ONLINE: m is the running maximum (ACCURATE: rounded up to an integer). Otherwise m bounds the whole row and is
+    already subtracted from `row`.
+    """
     if EXACT:
         if HARD and SHIFTED and not UNEQUAL:
             b_lead = coef[0]
@@ -87,38 +90,23 @@ def tile_weights(
 
 @triton.jit
 def walk_keys(
-    first, last, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile,
-    c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml,
-    stride_mj, L, S, n_key_tiles,
+    first, last, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src, key_operand_src, i_b, i_k, start_k,
+    key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
+    stride_ml, stride_mj, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, UNEQUAL: tl.constexpr,
     TMA: tl.constexpr, COMPONENT_GEMM: tl.constexpr,
 ):  # fmt: skip
+    """Accumulate acc, l and m over the keys first to last. MASKED: tiles that may cross the end or the diagonal."""
     NS: tl.constexpr = 1 if SHIFTED else M
     ACCURATE: tl.constexpr = b_q.dtype == tl.float32 and PRECISION == "ieee"
     for n in range(first, last, BN):
         o_n = n + tl.arange(0, BN)
         scores = component_scores(
-            b_q,
-            k_src,
-            i_b,
-            i_k,
-            start_k,
-            n,
-            stride_km,
-            stride_ks,
-            S,
-            BN,
-            D,
-            BD,
-            0,
-            NS,
-            MASKED,
-            SHIFTED,
-            PRECISION,
+            b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED, PRECISION,
             TMA,
-        )
+        )  # fmt: skip
         if MASK:
             scores = mask_scores(
                 scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
@@ -126,8 +114,9 @@ def walk_keys(
         if MASKED and CAUSAL:
             scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
         if COMPONENT_GEMM:
-            b_c = load_operand(key_operand_src, (i_k * n_key_tiles + key_tile) * KEY_TILE + n, BN, BN, False, TMA)
-            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * component_gemm(b_rows, b_c)
+            o_operand = (i_k * n_key_tiles + key_tile) * KEY_TILE
+            b_key_operand = load_operand(key_operand_src, o_operand + n, BN, BN, False, TMA)
+            b_p = tl.exp2(scores[0] * (lam[0] * LOG2E) + row[0]) * component_gemm(b_row_operand, b_key_operand)
             m_new = m
         else:
             coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
@@ -135,9 +124,9 @@ def walk_keys(
                 scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, ACCURATE
             )
         if ONLINE:
-            alpha = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
-            l = l * alpha
-            acc = acc * alpha[:, None]
+            rescale = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
+            l = l * rescale
+            acc = acc * rescale[:, None]
             m = m_new
         l += tl.sum(b_p, 1)
         if DROPOUT:
@@ -149,33 +138,35 @@ def walk_keys(
 
 @triton.jit
 def attend_tile(
-    full, last, b_q, a, ceiling, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr,
+    full, last, b_q, a, bound, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr,
     mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S,
     n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, USE_FAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows along all keys: the sums of weighted values and of weights, relative to 2^m, and m. USE_FAST: with
-    m the rows' `ceiling`."""
+    """Return the sums of weighted values and of weights over all keys, relative to 2^m, and m.
+
+    USE_FAST: m is `bound`, an upper bound of the rows' exponents.
+    """
     FACTORED: tl.constexpr = not HARD and not UNEQUAL
     COMPONENT_GEMM: tl.constexpr = key_operand_src is not None and USE_FAST
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    flat = as_columns(a, 0.0, M)
+    a_columns = as_columns(a, 0.0, M)
     if USE_FAST:
-        m = ceiling
+        m = bound
         row = as_columns(a, m, M)
     else:
         m = tl.full([BM], -float("inf"), tl.float32)
-        row = flat
-    rho = component_ratios(flat, M, HARD, SAFE_RANGE)
-    b_rows = b_q
+        row = a_columns
+    rho = component_ratios(a_columns, M, HARD, SAFE_RANGE)
+    b_row_operand = b_q
     if COMPONENT_GEMM:
-        b_rows = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
+        b_row_operand = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
     for MASKED in tl.static_range(2):
         acc, l, m = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_rows, row, rho, lam, acc, l, m, k_src, v_src,
+            full if MASKED else 0, last if MASKED else full, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src,
             key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset,
             dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M, D, E, BD, BE, BN,
             SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not USE_FAST, not USE_FAST or not FACTORED,
@@ -195,9 +186,9 @@ def mixture_forward(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Output [B, H, L, E] and base-2 lse [B, H, L] (a included; +inf for a row that sees nothing)."""
+    """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for a row without visible keys."""
     UNEQUAL: tl.constexpr = SCALE > 1
-    # Keys of a step in the general form: whole ones would need more registers than the fast form beside it.
+    # With BN keys per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
@@ -222,9 +213,10 @@ def mixture_forward(
 
     o_i = i_m * BM + tl.arange(0, BM)
     b_q = to_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, IN_REGISTERS)
-    a, norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
+    a, squared_norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     top = elementwise_max(a, M)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
+    # Tiles before `full` need no mask; those from `full` to `last` may.
     full = n_k // BN * BN
     last = n_k
     if CAUSAL:
@@ -232,13 +224,14 @@ def mixture_forward(
         last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
 
     high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
-    # What is masked to the end of the sequence is not walked over.
+    # Skip keys that are masked up to the end of the sequence.
     full = min(full, end)
     last = min(last, end)
     ref = tl.load(stats_ptr + 3)
     spread = tl.max(top - elementwise_min(a, M), 0)
-    bound = tl.sqrt(norm) * (longest * elementwise_max(lam, M) * LOG2E)
-    slack = 2 * tl.max(bound, 0) + spread + tl.maximum(key_span(high, low), high - low)
+    # |q_i| max |k| bounds the scores (Cauchy-Schwarz).
+    score_bound = tl.sqrt(squared_norm) * (longest * elementwise_max(lam, M) * LOG2E)
+    slack = 2 * tl.max(score_bound, 0) + spread + tl.maximum(key_span(high, low), high - low)
     safe = (low <= high) & (slack <= SAFE_RANGE)
     if flag_for_fallback(p_flag, safe, PATH):
         return
@@ -248,10 +241,10 @@ def mixture_forward(
     for USE_FAST in tl.static_range(2):
         if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
             acc, l, m = attend_tile(
-                full, last, b_q, a, bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile,
-                c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
-                stride_ml, stride_mj, n_q, n_k, n_key_tiles, M, D, E, BD, BE, BM, BN if USE_FAST else GENERAL_BN,
-                SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
+                full, last, b_q, a, score_bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k,
+                key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
+                stride_vs, stride_ml, stride_mj, n_q, n_k, n_key_tiles, M, D, E, BD, BE, BM,
+                BN if USE_FAST else GENERAL_BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
             )  # fmt: skip
 
     empty = l == 0.0

@@ -1,5 +1,8 @@
-"""What depends on the keys alone: c_jr = log pi_jr - tau lambda_r |k_jr|^2 / 2, in base 2 and less a reference of the
-head, and C_jr = 2^c_jr (hard assignment: c_jr - c_j0)."""
+"""Preprocessing kernel: the terms of the exponents that depend on the keys alone.
+
+c_jr = log pi_jr - tau lambda_r |k_jr|^2 / 2, in base 2 and relative to a reference of the head, and C_jr = 2^c_jr (hard
+assignment: c_jr - c_j0).
+"""
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 import triton
@@ -14,7 +17,7 @@ def squared_norms(
     k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """|k_jr|^2 for each r, and |k_j|^2 (for independent keys their largest)."""
+    """Return |k_jr|^2 for each r, and |k_j|^2 (independent keys: max_r |k_jr|^2)."""
     norm = tl.zeros([KEY_TILE], tl.float32)
     norms = ()
     for _ in tl.static_range(M):
@@ -47,10 +50,13 @@ def prepare_keys(
     M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     TAU: tl.constexpr, HARD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Writes c and C (hard: c_j0 and c_jr - c_j0), [2, Hk, M, slots * TILE] (-inf and 0 beyond the keys), and per tile
-    [max c, min finite c, max |k| (negative if a key is masked in every component), reference], c relative to the
-    reference."""
-    # Sequences on the first axis too: the others end at 65,535.
+    """Write c, C (hard: c_j0 and c_jr - c_j0) and the statistics of each key tile.
+
+    c and C are [2, HK, M, n_key_tiles * KEY_TILE], -inf and 0 beyond the keys. The statistics are max c, min finite c,
+    max |k| (negative if a key is masked in every component) and the reference; c is relative to the reference. Also
+    writes the keys' operand of the component GEMM, unless key_operand_ptr is None.
+    """
+    # Sequences are on the first grid axis: the other two are limited to 65,535.
     i_t, i_h, i_b = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
     i_b, start, n_keys, key_tile = sequence_bounds(cu_k_ptr, i_b, S, PACKED)
     if i_t * KEY_TILE >= n_keys:
@@ -64,10 +70,10 @@ def prepare_keys(
     k_ptr += i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh + start.to(tl.int64) * stride_ks
     if SHIFTED:
         shift_ptr += i_h * M * D
-    # The reference is the largest c, priors aside, among keys taken from all over the sequence; the statistics say how
-    # far the others are from it.
-    o_some = (tl.arange(0, KEY_TILE) * n_keys.to(tl.int64) // KEY_TILE).to(tl.int32)
-    norms, _ = squared_norms(k_ptr, shift_ptr, o_some, o_some < n_keys, stride_km, stride_ks, M, D, BC, SHIFTED)
+    # The reference is the largest c, without priors, of KEY_TILE keys spread over the sequence. The statistics hold the
+    # range of c around it.
+    o_sample = (tl.arange(0, KEY_TILE) * n_keys.to(tl.int64) // KEY_TILE).to(tl.int32)
+    norms, _ = squared_norms(k_ptr, shift_ptr, o_sample, o_sample < n_keys, stride_km, stride_ks, M, D, BC, SHIFTED)
     ref = -float("inf")
     for r in tl.static_range(M):
         ref = tl.maximum(ref, tl.max((constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E, 0))
@@ -87,18 +93,18 @@ def prepare_keys(
         low = tl.minimum(low, tl.min(tl.where(b_c == -float("inf"), float("inf"), b_c), 0))
         tl.store(p_c + r * n_key_tiles * KEY_TILE, b_c)
         if r == 0:
-            b_any = b_c
-            b_first = tl.maximum(b_c, -1e30)
+            b_max = b_c
+            b_c0 = tl.maximum(b_c, -1e30)
         else:
-            b_any = tl.maximum(b_any, b_c)
+            b_max = tl.maximum(b_max, b_c)
         if not HARD:
-            b_second = tl.exp2(tl.minimum(b_c, 126.0))
+            b_coef = tl.exp2(tl.minimum(b_c, 126.0))
         elif r == 0:
-            b_second = b_c
+            b_coef = b_c
         else:
-            b_second = tl.where(b_c == -float("inf"), 0.0, b_c - b_first)
-        tl.store(p_c + (HK * M + r).to(tl.int64) * n_key_tiles * KEY_TILE, b_second)
-        factors = factors + (b_second[:, None],)
+            b_coef = tl.where(b_c == -float("inf"), 0.0, b_c - b_c0)
+        tl.store(p_c + (HK * M + r).to(tl.int64) * n_key_tiles * KEY_TILE, b_coef)
+        factors = factors + (b_coef[:, None],)
     if key_operand_ptr is not None:
         o_c = tl.arange(0, 16)
         o_operand = (i_h * n_key_tiles + key_tile).to(tl.int64) * KEY_TILE + tl.arange(0, KEY_TILE)
@@ -107,6 +113,6 @@ def prepare_keys(
     tl.store(p_stats, high)
     tl.store(p_stats + 1, low)
     longest = tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0))
-    masked = tl.max(tl.where(m_j & (b_any == -float("inf")), 1, 0), 0)
+    masked = tl.max(tl.where(m_j & (b_max == -float("inf")), 1, 0), 0)
     tl.store(p_stats + 2, tl.where(masked > 0, -tl.maximum(longest, 1e-30), longest))
     tl.store(p_stats + 3, ref)

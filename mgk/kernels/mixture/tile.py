@@ -1,9 +1,8 @@
-"""Tile-level functions that the kernels of every pass share.
+"""Tile-level functions shared by the mixture kernels.
 
-Everything is in base 2. A row i is a query, a column j a key, r a component; a score is s_ij = q_i.k_j (or q_i.k_jr)
-before scaling.
-Row terms and key terms arrive already expanded to [rows, 1] and [1, keys], or to [1, rows] and [keys, 1] in the pass
-along the keys.
+Exponents are in base 2. Row i is a query, column j a key, r a component. A score is s_ij = q_i.k_j (or q_i.k_jr) before
+scaling. Row terms and key terms are already expanded: to [rows, 1] and [1, keys], or to [1, rows] and [keys, 1] where
+the tile is transposed (`bwd_dkdv`). README.md of `mgk.kernels` has the formulas, the workspace layouts and a glossary.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
@@ -12,16 +11,16 @@ import os
 import triton
 import triton.language as tl
 
-# Keys are prepared in tiles of this many: one reference exponent per tile. Block sizes along the keys divide it.
+# Keys per prepared tile. Block sizes along the keys divide it.
 KEY_TILE = tl.constexpr(128)
-# Vectors of a head's rows are a multiple of this long: the bulk copy engine then reads no block across their end, and
-# none from an address that is no multiple of 16 bytes, at which it stops the device. Blocks that it reads divide this
-# and have 32 rows at least: it writes to multiples of 128 bytes in shared memory.
+# The row vectors of a head are padded to a multiple of this length. TMA then reads no block across their end and none
+# from an address that is not a multiple of 16 bytes, which would be a device error. Blocks read by TMA divide this and
+# have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
-# Exponents (base 2) that the factored form may lose before the logsumexp form takes over.
+# Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
 SAFE_RANGE = tl.constexpr(80.0)
-# As much of it where the blend of a row and a key that never meet is formed as well: that may not overflow.
+# The same where the mixture sum is also formed for masked pairs, whose exponents must not overflow.
 FACTOR_RANGE = tl.constexpr(60.0)
 # Values of the constexpr PATH. A kernel runs in its general form for every tile, in its fast form (tiles that are not
 # safe are flagged), as the fallback for flagged tiles, or with both forms in one launch.
@@ -31,24 +30,27 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def schedule(n_tiles, n_heads, SECTION):
-    """Program number -> (tile, head). Heads come in sections whose keys fit the L2 cache; in a section, the last tiles
-    (the heavy causal rows) first."""
+    """Return (tile, head) of this program.
+
+    Heads are grouped into sections of SECTION heads whose keys fit the L2 cache. Within a section the last tiles, which
+    have the most causal work, come first.
+    """
     i_p = tl.program_id(0)
     i_section = i_p // (SECTION * n_tiles)
     width = min(SECTION, n_heads - i_section * SECTION)
-    rest = i_p - i_section * SECTION * n_tiles
-    return n_tiles - 1 - rest // width, i_section * SECTION + rest % width
+    i_within = i_p - i_section * SECTION * n_tiles
+    return n_tiles - 1 - i_within // width, i_section * SECTION + i_within % width
 
 
 @triton.jit
 def padded_rows(n):
-    """Rows of a head in the vectors that one pass leaves for the other."""
+    """Return the padded length of a head's row vectors."""
     return tl.cdiv(n, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 @triton.jit
 def sequence_bounds(cu_ptr, i_b, n, PACKED: tl.constexpr):
-    """Batch entry, first position, length and first tile (of TILE) of sequence i_b."""
+    """Return batch entry, first position, length and first key tile of sequence i_b."""
     if PACKED:
         start = tl.load(cu_ptr + i_b)
         return i_b * 0, start, tl.load(cu_ptr + i_b + 1) - start, start // KEY_TILE + i_b
@@ -58,7 +60,10 @@ def sequence_bounds(cu_ptr, i_b, n, PACKED: tl.constexpr):
 
 @triton.jit
 def load_scales(scale_ptr, scale, i_h, M: tl.constexpr, SCALE: tl.constexpr):
-    """lambda_r, natural: SCALE is 0 for one number, 1 for one per head, M for one per head and component."""
+    """Return lambda_r of each component (base e).
+
+    SCALE: 0 one number for all heads, 1 one per head, M one per head and component.
+    """
     out = ()
     for r in tl.static_range(M):
         if SCALE == 0:
@@ -72,7 +77,7 @@ def load_scales(scale_ptr, scale, i_h, M: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, BD], zero beyond n_rows and D."""
+    """Load [rows, BD], zero beyond n_rows and D."""
     o_d = tl.arange(0, BD)
     p_row = ptr + o_row[:, None].to(tl.int64) * stride + o_d[None, :]
     if MASKED:
@@ -85,7 +90,7 @@ def load_rows(ptr, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr, MAS
 
 @triton.jit
 def head_pointer(src, i_b, i_h, start, stride_b, stride_h, stride_row, TMA: tl.constexpr):
-    """Where a head's sequence begins: a pointer moved there; a descriptor stays what it is."""
+    """Return the pointer to a head's sequence; a TMA descriptor is returned unchanged."""
     if TMA:
         return src
     else:
@@ -97,10 +102,11 @@ def load_tile(
     src, i_b, i_h, r: tl.constexpr, start, n, stride_m, stride_row, n_rows, N: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, COMPONENTS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows n to n + N of a head, [N, BD], by pointer or by the bulk copy engine. src has an axis of components if
-    COMPONENTS, of which this is r.
-    The copy engine fills with zeros beyond the tensor; rows of the next packed sequence are finite and get no
-    weight."""
+    """Load rows n to n + N of a head, [N, BD], by pointer or TMA.
+
+    COMPONENTS: src has an axis of components, of which r is loaded. TMA fills with zeros beyond the tensor; rows of the
+    next packed sequence are finite and get weight 0.
+    """
     if TMA:
         if COMPONENTS:
             return src.load([i_b, i_h, r, start + n, 0]).reshape(N, BD)
@@ -111,11 +117,13 @@ def load_tile(
 
 
 @triton.jit
-def to_registers(b_x, BD: tl.constexpr, HALF: tl.constexpr):
-    """The same values as the result of a product: a left operand that stays in registers instead of being read from
-    shared memory at every use,
-    whose row sums lie as the rows of later products do."""
-    if HALF:
+def to_registers(b_x, BD: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """Return b_x as the result of a GEMM with the identity.
+
+    As a left operand it then stays in registers instead of being read from shared memory at every use, and its row sums
+    have the layout of later accumulators.
+    """
+    if IN_REGISTERS:
         o_d = tl.arange(0, BD)
         return tl.dot(b_x, (o_d[:, None] == o_d[None, :]).to(b_x.dtype)).to(b_x.dtype)
     else:
@@ -132,7 +140,7 @@ def store_rows(ptr, b_x, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexp
 
 @triton.jit
 def load_vectors(ptr, o_x, stride, n, M: tl.constexpr, AXIS: tl.constexpr, MASKED: tl.constexpr):
-    """M vectors, expanded along AXIS; MASKED: zero beyond n."""
+    """Load M vectors, expanded along AXIS. MASKED: zero beyond n."""
     out = ()
     for r in tl.static_range(M):
         p_x = ptr + r * stride + o_x
@@ -149,8 +157,11 @@ def load_shift(shift_ptr, i_h, r: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def mul_rn(x, y):
-    """x y, rounded. Left to itself the compiler makes a multiply-add of a product and a later difference: equal
-    products then differ by what the rounding of one of them lost, and a tie is none."""
+    """Return x y, rounded.
+
+    Otherwise the compiler fuses a product and a later difference into an FMA. The difference of equal products is then
+    the rounding error of one of them instead of 0, and ties are lost.
+    """
     if INTERPRETED:
         return x * y
     else:
@@ -164,23 +175,26 @@ def row_terms(
     b_q, shift_ptr, i_h, lam, tau, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SHIFTED: tl.constexpr,
     UNEQUAL: tl.constexpr,
 ):  # fmt: skip
-    """a_ir (base 2): lambda_r q.b_r for shifted keys, and -tau lambda_r |q|^2 / 2 where the scales differ."""
+    """Return a_ir (base 2) for each r, and |q_i|^2.
+
+    a_ir is lambda_r q_i.b_r for shifted keys, less tau lambda_r |q_i|^2 / 2 where the scales differ (UNEQUAL).
+    """
     b_x = b_q.to(tl.float32)
-    norm = tl.sum(b_x * b_x, 1)
+    squared_norm = tl.sum(b_x * b_x, 1)
     out = ()
     for r in tl.static_range(M):
-        b_a = tl.zeros_like(norm)
+        b_a = tl.zeros_like(squared_norm)
         if SHIFTED:
             b_a += tl.sum(b_x * load_shift(shift_ptr, i_h, r, M, D, BD)[None, :], 1)
         if UNEQUAL:
-            b_a -= 0.5 * tau * norm
+            b_a -= 0.5 * tau * squared_norm
         out = out + (mul_rn(b_a, lam[r] * LOG2E),)
-    return out, norm
+    return out, squared_norm
 
 
 @triton.jit
 def as_columns(xs, b_sub, M: tl.constexpr):
-    """x_r - b_sub, each as a column [rows, 1]."""
+    """Return x_r - b_sub as columns [rows, 1]."""
     out = ()
     for r in tl.static_range(M):
         out = out + ((xs[r] - b_sub)[:, None],)
@@ -213,9 +227,12 @@ def elementwise_min(xs, M: tl.constexpr):
 
 @triton.jit
 def key_range(stats_ptr, n_tiles):
-    """Over the prepared tiles of a head, relative to its reference: largest c, smallest finite c; the longest key; the
-    end of the last tile with a key that is not masked; and 1 if some key is, otherwise 0."""
-    # A warp's width: every warp then reduces for itself, without a barrier.
+    """Reduce the statistics of a head's key tiles.
+
+    Returns the largest c and the smallest finite c (relative to the head's reference), the largest |k|, the end of the
+    last tile that has an unmasked key, and 1 if a key is masked, else 0.
+    """
+    # The width of a warp: every warp reduces without a barrier.
     o_t = tl.arange(0, 32)
     high = tl.full([32], -float("inf"), tl.float32)
     low = tl.full([32], float("inf"), tl.float32)
@@ -237,14 +254,13 @@ def key_range(stats_ptr, n_tiles):
 
 @triton.jit
 def key_span(high, low):
-    """How far C_jr reach from 1, in exponents: 0 where every key is masked."""
+    """Return the largest |c_jr| from the range of c; 0 if every key is masked."""
     return tl.maximum(tl.maximum(high, -low), 0.0)
 
 
 @triton.jit
 def skip_tile(p_flag, PATH: tl.constexpr):
-    """The second kernel (PATH 2) takes only the tiles that the first flagged; a kernel without a first (PATH 0) takes
-    all."""
+    """Return whether this is the fallback kernel and the fast one did not flag the tile."""
     if PATH == FALLBACK:
         return tl.load(p_flag) == 0.0
     else:
@@ -253,8 +269,7 @@ def skip_tile(p_flag, PATH: tl.constexpr):
 
 @triton.jit
 def flag_for_fallback(p_flag, safe, PATH: tl.constexpr):
-    """The first kernel (PATH 1) takes the safe tiles and flags the others. A kernel of both forms (PATH 3) leaves
-    nothing, and walks over safe tiles by the first, over others by the general one."""
+    """Flag a tile that is not safe for the fast form, and return whether the fast kernel leaves it to the fallback."""
     if PATH == FAST:
         tl.store(p_flag, tl.where(safe, 0.0, 1.0))
         return not safe
@@ -268,7 +283,7 @@ def component_scores(
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """q.k_j for shifted keys (one product), q.k_jr for independent ones (a product for each r from FIRST to LAST)."""
+    """Return q.k_j for shifted keys (one GEMM), or q.k_jr for r from FIRST to LAST (one GEMM per component)."""
     out = ()
     for r in tl.static_range(FIRST, LAST):
         b_k = load_tile(k_src, i_b, i_k, r, start, n, stride_m, stride_s, S, BN, D, BD, not SHIFTED, MASKED, TMA)
@@ -286,7 +301,7 @@ def apply_mask(scores, m_valid, M: tl.constexpr):
 
 @triton.jit
 def add_bias(scores, b_bias, lam, M: tl.constexpr):
-    """A float mask joins the scores before scaling, so that every later step is the same."""
+    """Add a float mask to the scores before scaling, so that later steps do not depend on it."""
     out = ()
     for r in tl.static_range(M):
         out = out + (scores[r] + b_bias / lam[r],)
@@ -295,7 +310,7 @@ def add_bias(scores, b_bias, lam, M: tl.constexpr):
 
 @triton.jit
 def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: tl.constexpr, MASK: tl.constexpr):
-    """attn_mask on a tile: o_i and o_j expanded as the tile is. MASK 1: bool, 2: float."""
+    """Apply attn_mask to a tile. MASK: 1 bool, 2 float. o_i and o_j are expanded to the tile's orientation."""
     m_in = (o_i < L) & (o_j < S)
     p_mask = mask_ptr + o_i.to(tl.int64) * stride_l + o_j.to(tl.int64) * stride_s
     if MASK == 1:
@@ -306,25 +321,24 @@ def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: t
 
 @triton.jit
 def dropout_mask(seed, i_bh, o_i, o_j, S, dropout_p):
-    """Which weights a_ij dropout keeps: one draw per (batch and head, i, j), whatever the tile."""
+    """Return which weights dropout keeps: one draw per (batch and head, i, j), independent of the tiling."""
     return tl.rand(seed + i_bh, o_i * S + o_j) >= dropout_p
 
 
 @triton.jit
-def exponents(scores, alpha, bias, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
-    """l_ijr (base 2) of a tile: lambda_r s + a_ir + c_jr, one tensor per component."""
+def exponents(scores, alpha, c, lam, M: tl.constexpr, SHIFTED: tl.constexpr):
+    """Return l_ijr = lambda_r s + a_ir + c_jr (base 2) of a tile, one tensor per component."""
     out = ()
     for r in tl.static_range(M):
-        # In this order every operation on a tile has an operand that came out of a product: grouped as (alpha + bias)
-        # the compiler
-        # lays the sum out otherwise and moves it through shared memory.
-        out = out + ((scores[0 if SHIFTED else r] * (lam[r] * LOG2E) + alpha[r]) + bias[r],)
+        # In this order every operation has an operand with the accumulator's layout. With alpha + c first, the compiler
+        # gives that sum another layout and moves it through shared memory.
+        out = out + ((scores[0 if SHIFTED else r] * (lam[r] * LOG2E) + alpha[r]) + c[r],)
     return out
 
 
 @triton.jit
 def mixture_sum(rho, coef, M: tl.constexpr):
-    """sum_r A_ir C_jr / A_i0."""
+    """Return sum_r A_ir C_jr / A_i0."""
     out = coef[0]
     for r in tl.static_range(1, M):
         out = out + rho[r - 1] * coef[r]
@@ -333,10 +347,10 @@ def mixture_sum(rho, coef, M: tl.constexpr):
 
 @triton.jit
 def component_ratios(alpha, M: tl.constexpr, HARD: tl.constexpr, LIMIT: tl.constexpr):
-    """A_ir / A_i0 for r >= 1, at most 2^LIMIT; for hard assignment a_ir - a_i0."""
+    """Return A_ir / A_i0 for r >= 1, at most 2^LIMIT; for hard assignment a_ir - a_i0."""
     out = ()
     for r in tl.static_range(1, M):
         b_lead = alpha[r] - alpha[0]
-        # Clamped where such rows are left to the second kernel, which does not use it.
+        # Rows beyond the limit go to the fallback, which does not use the ratio.
         out = out + (b_lead if HARD else tl.exp2(tl.minimum(b_lead, LIMIT)),)
     return out
