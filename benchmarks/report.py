@@ -29,8 +29,7 @@ from experiments.paper.speed_goals import (
     select,
     shape_of,
 )
-from mgk._core.io import replacing, write_atomically
-from mgk._core.markdown import markdown_table, number
+from mgk._core.io import format_number, markdown_table, replacing, write_atomically
 from mgk.bench.timing import PASSES
 from mgk.training import results
 
@@ -41,17 +40,17 @@ SIDES = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2
 def speed_table(rows: list[Record]) -> str:
     columns = {(name, which): ratios(rows, name, which) for name in NAMES for which in PASSES}
     lines = [["B × H × N × D", *(f"{NAMES[name]} {which}" for name, which in columns)]]
-    lines += [[shape, *(number(found.get(shape)) for found in columns.values())] for shape in SHAPES]
+    lines += [[shape, *(format_number(found.get(shape)) for found in columns.values())] for shape in SHAPES]
     means, largest = ["**geometric mean without the last**"], ["largest of them"]
     for found in columns.values():
         values = [found[shape] for shape in GOAL_SHAPES if shape in found]
         mean = speed_goals.mean(found)
         means.append("–" if mean is None else f"**{mean:.2f}**")
-        largest.append(number(max(values, default=None)))
+        largest.append(format_number(max(values, default=None)))
     plain = ["mean in plain calls, with their Python"]
     for name, which in columns:
-        plain.append(number(speed_goals.mean(plain_ratios(rows, name, which))))
-    wanted = ["goal of the mean", *(number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
+        plain.append(format_number(speed_goals.mean(plain_ratios(rows, name, which))))
+    wanted = ["goal of the mean", *(format_number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
     return markdown_table([*lines, means, largest, wanted, plain])
 
 
@@ -82,7 +81,7 @@ def peer(rows: list[Record], backend: str, share: int, key_share: int, which: st
         if speed_goals.has_heads(row, share, key_share)
     }
     values = [found[shape] for shape in GOAL_SHAPES if shape in found]
-    return number(geometric_mean(values)) if values else "–"
+    return format_number(geometric_mean(values)) if values else "–"
 
 
 def part_table(rows: list[Record], task: str, unit: str) -> str:

@@ -1,4 +1,4 @@
-"""What a layer remembers between decoding steps: keys and values, or the constant-size state of linear attention."""
+"""Caches for decoding: keys and values, or the constant-size state of linear attention."""
 
 from __future__ import annotations
 
@@ -15,89 +15,113 @@ from mgk._core.validation import fail
 
 @dataclass(frozen=True)
 class DevicePosition:
-    """Where the next token goes, as numbers on the device: steps that know it from there alone have the same shapes and
-    the same memory whatever the length, and can be recorded once for all tokens."""
+    """Position of the next token as tensors on the device.
 
-    index: Tensor  # int64 [1]: how many tokens are held
-    count: Tensor  # int32 [1]: one more
+    A decoding step that reads the position from the device has the same shapes and buffers for every length, so that
+    one captured CUDA graph serves all tokens.
+    """
+
+    index: Tensor  # int64 [1]: number of tokens in the cache
+    length: Tensor  # int32 [1]: index + 1
 
 
 class Cache(ABC):
-    """Made by `Attention.make_cache` and passed to every forward; each appends its keys."""
+    """Keys and values, or a state, of the tokens that a layer has processed.
+
+    Made by `Attention.make_cache` and passed to every forward, which appends its tokens.
+
+    Attributes:
+        batch_size: Number of sequences.
+        max_length: Maximum number of tokens per sequence.
+        length: Number of tokens in the cache.
+        device_position: If set, a forward processes one token at this position, writes to the existing buffers and
+            does not change `length`, which the caller updates.
+    """
 
     def __init__(self, batch_size: int, max_length: int) -> None:
         self.batch_size, self.max_length, self.length = batch_size, max_length, 0
-        # Where it is set, a forward is of one token: it reads the place, not `length`, works in the memory that there
-        # is, and leaves `length` to who set it.
-        self.place: DevicePosition | None = None
-
-    def check_padding(self, given: bool) -> None:  # noqa: B027  (a state has no padding left in it)
-        """What an earlier mask asks of this call."""
+        self.device_position: DevicePosition | None = None
 
     @property
     @abstractmethod
-    def memory(self) -> Sequence[Tensor]:
-        """What it holds, where a step at a `place` reads and writes it."""
+    def buffers(self) -> Sequence[Tensor]:
+        """Tensors that hold the contents."""
 
     @abstractmethod
-    def move_to(self, memory: Sequence[Tensor]) -> bool:
-        """Goes on in memory that was its own before, where it still fits; keys and values stay where they are."""
+    def use_buffers(self, buffers: Sequence[Tensor]) -> bool:
+        """Move the contents to buffers that the cache had before; return False if they do not fit."""
 
     @property
     def nbytes(self) -> int:
-        """The memory it holds."""
-        return sum(part.nbytes for part in self.memory)
+        """Size of the buffers in bytes."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
-    def count(self) -> Tensor | None:
-        """How many of the keys that `append` returns are there, the new one included, where only the device knows."""
-        return None if self.place is None else self.place.count
+    def num_valid_keys(self) -> Tensor | None:
+        """Number of valid keys that `append` returns, int32 [1], if only the device has it."""
+        return None if self.device_position is None else self.device_position.length
 
     def next_positions(self, x: Tensor) -> Tensor:
-        """Of the tokens of x [B, L, ...], which come next: [L]."""
-        if self.place is not None:
-            return self.place.index
+        """Return the positions of new tokens x [B, L, ...], [L]."""
+        if self.device_position is not None:
+            return self.device_position.index
         return torch.arange(self.length, self.length + x.shape[1], device=x.device)
 
     @abstractmethod
     def reorder(self, rows: Tensor) -> None:
-        """Makes row n what row rows[n] was, as beam search asks for."""
+        """Replace row n by row rows[n], as in beam search.
+
+        Args:
+            rows: Integer tensor [B].
+        """
 
     @abstractmethod
     def take(self, rows: Tensor) -> None:
-        """Makes row n what row rows[n] was; there may be more or fewer of them than before."""
+        """Select rows; the batch size becomes their number.
+
+        Args:
+            rows: Integer tensor of row numbers, of any length.
+        """
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
+        """Discard all but the first `length` tokens."""
 
     def enlarge(self, max_length: int) -> None:
-        """Makes room for max_length tokens; what is held stays."""
+        """Raise the maximum length; the contents stay."""
         if max_length < self.max_length:
-            fail("max_length", f"must be at least the {self.max_length} that there is room for, got {max_length}")
+            fail("max_length", f"must be at least the current {self.max_length}, got {max_length}")
         self.max_length = max_length
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets everything; the memory is kept."""
+        """Discard all tokens; the buffers stay allocated."""
 
-    def grow(self, batch: int, new: int) -> int:
-        """Counts new tokens, and returns how many there were."""
+    def advance(self, batch: int, new_tokens: int) -> int:
+        """Add new tokens to the length, and return the length before."""
         if batch != self.batch_size:
             fail("cache", f"was made for a batch of {self.batch_size}, got {batch}")
-        if self.length + new > self.max_length:
-            fail("cache", f"holds {self.length} of at most {self.max_length} tokens: {new} more do not fit")
-        self.length += new
-        return self.length - new
+        if self.length + new_tokens > self.max_length:
+            fail("cache", f"holds {self.length} of at most {self.max_length} tokens: {new_tokens} more do not fit")
+        self.length += new_tokens
+        return self.length - new_tokens
 
-    def _check_rows(self, rows: Tensor, *, as_many: bool = True) -> Tensor:
+    def check_padding_mask(self, has_mask: bool) -> None:  # noqa: B027  (a state has no padding)
+        """Check that a call has a padding mask if an earlier call had one."""
+
+    def check_inference(self, *tensors: Tensor) -> None:
+        """Check that no gradient is required of new tokens."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            fail("cache", "is for inference: wrap the call in torch.no_grad()")
+
+    def _check_rows(self, rows: Tensor, *, same_number: bool = True) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
             fail("rows", "must be an integer tensor of row numbers")
         if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             fail("rows", f"must be numbers from 0 to {self.batch_size - 1}, got {rows.tolist()}")
-        if rows.dim() != 1 or (as_many and rows.numel() != self.batch_size):
-            count = f"{self.batch_size} indices, one for each row" if as_many else "indices in one dimension"
-            fail("rows", f"must be {count}, got shape {list(rows.shape)}")
+        if rows.dim() != 1 or (same_number and rows.numel() != self.batch_size):
+            form = f"{self.batch_size} indices, one for each row" if same_number else "indices in one dimension"
+            fail("rows", f"must be {form}, got shape {list(rows.shape)}")
         return rows
 
     def _check_length(self, length: int) -> int:
@@ -106,84 +130,92 @@ class Cache(ABC):
         except TypeError:
             number = -1
         if not 0 <= number <= self.length:
-            fail("length", f"must be a whole number between 0 and the {self.length} tokens held, got {length!r}")
+            fail("length", f"must be an integer from 0 to the {self.length} tokens in the cache, got {length!r}")
         return number
 
 
 class KeyValueCache(Cache):
-    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hk, S, E] and, where the prior asks, positions [B, S]."""
+    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hk, S, E] and optionally positions [B, S]."""
 
-    def __init__(self, max_length: int, keys: Tensor, value: Tensor, positions: Tensor | None) -> None:
+    def __init__(self, max_length: int, keys: Tensor, value: Tensor, *, with_positions: bool = False) -> None:
         super().__init__(keys.shape[0], max_length)
-        self._buffers = [keys, value] if positions is None else [keys, value, positions]
-        self.padded = False  # whether the last call came with a padding mask
-        # The axis along which each grows.
-        self._axes = [keys.dim() - 2, 2, 1][: len(self._buffers)]
+        self._buffers = [keys, value]
+        # Axis of the tokens in each buffer.
+        self._axes = [keys.dim() - 2, 2]
+        if with_positions:
+            self._buffers.append(torch.zeros(self.batch_size, max_length, dtype=torch.long, device=keys.device))
+            self._axes.append(1)
+        self.padded = False  # whether the last call had a padding mask
 
     @property
-    def memory(self) -> Sequence[Tensor]:
+    def buffers(self) -> Sequence[Tensor]:
+        """Keys, values and, if kept, positions."""
         return self._buffers
 
-    def move_to(self, memory: Sequence[Tensor]) -> bool:
-        return all(part is mine for part, mine in zip(memory, self._buffers, strict=True))
+    def use_buffers(self, buffers: Sequence[Tensor]) -> bool:
+        """Return whether the buffers are the current ones: keys and values are not moved."""
+        return all(new is current for new, current in zip(buffers, self._buffers, strict=True))
 
-    def check_padding(self, given: bool) -> None:
-        """A mask given with earlier tokens is of all keys: without it, their padding would be attended to."""
-        if self.padded and not given:
+    def check_padding_mask(self, has_mask: bool) -> None:
+        """Check that a call has a padding mask if an earlier one had: without it, padding would be attended to."""
+        if self.padded and not has_mask:
             fail("key_padding_mask", "was given for earlier tokens of this cache: give it for all keys held")
 
     def append(self, keys: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Everything held, the new at the end."""
+        """Append keys, values and positions; return all in the cache, with the new ones last."""
         for buffer, new in ((self._buffers[0], keys), (self._buffers[1], value)):
-            old, given = buffer.shape, new.shape
-            if old[:-2] != given[:-2] or old[-1] != given[-1]:
+            if buffer.shape[:-2] != new.shape[:-2] or buffer.shape[-1] != new.shape[-1]:
                 fail("cache", "was made by a layer of other sizes")
         parts = (keys, value, positions)
-        held = list(self._buffers)
-        if self.place is not None:
+        contents = list(self._buffers)
+        if self.device_position is not None:
             for buffer, axis, part in zip(self._buffers, self._axes, parts, strict=False):
                 assert part is not None
-                buffer.index_copy_(axis, self.place.index, part.to(buffer.dtype))
+                buffer.index_copy_(axis, self.device_position.index, part.to(buffer.dtype))
         else:
             new_tokens = keys.shape[-2]
-            start = self.grow(keys.shape[0], new_tokens)
+            start = self.advance(keys.shape[0], new_tokens)
             for n, (buffer, axis, part) in enumerate(zip(self._buffers, self._axes, parts, strict=False)):
                 assert part is not None
-                held[n] = buffer.narrow(axis, 0, self.length)
-                held[n].narrow(axis, start, new_tokens).copy_(part)
-        if held[0].dtype != keys.dtype:
-            held[:2] = held[0].to(keys.dtype), held[1].to(value.dtype)
-        return held[0], held[1], held[2] if len(held) == 3 else None
+                contents[n] = buffer.narrow(axis, 0, self.length)
+                contents[n].narrow(axis, start, new_tokens).copy_(part)
+        if contents[0].dtype != keys.dtype:
+            contents[:2] = contents[0].to(keys.dtype), contents[1].to(value.dtype)
+        return contents[0], contents[1], contents[2] if len(contents) == 3 else None
 
     def reorder(self, rows: Tensor) -> None:
+        """Replace row n by row rows[n]."""
         self._check_rows(rows)
         for buffer in self._buffers:
             buffer.copy_(buffer.index_select(0, rows.to(buffer.device)))
 
     def take(self, rows: Tensor) -> None:
-        self._check_rows(rows, as_many=False)
+        """Select rows; the batch size becomes their number."""
+        self._check_rows(rows, same_number=False)
         self._buffers = [buffer.index_select(0, rows.to(buffer.device)) for buffer in self._buffers]
         self.batch_size = len(rows)
 
     def enlarge(self, max_length: int) -> None:
+        """Copy the contents to buffers for max_length tokens."""
         super().enlarge(max_length)
-        for n, (held, axis) in enumerate(zip(self._buffers, self._axes, strict=True)):
-            shape = list(held.shape)
+        for n, (buffer, axis) in enumerate(zip(self._buffers, self._axes, strict=True)):
+            shape = list(buffer.shape)
             shape[axis] = max_length
-            self._buffers[n] = held.new_zeros(shape)
-            self._buffers[n].narrow(axis, 0, held.shape[axis]).copy_(held)
+            self._buffers[n] = buffer.new_zeros(shape)
+            self._buffers[n].narrow(axis, 0, buffer.shape[axis]).copy_(buffer)
 
     def crop(self, length: int) -> None:
+        """Discard all but the first `length` tokens."""
         self.length = self._check_length(length)
-        # A mask of earlier tokens says nothing where there are none.
         self.padded = self.padded and length > 0
 
     def reset(self) -> None:
+        """Discard all tokens."""
         self.length, self.padded = 0, False
 
 
 class StateCache(Cache):
-    """The sums Z and z of linear attention: the same size whatever the length."""
+    """The sums Z and z of linear attention, whose size does not depend on the length."""
 
     state: tuple[Tensor, ...]
 
@@ -193,44 +225,51 @@ class StateCache(Cache):
         self.reset()
 
     @property
-    def memory(self) -> Sequence[Tensor]:
+    def buffers(self) -> Sequence[Tensor]:
+        """The state."""
         return self.state
 
-    def move_to(self, memory: Sequence[Tensor]) -> bool:
-        if any(part.shape != mine.shape for part, mine in zip(memory, self.state, strict=True)):
+    def use_buffers(self, buffers: Sequence[Tensor]) -> bool:
+        """Copy the state to these buffers if their shapes fit."""
+        if any(new.shape != current.shape for new, current in zip(buffers, self.state, strict=True)):
             return False
-        if self.state is not memory:
-            for part, mine in zip(memory, self.state, strict=True):
-                part.copy_(mine)
-            self.state = tuple(memory)
+        if self.state is not buffers:
+            for new, current in zip(buffers, self.state, strict=True):
+                new.copy_(current)
+            self.state = tuple(buffers)
         return True
 
-    def replace(self, state: tuple[Tensor, ...], new: int) -> None:
-        if self.place is None:
-            self.grow(state[0].shape[0], new)
+    def replace(self, state: tuple[Tensor, ...], new_tokens: int) -> None:
+        """Replace the state by one that includes new tokens."""
+        if self.device_position is None:
+            self.advance(state[0].shape[0], new_tokens)
             self.state = state
         else:
-            for mine, part in zip(self.state, state, strict=True):
-                mine.copy_(part)
+            for buffer, new in zip(self.state, state, strict=True):
+                buffer.copy_(new)
 
     def reorder(self, rows: Tensor) -> None:
+        """Replace row n by row rows[n]."""
         self._check_rows(rows)
         self.state = tuple(part.index_select(0, rows.to(part.device)) for part in self.state)
 
     def take(self, rows: Tensor) -> None:
-        self._check_rows(rows, as_many=False)
+        """Select rows; the batch size becomes their number."""
+        self._check_rows(rows, same_number=False)
         self.state, self._empty = (
             tuple(part.index_select(0, rows.to(part.device)) for part in parts) for parts in (self.state, self._empty)
         )
         self.batch_size = len(rows)
 
     def crop(self, length: int) -> None:
+        """Discard all tokens or none; a sum over tokens cannot be cropped otherwise."""
         if self._check_length(length) not in (0, self.length):
-            fail("length", f"must be 0 or {self.length}: a sum over tokens cannot forget some of them")
+            fail("length", f"must be 0 or {self.length}: a sum over tokens cannot be cropped to some of them")
         if length == 0:
             self.reset()
 
     def reset(self) -> None:
+        """Discard all tokens."""
         self.length = 0
-        # Not the empty state itself: a step at a place writes to what it finds.
+        # A copy: a forward at a device position writes to the state in place.
         self.state = tuple(part.clone() for part in self._empty)

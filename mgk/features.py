@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mgk._core.validation import number, one_of, positive_integer
+from mgk._core.validation import fail, number, one_of, positive_integer
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -25,6 +26,16 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "relu": torch.relu}
+
+
+def resolve_feature_map(feature_map: Any) -> Callable[[Tensor], Tensor]:
+    """Return the feature map for a name in FEATURE_MAPS; return a callable unchanged."""
+    if callable(feature_map):
+        return feature_map
+    if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
+        names = ", ".join(map(repr, FEATURE_MAPS))
+        fail("feature_map", f"must be one of {names}, or a callable, got {feature_map!r}")
+    return FEATURE_MAPS[feature_map]
 
 
 class FAVOR(nn.Module):

@@ -314,7 +314,7 @@ def _handle(call: MixtureCall | LinearCall, result: Any) -> Any:
 
 def run_mixture(call: MixtureCall, backend: str) -> Any:
     """Run a validated call of mgk_attention or smgk_attention, and return the operator's result."""
-    if call.count is not None:
+    if call.num_valid_keys is not None:
         call = mask_invalid_keys(call, backend)
     selected, _ = select_backend(call, backend)
     if call.keys.shape[-2] == 0:

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention's constructor and forward, with mixture keys inside."""
+"""The interface of torch.nn.MultiheadAttention, with mixture keys."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgk._core.calls import AttentionArgs
 from mgk._core.from_softmax import from_softmax
-from mgk._core.how import AttentionArgs
-from mgk._core.validation import fail, flag
+from mgk._core.validation import check_torch_attn_mask, check_torch_padding_mask, fail, flag
 from mgk.attention import Attention
 from mgk.variants import Variant
 
 
 class _NotATensor:
-    """Stands where nn.TransformerEncoder looks for a softmax weight: it leaves its fast path on meeting such a type."""
+    """Value of `in_proj_weight`: nn.TransformerEncoder leaves its fast path if it is of such a type."""
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -24,19 +24,33 @@ class _NotATensor:
 
 
 class MultiheadAttention(nn.Module):
-    """A drop-in for nn.MultiheadAttention, also as `self_attn` inside nn.TransformerEncoderLayer.
+    """A drop-in replacement for torch.nn.MultiheadAttention, also as `self_attn` of nn.TransformerEncoderLayer.
 
-    The first eleven arguments are torch's; add_bias_kv and add_zero_attn must stay False. The rest, by keyword, are
-    those of `Attention`, but for is_causal, which is the forward's. dropout and bias are those given here, whatever the
-    preset. As in torch's module, in **both masks True = hidden**.
+    As in torch's module, **True means masked in both masks**.
+
+    Args:
+        embed_dim: Dimension of the input and the output.
+        num_heads: Number of query heads.
+        dropout: Dropout probability on the attention weights during training, whatever the preset.
+        bias: Whether the projections have a bias, whatever the preset.
+        add_bias_kv, add_zero_attn: Must be False.
+        kdim, vdim: Dimensions of the key and the value input. Default: ``embed_dim``.
+        batch_first: If True, inputs and outputs are [B, L, E], else [L, B, E].
+        device, dtype: Device and dtype of the parameters.
+        head_dim, num_kv_heads, variant, num_components, preset, feature_map, max_positions, rotary, backend: As in
+            ``Attention``.
+
+    Examples:
+        >>> attention = mgk.MultiheadAttention(512, 4, head_dim=64, batch_first=True)
+        >>> output, weights = attention(x, x, x)
     """
 
-    # Of torch's module; we have none of them.
+    # Attributes of torch's module that this one does not have.
     bias_k = bias_v = None
     add_zero_attn = False
 
-    # nn.TransformerEncoder and its layers have fast paths that compute softmax attention from these, past our forward:
-    # with these values they do not take them.
+    # nn.TransformerEncoder and its layers have fast paths that compute softmax attention from these attributes without
+    # calling forward. These values disable them.
     _qkv_same_embed_dim = False
     in_proj_bias = None
     in_proj_weight = _NotATensor()
@@ -66,9 +80,9 @@ class MultiheadAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
-            if flag(name, given):
-                fail(name, "is not offered: mixture keys come from the input alone")
+        for name, option in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if flag(name, option):
+                fail(name, "is not supported: mixture keys come from the input only")
         self.batch_first = flag("batch_first", batch_first)
         self.attention = Attention(
             embed_dim,
@@ -91,11 +105,11 @@ class MultiheadAttention(nn.Module):
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, self.attention.head_dim
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}in_proj_weight" in state_dict or f"{prefix}q_proj_weight" in state_dict:
-            whose = "these are weights of torch.nn.MultiheadAttention: load them into one, and convert it"
-            raise ValueError(f"{prefix.rstrip('.') or 'state_dict'}: {whose} with MultiheadAttention.from_softmax")
-        super()._load_from_state_dict(state_dict, prefix, *others)
+            advice = "these are weights of torch.nn.MultiheadAttention: load them into one, and convert it"
+            raise ValueError(f"{prefix.rstrip('.') or 'state_dict'}: {advice} with MultiheadAttention.from_softmax")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @classmethod
     def from_softmax(
@@ -107,7 +121,10 @@ class MultiheadAttention(nn.Module):
         noise: float = 0.01,
         backend: str = "auto",
     ) -> MultiheadAttention:
-        """As `Attention.from_softmax`, in the place of the source: with its batch_first and its masks."""
+        """Make a replacement for a trained torch.nn.MultiheadAttention, with its batch_first and mask conventions.
+
+        See `Attention.from_softmax` for the arguments.
+        """
         attention = from_softmax(Attention, source, variant, num_components, False, noise, backend)
         layer = cls(source.embed_dim, source.num_heads, batch_first=source.batch_first, device="meta")
         layer.attention = attention
@@ -140,34 +157,45 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """query [L, B, E] (or [B, L, E] with batch_first, or [L, E] unbatched); the same for key and value.
+        """Compute attention with the arguments of torch.nn.MultiheadAttention.
 
-        key_padding_mask: [B, S], bool True = hidden, or floating point, added.
-        attn_mask: [L, S] or [B·H, L, S], bool True = hidden, or floating point, added.
-        is_causal: says that attn_mask is the causal mask (torch's hint), or stands for it when there is none. As in
-            torch, with need_weights the mask counts and not the hint (not in linear attention, which takes no mask).
-        Returns the output and, with need_weights, the weights [B, L, S], or [B, H, L, S] if not averaged.
+        Args:
+            query: [L, B, E], [B, L, E] with batch_first, or [L, E] unbatched.
+            key: [S, B, kdim], in the layout of the query.
+            value: [S, B, vdim], in the layout of the query.
+            key_padding_mask: [B, S], bool, **True = masked**, or floating point, added to the logits.
+            need_weights: If True, return the weights.
+            attn_mask: [L, S] or [B·H, L, S], bool, **True = masked**, or floating point, added to the logits.
+            average_attn_weights: If True, average the weights over heads.
+            is_causal: If True, attn_mask is the causal mask, and is used if there is no attn_mask. As in torch, with
+                need_weights a mask takes precedence, except in linear attention, which takes no mask.
+
+        Returns:
+            A tuple of the output, in the layout of the query, and the weights [B, L, S] ([B, H, L, S] if not averaged),
+            or None without need_weights.
         """
-        for name, given in (
-            ("need_weights", need_weights),
-            ("average_attn_weights", average_attn_weights),
-            ("is_causal", is_causal),
-        ):
-            flag(name, given)
-        batched = self._batched(query, key, value)
-        # What is one tensor stays one: the layer then knows it for self-attention.
-        turned = self._turned(query, batched)
-        value = turned if value is query else self._turned(value, batched)
-        key = turned if key is query else self._turned(key, batched)
-        query = turned
-        padding, bias = self._padding(key_padding_mask, batched, query, key)
-        mask = self._mask(attn_mask, query, key)
-        # With the hint the mask need not be read, and linear attention can be causal.
+        flag("need_weights", need_weights)
+        flag("average_attn_weights", average_attn_weights)
+        flag("is_causal", is_causal)
+        batched = self._check_batched(query, key, value)
+        # One tensor as query and key stays one tensor, which the layer recognises as self-attention.
+        first = self._to_batch_first(query, batched)
+        value = first if value is query else self._to_batch_first(value, batched)
+        key = first if key is query else self._to_batch_first(key, batched)
+        query = first
+        padding = bias = mask = None
+        if key_padding_mask is not None:
+            key_mask = check_torch_padding_mask(key_padding_mask, batched, query, key)
+            padding, bias = (key_mask, None) if key_mask.dtype == torch.bool else (None, key_mask)
+        if attn_mask is not None:
+            mask = check_torch_attn_mask(attn_mask, query, key, self.num_heads)
+            mask = ~mask if mask.dtype == torch.bool else mask
+        # With is_causal the mask need not be read, and linear attention can be causal.
         if is_causal and mask is not None:
-            trusted = not need_weights or self.attention.is_linear
-            is_causal, mask = (True, None) if trusted else (False, mask)
-        how = AttentionArgs(is_causal, padding, bias, mask, need_weights=need_weights)
-        result = self.attention.attend(query, key, value, how)
+            ignores_mask = not need_weights or self.attention.is_linear
+            is_causal, mask = (True, None) if ignores_mask else (False, mask)
+        args = AttentionArgs(is_causal, padding, bias, mask, need_weights=need_weights)
+        result = self.attention.attend(query, key, value, args)
         output, weights = result if need_weights else (result, None)
         output = output if self.batch_first else output.transpose(0, 1)
         if weights is not None and average_attn_weights:
@@ -177,12 +205,11 @@ class MultiheadAttention(nn.Module):
             weights = weights if weights is None else weights.squeeze(0)
         return output, weights
 
-    def _turned(self, x: Tensor, batched: bool) -> Tensor:
-        """[B, L, E]."""
+    def _to_batch_first(self, x: Tensor, batched: bool) -> Tensor:
         x = x if batched else x.unsqueeze(0 if self.batch_first else 1)
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _batched(self, query: Any, key: Any, value: Any) -> bool:
+    def _check_batched(self, query: Any, key: Any, value: Any) -> bool:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor) or x.dim() not in (2, 3):
                 shapes = "[B, L, E]" if self.batch_first else "[L, B, E]"
@@ -190,29 +217,3 @@ class MultiheadAttention(nn.Module):
             if x.dim() != query.dim():
                 fail(name, f"has {x.dim()} dimensions, but query has {query.dim()}")
         return bool(query.dim() == 3)
-
-    def _padding(self, mask: Any, batched: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """A bool mask or a float bias, [B, S]."""
-        if mask is None:
-            return None, None
-        shape = (query.shape[0], key.shape[1])
-        if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
-            fail("key_padding_mask", "must be a bool (True = hidden) or floating-point tensor [B, S]")
-        mask = mask if batched or mask.dim() != 1 else mask.unsqueeze(0)
-        if mask.shape != shape:
-            fail("key_padding_mask", f"must have shape [B, S] = {list(shape)}, got {list(mask.shape)}")
-        return (mask, None) if mask.dtype == torch.bool else (None, mask)
-
-    def _mask(self, mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
-        """torch's attn_mask in SDPA's sense, [L, S] or [B, H, L, S]."""
-        if mask is None:
-            return None
-        batch, length = query.shape[:2]
-        one, many = (length, key.shape[1]), (batch * self.num_heads, length, key.shape[1])
-        if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
-            fail("attn_mask", "must be a bool (True = hidden) or floating-point tensor")
-        if mask.shape not in (one, many):
-            wanted = f"[L, S] = {list(one)} or [B·H, L, S] = {list(many)}"
-            fail("attn_mask", f"must have shape {wanted}, got {list(mask.shape)}")
-        mask = mask if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
-        return ~mask if mask.dtype == torch.bool else mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mgk._core.validation import fail, flag, number, one_of, positive_integer
 
@@ -82,6 +83,16 @@ class LinearForm:
     length_scaled: bool = False  # queries' and keys' features times S^(-1/4) each
     l1_features: bool = False  # features of each token divided by their sum
     width_scaled: bool = False  # output times 1/√D
+
+    def check_supported(self, **options: Any) -> None:
+        """Check that options which process only a part of a sequence are None if outputs scale with its length."""
+        for name, option in options.items():
+            if self.length_scaled and option is not None:
+                fail(name, "does not go with preset 'ref-lra', whose linear attention is scaled by the whole length")
+
+    def output_factor(self, length: int, head_dim: int) -> float:
+        """Return the factor of outputs and weights."""
+        return (length**-0.5 if self.length_scaled else 1.0) * (head_dim**-0.5 if self.width_scaled else 1.0)
 
 
 @dataclass(frozen=True)

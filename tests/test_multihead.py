@@ -151,7 +151,7 @@ def test_the_attributes_of_torchs_module():
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_it_is_mgk_attention_with_torchs_masks(variant):
-    """True = hidden in both; L first by default; the variant reaches the layer."""
+    """True = masked in both; L first by default; the variant reaches the layer."""
     ours = MultiheadAttention(EMBED, 2, head_dim=5, dtype=F64, variant=variant, num_components=3)
     assert ours.attention.variant is mgk.VARIANTS[variant]
     query, key, value = inputs(batch_first=False)
@@ -297,8 +297,8 @@ def test_weights_of_torchs_layer_are_not_taken_for_ours(name):
 
 
 REFUSED = [
-    (lambda: MultiheadAttention(EMBED, H, add_bias_kv=True), "add_bias_kv is not offered"),
-    (lambda: MultiheadAttention(EMBED, H, add_zero_attn=True), "add_zero_attn is not offered"),
+    (lambda: MultiheadAttention(EMBED, H, add_bias_kv=True), "add_bias_kv is not supported"),
+    (lambda: MultiheadAttention(EMBED, H, add_zero_attn=True), "add_zero_attn is not supported"),
     (lambda: MultiheadAttention(EMBED, 5), "num_heads = 5 does not divide embed_dim"),
     (lambda: call(randn(L, B, EMBED), randn(S, EMBED)), "key has 2 dimensions, but query has 3"),
     (lambda: call(randn(EMBED)), r"query must be a tensor \[L, B, E\], or \[L, E\]"),

@@ -9,7 +9,7 @@ from experiments.paper import verdicts
 from experiments.paper.plan import Experiment
 from experiments.paper.recipe_results import STANDS_FOR, RecipeResults, TrainedRun
 from experiments.paper.statistics import Difference, compare
-from mgk._core.markdown import markdown_table, number, signed
+from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.training.config import ModelSpec
 from mgk.training.sweep import metric_format
 
@@ -139,14 +139,14 @@ def paper_difference(part: ExperimentResults, ours: ModelSpec, theirs: ModelSpec
 def line(part: ExperimentResults, judged: Judged) -> list[str]:
     result = judged.compared
     assert result is not None
-    interval = "–" if result.low is None else f"{signed(result.low)} to {signed(result.high)}"
+    interval = "–" if result.low is None else f"{format_signed(result.low)} to {format_signed(result.high)}"
     verdict = f"**{judged.verdict}**" + (f" ({judged.remark})" if judged.remark else "")
     return [
         str(judged),
-        signed(paper_difference(part, judged.ours, judged.theirs)),
-        signed(result.difference),
-        f"± {number(result.over_seeds)}" if result.over_seeds is not None else "not known",
-        f"± {number(result.over_examples)}" if result.over_examples is not None else "not known",
+        format_signed(paper_difference(part, judged.ours, judged.theirs)),
+        format_signed(result.difference),
+        f"± {format_number(result.over_seeds)}" if result.over_seeds is not None else "not known",
+        f"± {format_number(result.over_examples)}" if result.over_examples is not None else "not known",
         interval,
         " − ".join(learnt(part.found.of(row)) for row in (judged.ours, judged.theirs)),
         verdict,
@@ -182,11 +182,11 @@ def gap_table(part: ExperimentResults, found: list[Gap]) -> str:
             continue
         softmax = ModelSpec("softmax", judged.ours.heads)
         theirs = [paper_difference(part, row, judged.theirs) for row in (softmax, judged.ours)]
-        paper = "–" if None in theirs else f"{signed(theirs[1])} of {signed(theirs[0])}"
+        paper = "–" if None in theirs else f"{format_signed(theirs[1])} of {format_signed(theirs[0])}"
         told = judged.verdict in (verdicts.HOLDS, verdicts.FAILS) and gap.difference > 0
         share = f"{100 * judged.compared.difference / gap.difference:.0f} %" if told else "–"
-        widths = ["" if x.half_width is None else f" ± {number(x.half_width)}" for x in (gap, judged.compared)]
-        cells = [signed(x.difference) + width for x, width in zip((gap, judged.compared), widths, strict=True)]
+        widths = ["" if x.half_width is None else f" ± {format_number(x.half_width)}" for x in (gap, judged.compared)]
+        cells = [format_signed(x.difference) + width for x, width in zip((gap, judged.compared), widths, strict=True)]
         verdict = f"**{judged.verdict}**" + (f" ({judged.remark})" if judged.remark else "")
         lines.append([f"{judged.ours}, {judged.theirs}, {softmax}", *cells, share, paper, verdict])
     rest = ", ".join(f"{each.judged}" for each in found if each.judged.verdict == verdicts.MISSING)
@@ -209,9 +209,9 @@ def runs_table(part: ExperimentResults) -> str:
     for row in found.rows:
         runs = found.of(row)
         cells = [str(row), " ".join(str(run.seed) for run in runs)]
-        cells += [" ".join(number(run.values.get(split)) for run in runs) for split in splits]
+        cells += [" ".join(format_number(run.values.get(split)) for run in runs) for split in splits]
         cells += [" ".join(f"{run.left_at:,}" if run.left_at else "never" for run in runs)] if plateau else []
-        lines.append([*cells, learnt(runs), number(found.paper(row))])
+        lines.append([*cells, learnt(runs), format_number(found.paper(row))])
     return f"**{part.title}**\n\n{markdown_table(lines)}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from experiments.paper import speed_goals, verdicts
 from experiments.paper.claims import BASELINES, ExperimentResults
 from experiments.paper.recipe_results import PRESET
-from mgk._core.markdown import markdown_table, number
+from mgk._core.io import format_number, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
 from mgk.training.results import latest_value
@@ -99,7 +99,7 @@ def _cell(name: str, ours: float, theirs: float) -> str:
     size, unit = UNITS.get(name, (1.0, "MB" if "memory" in name else "ms"))
     digits = 0 if max(ours, theirs) / size >= 100 else 1
     shown = " / ".join(f"{value / size:,.{digits}f}" for value in (ours, theirs))
-    return f"{number(ours / theirs)} ({shown} {unit}), {judge(name, ours, theirs)}"
+    return f"{format_number(ours / theirs)} ({shown} {unit}), {judge(name, ours, theirs)}"
 
 
 def machine(rows: list[dict[str, str]]) -> str:
@@ -122,6 +122,6 @@ def operator_table(rows: list[dict[str, str]]) -> str:
         cells = []
         for which in PASSES:
             ratio = speed_goals.mean(speed_goals.ratios(measured, variant, which))
-            cells.append(f"{number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
+            cells.append(f"{format_number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
         lines.append([name, *cells])
     return f"**The operator alone** ({machine(measured)})\n\n{markdown_table(lines)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.paper import verdicts
 from experiments.paper.claims import BASELINES
 from experiments.paper.statistics import Difference, pooled
-from mgk._core.markdown import markdown_table, number, signed
+from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.training import results
 from mgk.training.config import ModelSpec
 
@@ -91,8 +91,8 @@ def table(seen: list[Seen]) -> str:
         cells = []
         for measure in MEASURES:
             result = own.get(measure, (None, ""))[0]
-            width = "" if result is None or result.half_width is None else f" ± {number(result.half_width)}"
-            cells.append("–" if result is None else signed(result.difference) + width)
+            width = "" if result is None or result.half_width is None else f" ± {format_number(result.half_width)}"
+            cells.append("–" if result is None else format_signed(result.difference) + width)
         remarks = dict.fromkeys(result.remark for result, _ in own.values() if result.remark)
         verdict = verdicts.overall([verdict for _, verdict in own.values()])
         lines.append([f"{ours} − {theirs}", *cells, f"**{verdict}**" + "".join(f" ({each})" for each in remarks)])

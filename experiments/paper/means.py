@@ -6,7 +6,7 @@ import statistics
 
 from experiments.paper.claims import ExperimentResults
 from experiments.paper.plan import LRA
-from mgk._core.markdown import markdown_table, number
+from mgk._core.io import format_number, markdown_table
 
 MISSING = "No model has been run on all three tasks yet, so that there is no average."
 
@@ -25,6 +25,6 @@ def table(parts: list[ExperimentResults]) -> str:
     for row in (row for row in own[0].rows if all(row in part.rows for part in own)):
         values = [part.found.mean(row) for part in own]
         averages = average(values), average([part.found.paper(row) for part in own])
-        lines.append([str(row), *map(number, (*values, *averages))])
+        lines.append([str(row), *map(format_number, (*values, *averages))])
         some = some or averages[0] is not None
     return markdown_table(lines) if some else f"{markdown_table(lines)}\n\n{MISSING}"

@@ -11,7 +11,7 @@ from experiments.paper import claims, costs, figures, heads, means, plan, probe,
 from experiments.paper.claims import ExperimentResults
 from experiments.paper.figures import Picture
 from experiments.paper.recipe_results import find, own_settings
-from mgk._core.markdown import markdown_table, number, signed
+from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.validation import fail
 from mgk.training import results as files
 
@@ -81,11 +81,14 @@ def headline(part: ExperimentResults, rows: list[Record]) -> str:
     steps = {cost.row: cost.of.get("training step") for cost in costs.of_part(part, rows)}
     lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "training step"]]
     for row in (each for each in found.rows if each == full or each in judged):
-        cells = [str(row), number(found.mean(row), found.scale.shown_digits), "", ""]
+        cells = [str(row), format_number(found.mean(row), found.scale.shown_digits), "", ""]
         if row in judged:
             result = judged[row].compared
             assert result is not None
-            cells[2:] = [f"{signed(result.difference)} ± {number(result.half_width)}", judged[row].verdict]
+            cells[2:] = [
+                f"{format_signed(result.difference)} ± {format_number(result.half_width)}",
+                judged[row].verdict,
+            ]
         step = "–" if steps[row] is None else f"{steps[row]:.1f} ms"
         run = found.of(row)[0]
         lines.append([*cells, f"{run.params:,}", f"{run.flops / 1e9:.2f}", step])

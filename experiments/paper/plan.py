@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.paper.recipe_results import PRESET
-from mgk._core.markdown import markdown_table
+from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
 from mgk.training.sweep import SOLO_METRICS, filter_rows, is_timed, is_trained

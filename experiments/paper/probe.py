@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.paper import verdicts
-from mgk._core.markdown import markdown_table, number
+from mgk._core.io import format_number, markdown_table
 
 PROBE, RECIPE, BASELINE = "retrieval-probe", "retrieval-peerread", "baseline: "
 
@@ -20,10 +20,10 @@ def text(rows: list[dict[str, str]]) -> str:
         return f"Probes of the task: {verdicts.MISSING}."
     judged = {name: each for name, each in found.items() if "test" in each}
     lines = [["method", "dev, %", "test, %"]]
-    lines += [[name, number(each.get("dev")), number(each["test"])] for name, each in judged.items()]
+    lines += [[name, format_number(each.get("dev")), format_number(each["test"])] for name, each in judged.items()]
     others = [
         (name, split, value) for name, each in found.items() if name not in judged for split, value in each.items()
     ]
     return "\n\n".join(
-        [markdown_table(lines), *(f"{name}: {number(value)} % of {split}." for name, split, value in others)]
+        [markdown_table(lines), *(f"{name}: {format_number(value)} % of {split}." for name, split, value in others)]
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from experiments.paper import costs, speed_goals, verdicts
-from mgk._core.markdown import markdown_table, number
+from mgk._core.io import format_number, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 
@@ -64,7 +64,9 @@ def table(rows: list[Record]) -> str:
 
 
 def _cell(values: tuple[Ratio, ...]) -> str:
-    shown = [f"**{number(x)}**" if x is not None and x < 1 else number(x) for x in values if x is not None]
+    shown = [
+        f"**{format_number(x)}**" if x is not None and x < 1 else format_number(x) for x in values if x is not None
+    ]
     return ", ".join(shown) or "–"
 
 

@@ -1,4 +1,4 @@
-"""From a trained softmax layer to a mixture layer that computes the same and can learn from there."""
+"""Conversion of a trained torch.nn.MultiheadAttention to a mixture layer with the same outputs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def from_softmax(
     noise: float,
     backend: str,
 ) -> Any:
-    """See `Attention.from_softmax`."""
+    """Convert a layer; see `Attention.from_softmax`."""
     if not isinstance(source, nn.MultiheadAttention):
-        inside = source.named_modules() if isinstance(source, nn.Module) else ()
-        parts = [name for name, each in inside if isinstance(each, nn.MultiheadAttention)]
-        instead = f": convert its parts, of which the first is {parts[0]!r}" if parts else ""
-        kind = f"{type(source).__module__}.{type(source).__name__}"
-        fail("source", f"must be a torch.nn.MultiheadAttention, got {kind}{instead}")
+        modules = source.named_modules() if isinstance(source, nn.Module) else ()
+        layers = [name for name, module in modules if isinstance(module, nn.MultiheadAttention)]
+        advice = f": convert its layers, of which the first is {layers[0]!r}" if layers else ""
+        class_name = f"{type(source).__module__}.{type(source).__name__}"
+        fail("source", f"must be a torch.nn.MultiheadAttention, got {class_name}{advice}")
     if source.bias_k is not None or source.add_zero_attn:
         fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not have")
     number("noise", noise, 0)
@@ -36,7 +36,7 @@ def from_softmax(
     if target.similarity == "linear":
         fail("variant", "is linear: softmax attention has no exact linear form")
     if target.normalise:
-        fail("variant", "normalises queries and keys, which softmax attention does not: its outputs would be others")
+        fail("variant", "normalises queries and keys, which softmax attention does not: outputs would change")
     if (target.similarity, target.components) != ("dot", 1):
         target = dataclasses.replace(target, similarity="between")
     layer = layer_class(
@@ -76,12 +76,12 @@ def from_softmax(
 
 
 def _freeze_like(source: nn.MultiheadAttention, layer: Any) -> None:
-    """A copy of what was frozen is frozen. What softmax attention does not have learns."""
+    """Freeze copies of frozen weights; parameters that softmax attention does not have stay trainable."""
     shared = source.in_proj_weight
     weights = (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight) if shared is None else (shared,) * 3
-    pairs = list(zip((layer.query, layer.keys.projection, layer.value), weights, strict=True))
-    for projection, weight in [*pairs, (layer.out, source.out_proj.weight)]:
+    projections = (layer.query, layer.keys.projection, layer.value, layer.out)
+    for projection, weight in zip(projections, (*weights, source.out_proj.weight), strict=True):
         projection.weight.requires_grad_(weight.requires_grad)
-    for projection, bias in [*((each, source.in_proj_bias) for each, _ in pairs), (layer.out, source.out_proj.bias)]:
+    for projection, bias in zip(projections, [source.in_proj_bias] * 3 + [source.out_proj.bias], strict=True):
         if bias is not None:
             projection.bias.requires_grad_(bias.requires_grad)

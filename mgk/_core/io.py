@@ -1,4 +1,4 @@
-"""Files that several processes write, and that nobody ever sees half of."""
+"""File helpers: atomic writes, locks between processes, Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DataError(ValueError):
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write to, which then takes the place of the file; nothing is left of it after an error."""
+    """Yield a temporary path that replaces `path` on success and is removed after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -24,14 +24,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that readers see the old or the new text, never a part."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Waits for the other processes that hold this lock; where there are no locks (Windows, some network file systems)
-    it does not wait."""
+    """Hold an exclusive lock on a file; without effect on systems without locks (Windows, some network mounts)."""
     with open(path, "wb") as file:
         try:
             import fcntl
@@ -40,3 +40,22 @@ def locked(path: Path) -> Iterator[None]:
         except (ImportError, OSError):
             pass
         yield
+
+
+def markdown_table(lines: list[list[str]]) -> str:
+    """Format a Markdown table; the first line is the header."""
+    header, *rows = lines
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def format_number(value: float | None, digits: int = 2) -> str:
+    """Format a number with a minus sign (not a hyphen), and None as a dash."""
+    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+def format_signed(value: float | None, digits: int = 2) -> str:
+    """Format a number with its sign, a rounded zero without one, and None as a dash."""
+    if value is None:
+        return "–"
+    text = f"{value:+.{digits}f}"
+    return text.replace("-", "−") if float(text) else text[1:]

@@ -1,4 +1,4 @@
-"""Key layouts: how the keys of a head's M components come from the input (§2.3 of the paper, options A and B)."""
+"""Projections to the keys of M components per head (§2.3 of the paper, options A and B)."""
 
 from __future__ import annotations
 
@@ -10,43 +10,52 @@ from torch import Tensor, nn
 from mgk.variants import Preset
 
 
-class KeyLayout(nn.Module):
-    """Projects [B, S, kdim] to keys; `shift` is None or what the operator adds to them, [Hk, M, D]."""
+class KeyProjection(nn.Module):
+    """Projection of [B, S, kdim] to keys, with an optional shift [Hk, M, D] that the operator adds."""
 
-    def __init__(self, kdim: int, heads: int, components: int, head_dim: int, outputs: int, bias: bool, **place: Any):
+    def __init__(self, kdim: int, heads: int, components: int, head_dim: int, outputs: int, bias: bool, **factory: Any):
         super().__init__()
         self.heads, self.components, self.head_dim = heads, components, head_dim
-        self.projection = nn.Linear(kdim, outputs, bias=bias, **place)
+        self.projection = nn.Linear(kdim, outputs, bias=bias, **factory)
 
     @property
     def shift(self) -> Tensor | None:
+        """Shift of the components, or None if each has a projection."""
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The keys before any shift: [B, Hk, M, S, D] or, where the layout has shifts, [B, Hk, S, D]."""
+        """Return the keys before any shift: [B, Hk, M, S, D] or, with shifts, [B, Hk, S, D]."""
         raise NotImplementedError
 
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
-        """Starts as the keys of a softmax layer, [Hk·D, kdim] and [Hk·D]."""
+        """Initialise from the key projection of a softmax layer, [Hk·D, kdim] and [Hk·D]."""
         raise NotImplementedError
 
 
-class IndependentKeys(KeyLayout):
-    """Option A: k_jr = W_r x_j, a projection for each component."""
+class IndependentKeys(KeyProjection):
+    """Option A: k_jr = W_r x_j, one projection per component."""
 
     def __init__(
-        self, kdim: int, heads: int, components: int, head_dim: int, *, bias: bool, preset: Preset, **place: Any
+        self,
+        kdim: int,
+        heads: int,
+        components: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        preset: Preset,
+        **factory: Any,
     ):
-        super().__init__(kdim, heads, components, head_dim, heads * components * head_dim, bias, **place)
+        super().__init__(kdim, heads, components, head_dim, heads * components * head_dim, bias, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         weight = self.projection.weight.unflatten(0, (self.heads, self.components, self.head_dim))
         for r in range(self.components):
-            start = torch.empty_like(weight[:, r]).flatten(0, 1)
-            nn.init.xavier_uniform_(start)
+            initial = torch.empty_like(weight[:, r]).flatten(0, 1)
+            nn.init.xavier_uniform_(initial)
             with torch.no_grad():
-                weight[:, r] = start.unflatten(0, (self.heads, self.head_dim))
+                weight[:, r] = initial.unflatten(0, (self.heads, self.head_dim))
         if self.projection.bias is not None:
             nn.init.zeros_(self.projection.bias)
 
@@ -56,27 +65,35 @@ class IndependentKeys(KeyLayout):
 
     @torch.no_grad()
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
-        """Copies that differ by noise which sums to 0 over the components: to first order, nothing changes."""
-        # Drawn on the CPU: the same numbers for a source on any device.
-        drawn = torch.randn(self.heads, self.components, self.head_dim, weight.shape[1], device="cpu")
-        spread = drawn.to(weight.device) * noise * weight.std()
-        spread = (spread - spread.mean(1, keepdim=True)).to(weight)
-        copies = weight.unflatten(0, (self.heads, 1, self.head_dim)) + spread
+        """Copy the weights to all components, with noise that sums to 0 over them: outputs keep to first order."""
+        # Drawn on the CPU: the same numbers on every device.
+        noise_values = torch.randn(self.heads, self.components, self.head_dim, weight.shape[1], device="cpu")
+        noise_values = noise_values.to(weight.device) * noise * weight.std()
+        noise_values = (noise_values - noise_values.mean(1, keepdim=True)).to(weight)
+        copies = weight.unflatten(0, (self.heads, 1, self.head_dim)) + noise_values
         self.projection.weight.copy_(copies.flatten(0, 2))
         if self.projection.bias is not None and bias is not None:
             copies = bias.unflatten(0, (self.heads, 1, self.head_dim)).expand(-1, self.components, -1)
             self.projection.bias.copy_(copies.flatten())
 
 
-class ShiftedKeys(KeyLayout):
+class ShiftedKeys(KeyProjection):
     """Option B: k_jr = W x_j + b_r, one projection and M learned shifts."""
 
     def __init__(
-        self, kdim: int, heads: int, components: int, head_dim: int, *, bias: bool, preset: Preset, **place: Any
+        self,
+        kdim: int,
+        heads: int,
+        components: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        preset: Preset,
+        **factory: Any,
     ):
-        super().__init__(kdim, heads, components, head_dim, heads * head_dim, bias, **place)
+        super().__init__(kdim, heads, components, head_dim, heads * head_dim, bias, **factory)
         self.anchored = preset.shifts_anchored
-        self.shifts = nn.Parameter(torch.empty(heads, components, head_dim, **place))
+        self.shifts = nn.Parameter(torch.empty(heads, components, head_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -90,6 +107,7 @@ class ShiftedKeys(KeyLayout):
 
     @property
     def shift(self) -> Tensor:
+        """Shift of the components, [Hk, M, D]."""
         return -self.shifts if self.anchored else self.shifts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +115,7 @@ class ShiftedKeys(KeyLayout):
 
     @torch.no_grad()
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
-        """The shifts stay as they were drawn: with τ = 0 they cancel."""
+        """Copy the weights; the shifts stay, since they cancel at τ = 0."""
         self.projection.weight.copy_(weight)
         if self.projection.bias is not None and bias is not None:
             self.projection.bias.copy_(bias)
@@ -106,8 +124,8 @@ class ShiftedKeys(KeyLayout):
 KEYS = {"independent": IndependentKeys, "shifted": ShiftedKeys}
 
 
-def mixed_keys(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor:
-    """Σ_r π_r k_jr as one component, [B, Hk, 1, S, D]."""
+def mix_keys(keys: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Tensor:
+    """Return Σ_r π_r k_jr as one component, [B, Hk, 1, S, D]."""
     components = keys.shape[2] if shift is None else shift.shape[1]
     prior = keys.new_full((1, components, 1), 1 / components) if log_prior is None else log_prior.exp()
     prior = prior.unsqueeze(-1)  # [(B,) Hk or 1, M, S or 1, 1]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mgk import equations
 from mgk._core.calls import LinearCall
-from mgk._core.masks import repeat_heads
+from mgk._core.masks import MASK_VALUE, repeat_heads
 from mgk._core.precision import compute_dtype, without_autocast
 
 # The log weight of an empty sum: finite, so that the difference of two is not NaN.
-EMPTY_LOG_WEIGHT = -1e30
+EMPTY_LOG_WEIGHT = MASK_VALUE
 
 State = tuple[Tensor, ...]  # Z [B, Hk, F, E], z [B, Hk, F], and the log weight they are relative to, [B, Hk]
 

@@ -1,18 +1,43 @@
-"""Which pairs (i, j) may attend: the masks of a call, made for a block of queries at a time."""
+"""Masks: the value of masked logits, conversions between mask conventions, and masks of a block of queries."""
 
 from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mgk._core.calls import Packed
+if TYPE_CHECKING:
+    from mgk._core.calls import Packed
 
-# Stands for -inf where that would turn a row of it into NaN. Far below any logit, far above fp32's limit.
+# Finite stand-in for -inf, which gives NaN in a row where all logits are masked. Far below any logit and far above the
+# least fp32 number. Additive masks below this value mask; the kernels have their own copy of it (MASK_VALUE as
+# tl.constexpr).
 MASK_VALUE = -1e30
 
 
+def and_mask(attend: Tensor, mask: Tensor | None) -> Tensor:
+    """Combine a bool mask (True = attend) with an SDPA mask, bool or additive."""
+    if mask is None:
+        return attend
+    return mask & attend if mask.dtype == torch.bool else mask.masked_fill(~attend, -math.inf)
+
+
+def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a bool mask (True = attend) to an additive one; return additive masks unchanged."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    """Convert an additive mask to a bool one (True = attend); return bool masks unchanged."""
+    return mask if mask.dtype == torch.bool else mask >= MASK_VALUE
+
+
 def cu_seqlens_to_segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The sequence each of `length` rows belongs to, and its position there. Both [length]."""
+    """Return the sequence that each of `length` rows belongs to and the position in it, both [length]."""
     rows = torch.arange(length, device=cu_seqlens.device)
     segment = torch.bucketize(rows, cu_seqlens[1:].long(), right=True)
     starts = torch.cat([cu_seqlens.long(), cu_seqlens[-1:].long()])
@@ -28,7 +53,10 @@ def allowed_pairs(
     packed: Packed | None,
     like: Tensor,
 ) -> Tensor | None:
-    """Bool, broadcastable to [B, H, rows, keys]; None when every pair may attend. Float masks are not looked at."""
+    """Return the pairs that may attend, bool, broadcastable to [B, H, rows, keys]; None if all may.
+
+    Additive masks are ignored.
+    """
     allowed = None
     if packed is not None:
         q_segment, q_position = cu_seqlens_to_segments(packed.cu_seqlens_q, queries)
@@ -52,12 +80,12 @@ def allowed_pairs(
 
 
 def block_of_rows(mask: Tensor, rows: slice) -> Tensor:
-    """The rows of a mask [B, H, L, S] whose L may be 1."""
+    """Return rows of a mask [B, H, L or 1, S]."""
     return mask if mask.shape[-2] == 1 else mask[..., rows, :]
 
 
 def repeat_heads(tensor: Tensor, group: int) -> Tensor:
-    """Key-head tensors [B, Hk or 1, ...] for the query heads, [B, H or 1, ...], to be broadcast where it is 1."""
+    """Repeat a tensor of key heads, [B, Hk, ...], for the query heads; one with a single head is left to broadcast."""
     if group == 1 or tensor.shape[1] == 1:
         return tensor
     return tensor.repeat_interleave(group, dim=1)

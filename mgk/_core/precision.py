@@ -22,3 +22,12 @@ def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+def autocast_inputs(query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert query, keys and value to the autocast dtype if autocast is on."""
+    device_type = query.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return query, keys, value
+    dtype = torch.get_autocast_dtype(device_type)
+    return query.to(dtype), keys.to(dtype), value.to(dtype)

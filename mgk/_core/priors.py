@@ -1,4 +1,4 @@
-"""Priors π over components, and their variances: uniform or fixed, learned by gradient descent, or updated by EM."""
+"""Priors π over components and variances σ²: constant, learned by gradient descent, or updated by EM."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mgk._core.em import Statistics
-from mgk._core.recomputation import CheckpointedStateLog
+from mgk._core.em import EMStatistics
+from mgk._core.em_checkpointing import CheckpointedStateLog
 from mgk._core.validation import fail
 from mgk.variants import Preset, Variant
 
 
-def reduce_over_processes(*tensors: Tensor) -> None:
-    """Sums each tensor in place over all processes, so that data parallelism sees one batch."""
+def sum_over_ranks(*tensors: Tensor) -> None:
+    """Sum tensors in place over all ranks of data-parallel training."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
 
 
 class UniformPrior(nn.Module):
-    """π = 1/M."""
+    """Uniform prior, π = 1/M."""
 
     def __init__(
-        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any
+        self,
+        heads: int,
+        components: int,
+        variant: Variant,
+        preset: Preset,
+        positions: int | None,
+        **factory: Any,
     ):
         super().__init__()
 
@@ -35,14 +41,14 @@ class UniformPrior(nn.Module):
 
 
 class PerPositionTable(nn.Module):
-    """Looks up a table [Hk or 1, M, P or 1], shared over key positions or one column for each."""
+    """A table [Hk or 1, M, P or 1] with one column for all key positions, or one for each of P."""
 
     def __init__(self, heads: int, components: int, positions: int | None) -> None:
         super().__init__()
         self.heads, self.components, self.positions = heads, components, positions
 
-    def look_up(self, table: Tensor, length: int, positions: Tensor | None) -> Tensor:
-        """[Hk, M, 1] where shared; else the columns of the keys' positions, [Hk, M, S] or [B, Hk, M, S]."""
+    def lookup(self, table: Tensor, length: int, positions: Tensor | None) -> Tensor:
+        """Return a shared table [Hk, M, 1], or the columns of key positions, [Hk, M, S] or [B, Hk, M, S]."""
         if self.positions is None:
             return table
         if positions is None:
@@ -51,7 +57,7 @@ class PerPositionTable(nn.Module):
         if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
             first, last = (int(end) for end in positions.aminmax())
             if first < 0:
-                fail("position_ids", f"must be at least 0 where the prior is kept for each position, got {first}")
+                fail("position_ids", f"must be at least 0 with a prior for each position, got {first}")
             self._check(last + 1)
         columns = table[..., positions]  # [Hk, M, S] or [Hk, M, B, S]
         return columns if positions.dim() == 1 else columns.permute(2, 0, 1, 3)
@@ -63,15 +69,21 @@ class PerPositionTable(nn.Module):
 
 
 class LearnedPrior(PerPositionTable):
-    """π a parameter: on the simplex through a softmax over components, or (as the authors' code) clamped to [0, 1]."""
+    """Prior as a parameter: a softmax over components or, as in the authors' code, clamped to [0, 1]."""
 
     def __init__(
-        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any
+        self,
+        heads: int,
+        components: int,
+        variant: Variant,
+        preset: Preset,
+        positions: int | None,
+        **factory: Any,
     ):
         super().__init__(heads, components, positions if preset.prior_sharing == "position" else None)
         self.clamped = preset.prior_clamped
         rows = 1 if preset.prior_sharing == "layer" else heads
-        self.weights = nn.Parameter(torch.empty(rows, components, self.positions or 1, **place))
+        self.weights = nn.Parameter(torch.empty(rows, components, self.positions or 1, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -82,44 +94,51 @@ class LearnedPrior(PerPositionTable):
             log_prior = self.weights.clamp(torch.finfo(self.weights.dtype).tiny, 1).log()
         else:
             log_prior = self.weights.log_softmax(1)
-        return self.look_up(log_prior, length, positions)
+        return self.lookup(log_prior, length, positions)
 
 
 class EMPrior(PerPositionTable):
-    """π a buffer: each training batch uses the one from before, then its N_jr/N_j (Eq. 11) replaces it."""
+    """Prior as a buffer, which N_jr/N_j (Eq. 11) of each training batch replaces after the batch has used it."""
 
     prior: Tensor  # [Hk, M, P or 1]
 
     def __init__(
-        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **place: Any
+        self,
+        heads: int,
+        components: int,
+        variant: Variant,
+        preset: Preset,
+        positions: int | None,
+        **factory: Any,
     ):
         super().__init__(heads, components, positions)
         self.momentum = variant.em_momentum
-        self.register_buffer("prior", torch.empty(heads, components, positions or 1, **place))
-        self.history = CheckpointedStateLog()
+        self.register_buffer("prior", torch.empty(heads, components, positions or 1, **factory))
+        self.state_log = CheckpointedStateLog()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.prior, 1 / self.components)
 
     def forward(self, length: int, positions: Tensor | None) -> Tensor:
-        return self.look_up(self.history.use(self.prior).log(), length, positions)
+        return self.lookup(self.state_log.state_for_forward(self.prior).log(), length, positions)
 
     @torch.no_grad()
-    def update(self, statistics: Statistics, positions: Tensor | None) -> None:
+    def update(self, statistics: EMStatistics, positions: Tensor | None) -> None:
+        """Replace the prior by that of a training batch."""
         count, pairs = statistics.count, statistics.pairs.unsqueeze(2)  # [B, Hk, M, S], [B, Hk, 1, S]
         if self.positions is None:
             count, pairs = count.sum((0, -1)).unsqueeze(-1), pairs.sum((0, -1)).unsqueeze(-1)
         else:
-            count, pairs = (self._by_position(x, positions) for x in (count, pairs))
-        reduce_over_processes(count, pairs)
+            count, pairs = (self._sum_by_position(x, positions) for x in (count, pairs))
+        sum_over_ranks(count, pairs)
         new = count / pairs.clamp(min=1)
         new = torch.lerp(new, self.prior.to(new.dtype), self.momentum) if self.momentum else new
-        # Positions that no query saw keep their prior.
+        # Positions that no query attends to keep their prior.
         self.prior.copy_(torch.where(pairs > 0, new, self.prior.to(new.dtype)))
 
-    def _by_position(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Sums [B, Hk, *, S] into the columns of the keys' positions: [Hk, *, P]."""
+    def _sum_by_position(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Sum [B, Hk, *, S] over the batch into the columns of key positions, [Hk, *, P]."""
         batch, heads, rows, length = x.shape
         if positions is None:
             positions = torch.arange(length, device=x.device)
@@ -132,11 +151,11 @@ PRIORS = {"uniform": UniformPrior, "learned": LearnedPrior, "em": EMPrior}
 
 
 class FixedVariance(nn.Module):
-    """1/σ² as the preset has it: one number or, where its components differ, a constant [M]."""
+    """The preset's 1/σ²: a number or, if its components differ, a buffer [M]."""
 
     scales: Tensor | None
 
-    def __init__(self, heads: int, components: int, head_dim: int, variant: Variant, preset: Preset, **place: Any):
+    def __init__(self, heads: int, components: int, head_dim: int, variant: Variant, preset: Preset, **factory: Any):
         super().__init__()
         self.scale = 1 / math.sqrt(preset.variance_width or head_dim)
         factors = preset.component_scales
@@ -145,7 +164,7 @@ class FixedVariance(nn.Module):
         if factors is not None and len(factors) != components:
             fail("num_components", f"must be {len(factors)} under this preset, which sets each variance")
         self.factors = factors if factors is not None and len(set(factors)) > 1 else None
-        self.register_buffer("scales", None if self.factors is None else torch.empty(components, **place))
+        self.register_buffer("scales", None if self.factors is None else torch.empty(components, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -153,56 +172,60 @@ class FixedVariance(nn.Module):
             self.scales.copy_(self.scale * torch.tensor(self.factors).to(self.scales))
 
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
-        """1/σ², and what it adds to log π: [Hk, M, 1] or None."""
+        """Return 1/σ² and the logarithm of the Gaussians' normaliser, which is added to log π: [Hk, M, 1] or None."""
         return (self.scale if self.scales is None else self.scales), None
 
 
 class LogVariance(nn.Module):
-    """σ² per head and component, in log space. Free variances need the Gaussians' normaliser, (D/2) log 1/σ², in ℓ."""
+    """Logarithm of σ² per head and component. Unequal variances need the Gaussians' normaliser, (D/2) log 1/σ²."""
 
     log_variance: Tensor  # [Hk, M]
 
-    def __init__(self, heads: int, components: int, head_dim: int, variant: Variant, preset: Preset, **place: Any):
+    def __init__(self, heads: int, components: int, head_dim: int, variant: Variant, preset: Preset, **factory: Any):
         super().__init__()
         self.head_dim, self.floor = head_dim, variant.variance_floor
         self.momentum = variant.em_momentum
         self.start = 0.5 * math.log(preset.variance_width or head_dim)
-        self._hold(torch.empty(heads, components, **place))
+        self._register(torch.empty(heads, components, **factory))
         self.reset_parameters()
 
-    def _hold(self, log_variance: Tensor) -> None:
+    def _register(self, log_variance: Tensor) -> None:
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.log_variance, self.start)
 
-    def used(self) -> Tensor:
+    def current(self) -> Tensor:
         return self.log_variance
 
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
-        log_variance = self.used()
+        log_variance = self.current()
         return (-log_variance).exp(), (-0.5 * self.head_dim * log_variance).unsqueeze(-1)
 
 
 class LearnedVariance(LogVariance):
-    def _hold(self, log_variance: Tensor) -> None:
+    """Variance as a parameter."""
+
+    def _register(self, log_variance: Tensor) -> None:
         self.log_variance = nn.Parameter(log_variance)
 
 
 class EMVariance(LogVariance):
-    """Eq. 13's variance, pooled over positions: Σ γ ‖q − k‖² / (D Σ γ)."""
+    """Variance as a buffer, updated by Eq. 13 pooled over positions: Σ γ ‖q − k‖² / (D Σ γ)."""
 
-    def _hold(self, log_variance: Tensor) -> None:
+    def _register(self, log_variance: Tensor) -> None:
         self.register_buffer("log_variance", log_variance)
-        self.history = CheckpointedStateLog()
+        self.state_log = CheckpointedStateLog()
 
-    def used(self) -> Tensor:
-        return self.history.use(self.log_variance)
+    def current(self) -> Tensor:
+        return self.state_log.state_for_forward(self.log_variance)
 
     @torch.no_grad()
-    def update(self, statistics: Statistics, positions: Tensor | None) -> None:
+    def update(self, statistics: EMStatistics, positions: Tensor | None) -> None:
+        """Replace the variance by that of a training batch."""
+        assert statistics.spread is not None
         count, spread = statistics.count.sum((0, -1)), statistics.spread.sum((0, -1))  # [Hk, M]
-        reduce_over_processes(count, spread)
+        sum_over_ranks(count, spread)
         old = self.log_variance.exp().to(count.dtype)
         new = torch.where(count > 0, spread / (count * self.head_dim).clamp(min=torch.finfo(count.dtype).tiny), old)
         new = torch.lerp(new, old, self.momentum) if self.momentum else new

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import LinearCall, MixtureCall
-from mgk._core.em import Statistics, equations_statistics
+from mgk._core.em import EMStatistics, statistics_by_equations
 from mgk._core.validation import fail, one_of
 from mgk.backends import chunked, cpu_flash, eager, meta, torch_sdpa, triton
 
@@ -85,7 +85,7 @@ def mask_invalid_keys(call: MixtureCall, name: str) -> MixtureCall:
     """Replace a call's count of valid keys by a mask, unless "triton", which reads the count, runs the call."""
     if name in ("auto", "triton") and triton.mixture_unsupported_reason(call) is None:
         return call
-    return call.hiding()
+    return call.with_valid_keys_mask()
 
 
 def select_backend(
@@ -148,16 +148,16 @@ def _passed_over_reason(backend: Backend, call: MixtureCall | LinearCall) -> str
 
 
 @torch.no_grad()
-def em_statistics(call: MixtureCall, *, counted: Tensor | None = None, spread: bool = True) -> Statistics:
-    """Sum the responsibilities of Eq. 11 over the queries, for expectation maximisation.
+def em_statistics(call: MixtureCall, real_queries: Tensor | None = None, *, with_spread: bool = True) -> EMStatistics:
+    """Sum the responsibilities of Eq. 11 over the queries of a call, which its masks and causality limit.
 
     Args:
-        call: The call; its masks and causality apply.
-        counted: The queries to sum over, bool [B, L]. Default: all.
-        spread: Sum the squared distances too, which variances need. Without it the kernels are used if they support
+        call: The validated call.
+        real_queries: bool [B, L], False for queries to leave out, such as padding. None includes all.
+        with_spread: Compute the spread too, which only variances use. Without it, the kernels are used if they support
             the call.
     """
-    if spread or triton.mixture_unsupported_reason(call) is not None:
-        return equations_statistics(call, counted)
-    count, pairs = triton.count_components(call, counted)
-    return Statistics(count, pairs, count.new_empty(0))
+    if with_spread or triton.mixture_unsupported_reason(call) is not None:
+        return statistics_by_equations(call, real_queries)
+    count, pairs = triton.count_components(call, real_queries)
+    return EMStatistics(count, pairs, None)

@@ -40,8 +40,8 @@ def unsupported_reason(call: MixtureCall) -> str | None:
         return "it has no gradient for attn_mask"
     if isinstance(call.scale, Tensor) and call.scale.shape[-1] != 1:
         return "it takes one scale for all keys"
-    if call.transform is not None:
-        return f"{call.transform} are not supported"
+    if call.unsupported_transform is not None:
+        return f"{call.unsupported_transform} are not supported"
     return None
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import MASK_VALUE
+from mgk._core.masks import as_bool
 
 
 def unsupported_reason(call: MixtureCall) -> str | None:
@@ -20,7 +20,7 @@ def unsupported_reason(call: MixtureCall) -> str | None:
         return "it returns the output only"
     if call.packed is not None:
         return "it does not support packed sequences"
-    if call.count is not None:
+    if call.num_valid_keys is not None:
         return "it reads all keys, including those past the count of valid keys"
     if call.causal and call.attn_mask is not None:
         return "it takes a mask or is_causal, not both"
@@ -40,7 +40,7 @@ def run(call: MixtureCall) -> tuple[Tensor, None, None]:
     mask = call.attn_mask
     empty = None
     if mask is not None:
-        attendable = mask if mask.dtype == torch.bool else mask >= MASK_VALUE
+        attendable = as_bool(mask)
         empty = ~attendable.any(-1, keepdim=True)
         # Some of SDPA's kernels return NaN for a fully masked row: unmask it here, and zero it below.
         mask = mask | empty if mask.dtype == torch.bool else mask.to(call.query.dtype).masked_fill(empty, 0)

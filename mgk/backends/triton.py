@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mgk._core.calls import LinearCall, MixtureCall, Packed, and_mask
+from mgk._core.calls import LinearCall, MixtureCall, Packed
 from mgk._core.linear_features import check_state_features
-from mgk._core.masks import MASK_VALUE
+from mgk._core.masks import and_mask, as_bool
 from mgk.features import FEATURE_MAPS
 from mgk.kernels.autograd import needs_dispatcher
 
@@ -72,7 +72,7 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
         return f"more than {MAX_COMPONENTS} components are not supported"
     if isinstance(call.scale, Tensor) and (call.scale.shape[0] > 1 or call.scale.shape[3] > 1):
         return "a scale per batch entry or per position is not supported"
-    if call.count is not None and not uses_decode_kernel(call):
+    if call.num_valid_keys is not None and not uses_decode_kernel(call):
         return f"a count of valid keys is supported for at most {DECODE_ROWS} queries without gradients"
     if call.packed is not None and call.attn_mask is not None:
         return "attn_mask together with cu_seqlens is not supported"
@@ -80,8 +80,8 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
         return "values of width 0 are not supported"
     if _has_scale_per_component(call) and call.shift is not None and _has_bias_per_query(call):
         return "a float attn_mask together with shifted keys and a scale per component is not supported"
-    if call.transform is not None:
-        return f"{call.transform} are not supported"
+    if call.unsupported_transform is not None:
+        return f"{call.unsupported_transform} are not supported"
     return None
 
 
@@ -93,8 +93,8 @@ def linear_unsupported_reason(call: LinearCall) -> str | None:
     query, value = call.query, call.value
     if call.cu_seqlens is not None and not call.causal:
         return "packed sequences (cu_seqlens) are supported with is_causal=True only"
-    if call.transform is not None:
-        return f"{call.transform} are not supported"
+    if call.unsupported_transform is not None:
+        return f"{call.unsupported_transform} are not supported"
     if not any(call.feature_map is feature_map for feature_map in MAPS):
         return "only the feature maps 'elu' and 'relu' are supported"
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
@@ -136,7 +136,7 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     if not needs_gradients and _fits_decode_kernel(call):
         out, lse2 = ops.decode(
             query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard,
-            call.count,
+            call.num_valid_keys,
         )  # fmt: skip
         return out, _to_natural_log(lse2, query, call) if call.return_lse else None, None
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
@@ -211,12 +211,12 @@ def _fits_decode_kernel(call: MixtureCall) -> bool:
     return call.query.shape[2] * call.group <= DECODE_ROWS
 
 
-def count_components(call: MixtureCall, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sum the responsibilities of Eq. 11 over the queries, without forming them.
 
     Args:
         call: The call; its masks and causality apply.
-        counted: The queries to sum over, bool [B, L]. Default: all.
+        real_queries: bool [B, L], False for queries to leave out. Default: all are counted.
 
     Returns:
         N_jr [B, Hk, M, S], and the number N_j of queries that attend to key j, [B, Hk, S].
@@ -226,11 +226,11 @@ def count_components(call: MixtureCall, counted: Tensor | None = None) -> tuple[
     query, keys = _ensure_last_dim_contiguous(call.query), _ensure_last_dim_contiguous(call.keys)
     scale, scale_t, tau, tau_t = _split_scale_and_tau(call)
     mask, packed, attendable = call.attn_mask, call.packed, None
-    # A key-only mask is applied to the result: joined with `counted` it would take L·S elements.
+    # A key-only mask is applied to the result: joined with `real_queries` it would take L·S elements.
     if mask is not None and _is_key_only_mask(mask, call):
-        attendable, mask = mask[:, :, 0] if mask.dtype == torch.bool else mask[:, :, 0] >= MASK_VALUE, None
-    if counted is not None:
-        mask = and_mask(counted[:, None, :, None].expand(-1, -1, -1, call.value.shape[2]), mask)
+        attendable, mask = as_bool(mask[:, :, 0]), None
+    if real_queries is not None:
+        mask = and_mask(real_queries[:, None, :, None].expand(-1, -1, -1, call.value.shape[2]), mask)
     count, pairs = em_ops.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
         *_contiguous_offsets(packed), scale, tau, CAUSAL[call.causal],

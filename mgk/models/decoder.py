@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk._core.how import AttentionArgs
+from mgk._core.calls import AttentionArgs
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache

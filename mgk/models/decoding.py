@@ -34,7 +34,7 @@ class DecodingStep:
             fail("caches", f"must be {len(model.layers)}, one for each layer, as model.make_caches makes them")
         self.model, self.caches = model, caches
         device = model.table.weight.device
-        self.place = DevicePosition(
+        self.device_position = DevicePosition(
             torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         )
         self.recording = device.type == "cuda"
@@ -62,9 +62,9 @@ class DecodingStep:
             fail("tokens", f"must be an integer tensor [B, 1] = [{batch}, 1], one for each sequence, got {got}")
         try:
             for cache in self.caches:
-                cache.check_padding(False)
-                cache.grow(batch, 1)
-            self.place.index.fill_(held)
+                cache.check_padding_mask(False)
+                cache.advance(batch, 1)
+            self.device_position.index.fill_(held)
             return self._scored(tokens)
         except Exception:
             # What was refused is not remembered.
@@ -81,22 +81,22 @@ class DecodingStep:
         return self._first() if self.recording else self._step()
 
     def _back_in_place(self) -> bool:
-        return all(cache.move_to(memory) for cache, memory in zip(self.caches, self._memory, strict=True))
+        return all(cache.use_buffers(memory) for cache, memory in zip(self.caches, self._memory, strict=True))
 
     def _step(self) -> Tensor:
         """Reads and writes nothing but tensors: the same work every time."""
-        self.place.count.copy_(self.place.index).add_(1)
+        self.device_position.length.copy_(self.device_position.index).add_(1)
         for cache in self.caches:
-            cache.place = self.place
+            cache.device_position = self.device_position
         kind = self._tokens.device.type
         try:
             # A cached cast of a weight would be recorded as it is now, and never be made again.
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
-                hidden = self.model.hidden(self._tokens, position_ids=self.place.index, caches=self.caches)
+                hidden = self.model.hidden(self._tokens, position_ids=self.device_position.index, caches=self.caches)
                 return self.model.table.logits(hidden[:, -1])
         finally:
             for cache in self.caches:
-                cache.place = None
+                cache.device_position = None
 
     def _first(self) -> Tensor:
         """The step as it is, which is recorded for the next."""
@@ -110,5 +110,5 @@ class DecodingStep:
             found: Tensor = error.found
             return found
         self._graph = graph
-        self._memory = [tuple(cache.memory) for cache in self.caches]
+        self._memory = [tuple(cache.buffers) for cache in self.caches]
         return scores

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgk._core.io import replacing, write_atomically
-from mgk._core.markdown import markdown_table
+from mgk._core.io import markdown_table, replacing, write_atomically
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.objectives import MetricFormat

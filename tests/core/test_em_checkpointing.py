@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mgk._core import recomputation
+from mgk._core import em_checkpointing
 from tests.core.test_em import EMBED, VARIANCE, B, L, em_state, make, same
 from tests.support.exact import F64, close, randn
 
@@ -91,35 +91,35 @@ def test_a_frozen_layer_in_a_checkpoint_finds_its_state():
 def test_states_are_kept_for_no_longer_than_a_backward_may_come():
     layer, x = make(), randn(B, L, EMBED)
     out = layer(x)
-    assert len(layer.prior.history) == 0
+    assert len(layer.prior.state_log) == 0
     outs = [checkpointed(layer, x) for _ in range(3)]
-    assert len(layer.prior.history) == 3
+    assert len(layer.prior.state_log) == 3
     outs[1].sum().backward()
-    assert len(layer.prior.history) == 2
+    assert len(layer.prior.state_log) == 2
     del out, outs
-    assert len(layer.prior.history) == 0
+    assert len(layer.prior.state_log) == 0
     with torch.autograd.graph.save_on_cpu():
         for _ in range(70):
             layer(x).sum().backward()
-        assert len(layer.prior.history) == recomputation.KEPT
+        assert len(layer.prior.state_log) == em_checkpointing.MAX_STATES
 
 
 def test_a_torch_that_does_not_tell_what_is_checkpointed(monkeypatch):
-    monkeypatch.setattr(recomputation, "_top_hooks", None)
+    monkeypatch.setattr(em_checkpointing, "_top_hooks", None)
     layer = make()
     plain = copy.deepcopy(layer)
     found = after_two_forwards(layer, checkpointed, (0, 1), True)
     close(found, after_two_forwards(plain, lambda layer, x: layer(x), (0, 1), True))
     for _ in range(70):
         layer(randn(1, 2, EMBED))
-    assert len(layer.prior.history) == recomputation.KEPT
+    assert len(layer.prior.state_log) == em_checkpointing.MAX_STATES
 
 
 def test_a_copy_of_a_layer_has_no_states():
     layer, x = make(), randn(B, L, EMBED)
     out = checkpointed(layer, x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert len(other.prior.history) == 0
+        assert len(other.prior.state_log) == 0
     out.sum().backward()
 
 
@@ -146,7 +146,7 @@ def test_a_forward_that_is_not_found_is_an_error(run):
 @pytest.mark.parametrize("torch_tells", [True, False])
 def test_reentrant_checkpointing_is_an_error_and_not_a_prior_that_stays(torch_tells, monkeypatch):
     if not torch_tells:
-        monkeypatch.setattr(recomputation, "_top_hooks", None)
+        monkeypatch.setattr(em_checkpointing, "_top_hooks", None)
     layer, x = make(), randn(B, L, EMBED).requires_grad_()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         checkpoint(layer, x, use_reentrant=True).sum().backward()
@@ -159,7 +159,7 @@ def test_reentrant_checkpointing_of_a_layer_that_is_not_trained():
     close(x.grad, wanted)
 
 
-@pytest.mark.skipif(recomputation._top_hooks is None, reason="this torch does not tell what is checkpointed")
+@pytest.mark.skipif(em_checkpointing._top_hooks is None, reason="this torch does not tell what is checkpointed")
 def test_a_compiled_layer_in_a_checkpoint_is_refused():
     """Not left to move its prior twice, with gradients of the second."""
     layer = torch.compile(make("mgk-em"), backend="aot_eager")

@@ -141,7 +141,7 @@ REFUSED = [
     (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be a torch.nn.MultiheadAttention, got torch.nn"),
     (
         lambda: Attention.from_softmax(nn.TransformerEncoderLayer(EMBED, H)),
-        r"got .*TransformerEncoderLayer: convert its parts, of which the first is 'self_attn'",
+        r"got .*TransformerEncoderLayer: convert its layers, of which the first is 'self_attn'",
     ),
     (lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_bias_kv=True)), "source has add_bias_kv"),
     (

@@ -74,7 +74,7 @@ def test_a_layer_by_itself_finds_its_positions(variant):
     cache, wanted = layer.make_cache(2, ROOM), layer(x)
     layer(x[:, :5], cache=cache)
     for n in range(5, ROOM):
-        cache.place = DevicePosition(torch.tensor([n]), torch.tensor([n + 1], dtype=torch.int32))
+        cache.device_position = DevicePosition(torch.tensor([n]), torch.tensor([n + 1], dtype=torch.int32))
         torch.testing.assert_close(layer(x[:, n : n + 1], cache=cache), wanted[:, n : n + 1])
     assert cache.length == 5
 
@@ -85,10 +85,10 @@ def test_it_works_in_the_memory_that_there_is():
         model = tiny(variant)
         caches = model.make_caches(1, ROOM)
         scores(model, torch.zeros(1, 3, dtype=torch.long), caches)
-        step, before = DecodingStep(model, caches), [part.data_ptr() for cache in caches for part in cache.memory]
+        step, before = DecodingStep(model, caches), [part.data_ptr() for cache in caches for part in cache.buffers]
         for _ in range(4):
             step(torch.ones(1, 1, dtype=torch.long))
-        assert [part.data_ptr() for cache in caches for part in cache.memory] == before
+        assert [part.data_ptr() for cache in caches for part in cache.buffers] == before
 
 
 class Remembered:
@@ -100,7 +100,7 @@ class Remembered:
     def replay(self):
         assert self.step._tokens is self.tokens
         for cache, memory in zip(self.step.caches, self.step._memory, strict=True):
-            assert all(a is b for a, b in zip(cache.memory, memory, strict=True))
+            assert all(a is b for a, b in zip(cache.buffers, memory, strict=True))
         self.step._scores.copy_(self.step._step())
 
 
@@ -109,7 +109,7 @@ def without_a_gpu(monkeypatch):
     def first(self):
         made.append(self)
         scores = self._step()
-        self._memory, self._scores = [tuple(cache.memory) for cache in self.caches], scores.clone()
+        self._memory, self._scores = [tuple(cache.buffers) for cache in self.caches], scores.clone()
         self._graph = Remembered(self)
         return scores
 
@@ -145,18 +145,18 @@ def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
     caches, others = (model.make_caches(2, ROOM) for _ in range(2))
     for given in (caches, others):
         scores(model, prompt, given)
-    memory = [tuple(cache.memory) for cache in caches]
+    memory = [tuple(cache.buffers) for cache in caches]
     for cache in caches:
         cache.reset()
     scores(model, prompt, caches)
-    assert all(cache.move_to(mine) for cache, mine in zip(caches, memory, strict=True))
+    assert all(cache.use_buffers(mine) for cache, mine in zip(caches, memory, strict=True))
     assert all(
-        a is b for cache, mine in zip(caches, memory, strict=True) for a, b in zip(cache.memory, mine, strict=True)
+        a is b for cache, mine in zip(caches, memory, strict=True) for a, b in zip(cache.buffers, mine, strict=True)
     )
     token = prompt[:, :1]
     torch.testing.assert_close(scores(model, token, caches), scores(model, token, others))
     caches[0].take(torch.tensor([1, 0, 1]))
-    assert not caches[0].move_to(memory[0])
+    assert not caches[0].use_buffers(memory[0])
 
 
 def test_what_no_step_is_made_of():

@@ -202,7 +202,7 @@ def test_a_model_decodes_with_it(variant, kv_heads, monkeypatch):
         for n in range(6, 9):
             wanted = model(text[:, n : n + 1], caches=others)[:, 0]
             torch.testing.assert_close(step(text[:, n : n + 1]), wanted, atol=1e-4, rtol=1e-4)
-    counted = [call for call in calls if call.count is not None]
+    counted = [call for call in calls if call.num_valid_keys is not None]
     assert counted or variant == "mlk"
     assert all(call.attn_mask is None and call.keys.shape[-2] == 9 for call in counted)
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from mgk._core.calls import Packed
-from mgk._core.em import equations_statistics
+from mgk._core.em import statistics_by_equations
 from mgk.backends import em_statistics, triton
 from mgk.kernels.mixture import em_ops
 from tests.kernels.mixture.test_kernels import DEVICE, GPU, case, make_call
@@ -36,8 +36,8 @@ CASES = {
 
 def compare(call, counted=None):
     assert triton.mixture_unsupported_reason(call) is None
-    got = em_statistics(call, counted=counted, spread=False)
-    want = equations_statistics(call, counted)
+    got = em_statistics(call, counted, with_spread=False)
+    want = statistics_by_equations(call, counted)
     torch.testing.assert_close(got.pairs, want.pairs)
     torch.testing.assert_close(got.count, want.count, atol=1e-3, rtol=1e-4)
 
@@ -70,7 +70,7 @@ def test_a_mask_of_keys_hides_them_from_the_counts(hidden, poisoned):
     leaves["attn_mask"][..., 30:] = hidden
     call = make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options)
     compare(call)
-    assert (em_statistics(call, spread=False).count[..., 30:] == 0).all()
+    assert (em_statistics(call, with_spread=False).count[..., 30:] == 0).all()
 
 
 def test_counts_of_packed_sequences(poisoned):
@@ -86,7 +86,7 @@ def test_key_without_components(poisoned):
     leaves["log_prior"][0, 0, :, 3] = leaves["log_prior"][0, 0, 0, 5] = -torch.inf
     call = make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()})
     compare(call)
-    assert (em_statistics(call, spread=False).count[0, 0, :, 3] == 0).all()
+    assert (em_statistics(call, with_spread=False).count[0, 0, :, 3] == 0).all()
 
 
 def test_operator_is_registered():
