@@ -5,9 +5,9 @@ import torch
 
 import mgk
 from mgk.backends import cpu_flash
-from tests.backends import test_operators as table
-from tests.backends.test_operators import Shape
+from tests.support import operator_cases
 from tests.support.exact import F64, close, randn
+from tests.support.operator_cases import Shape
 
 
 def outside(x):
@@ -111,10 +111,10 @@ class RelaidGradient(torch.autograd.Function):
 
 @pytest.fixture
 def compare(monkeypatch):
-    """Run `table.compare` with the named arguments laid out; without names all of them, "grad" included."""
+    """Run `operator_cases.compare` with the named arguments laid out; without names all of them, "grad" included."""
 
     def run(op, backend, shape, dtype, options, name, arguments=None, device="cpu"):
-        draw, run_oracle, run_package = table.draw, table.run_oracle, table.run_package
+        draw, run_oracle, run_package = operator_cases.draw, operator_cases.run_oracle, operator_cases.run_package
         layout = LAYOUTS[name]
 
         def chosen(argument):
@@ -131,10 +131,10 @@ def compare(monkeypatch):
                 constants["attn_mask"] = inputs.pop("attn_mask")
             return tuple({n: values(x) if chosen(n) else x for n, x in group.items()} for group in (inputs, constants))
 
-        def with_gradient(results, how):
+        def with_gradient(results, gradient_layout):
             if not chosen("grad"):
                 return results
-            return tuple(x if x is None else RelaidGradient.apply(x, how) for x in results)
+            return tuple(x if x is None else RelaidGradient.apply(x, gradient_layout) for x in results)
 
         def by_oracle(*args):
             return with_gradient(run_oracle(*args), values)
@@ -149,11 +149,11 @@ def compare(monkeypatch):
 
         with monkeypatch.context() as patch:
             # A misread element is wrong in the first draw.
-            patch.setitem(table.DRAWS, dtype, 1)
-            patch.setattr(table, "draw", drawn)
-            patch.setattr(table, "run_oracle", by_oracle)
-            patch.setattr(table, "run_package", by_package)
-            table.compare(op, backend, shape, dtype, options)
+            patch.setitem(operator_cases.DRAWS, dtype, 1)
+            patch.setattr(operator_cases, "draw", drawn)
+            patch.setattr(operator_cases, "run_oracle", by_oracle)
+            patch.setattr(operator_cases, "run_package", by_package)
+            operator_cases.compare(op, backend, shape, dtype, options)
 
     return run
 
@@ -176,15 +176,15 @@ PER_HEAD = {"similarity": "per-head", "assignment": "soft"}
 
 
 def arguments_of(op, names):
-    """Return the argument names of an operator: key and shift in the place of keys for shifted ones."""
+    """Return the argument names of an operator: key and shift instead of keys for shifted ones."""
     return tuple(name for n in names for name in (("key", "shift") if n == "keys" and op[0] == "s" else (n,)))
 
 
-def cases(ops, table_of_arguments):
+def cases(ops, argument_table):
     return [
         pytest.param(op, shape, argument, id=f"{op}-{shape}-{argument}")
         for op in ops
-        for shape, names in table_of_arguments.items()
+        for shape, names in argument_table.items()
         for argument in arguments_of(op, names)
     ]
 
@@ -238,7 +238,7 @@ LINEAR_ARGUMENTS = {
 @pytest.mark.parametrize(("op", "shape", "argument"), cases(("mlk", "smlk"), LINEAR_ARGUMENTS))
 @pytest.mark.parametrize("backend", ["eager", "chunked"])
 def test_linear(backend, op, shape, argument, layout, compare, poisoned):
-    """Compare linear attention; attn_mask of the table is key_mask here, [B, S]."""
+    """Compare linear attention; attn_mask of the cases is key_mask here, [B, S]."""
     compare(op, backend, LINEAR_SHAPES[shape], F64, {"feature_map": "elu"}, layout, (argument,))
 
 
@@ -251,14 +251,14 @@ def test_sdpa_by_the_two_times_rule(shape, op, layout, dtype, compare, poisoned)
     compare(op, "sdpa", MIXTURE_SHAPES[shape], dtype, PER_HEAD, layout)
 
 
-def test_queries_of_einops():
+def test_strides_of_einops_match_contiguous():
     """Attend with the strides of 'b l (d h) -> b h l d' and an odd width, by the CPU's default backend."""
     query, key = (torch.randn(2, 9, 21).view(2, 9, 7, 3).permute(0, 3, 1, 2) for _ in range(2))
     value, shift = torch.randn(2, 3, 9, 4), torch.randn(3, 2, 7)
     assert mgk.explain_backend("smgk_attention", query, key, value, shift).backend == "sdpa"
-    found = mgk.smgk_attention(query, key, value, shift)
-    wanted = mgk.smgk_attention(query.contiguous(), key.contiguous(), value, shift)
-    assert torch.equal(found, wanted)
+    actual = mgk.smgk_attention(query, key, value, shift)
+    expected = mgk.smgk_attention(query.contiguous(), key.contiguous(), value, shift)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("layout", PLACED)
@@ -271,21 +271,21 @@ def test_flash_operators_take_any_strides(which, layout, poisoned):
     B, H, M, L, S, F = 2, 3, 2, 9, 7, 6
     value = randn(B, H, S, F).index_fill(-1, torch.tensor([F - 1]), 0)
     tensors = [randn(B, H, L, F), randn(B, H, M, S, F), value, randn(B, H, L, S)]
-    rest = ("top-left", None, None)
-    output, lse = cpu_flash.mixture_forward(*tensors, *rest)
+    options = ("top-left", None, None)
+    output, lse = cpu_flash.mixture_forward(*tensors, *options)
     tensors += [randn(B, H, L, F), randn(B, H, L), output, lse]
 
     def run(query, keys, value, mask, grad_output, grad_lse, output, lse):
-        inputs = (query, keys, value, mask, *rest)
+        inputs = (query, keys, value, mask, *options)
         return *cpu_flash.mixture_forward(*inputs), *cpu_flash.mixture_backward(
             grad_output, grad_lse, *inputs, output, lse
         )
 
-    wanted = run(*tensors)
+    expected = run(*tensors)
     tensors[which] = PLACED[layout](tensors[which])
-    for found, want in zip(run(*tensors), wanted, strict=True):
-        close(found, want)
-        assert found.is_contiguous()
+    for actual, reference in zip(run(*tensors), expected, strict=True):
+        close(actual, reference)
+        assert actual.is_contiguous()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -295,12 +295,12 @@ def test_state(backend, is_causal, layout):
     B, H, S, D, E = 2, 3, 7, 5, 4
     query, key, value, shift = randn(B, H, S, D), randn(B, H, S, D), randn(B, H, S, E), randn(H, 2, D)
     numerator, denominator = (LAYOUTS[layout](x) for x in (randn(B, H, D, E), 1 + randn(B, H, D).abs()))
-    found = []
+    results = []
     for state in ((numerator, denominator), (numerator.contiguous(), denominator.contiguous())):
         start = tuple(x.detach().requires_grad_() for x in state)
         options = {"is_causal": is_causal, "initial_state": start, "return_state": True, "backend": backend}
         out, last = mgk.smlk_attention(query, key, value, shift, **options)
         loss = out.square().sum() + sum(x.square().sum() for x in last)
-        found.append((out, *last, *torch.autograd.grad(loss, start)))
-    for strided, contiguous in zip(*found, strict=True):
+        results.append((out, *last, *torch.autograd.grad(loss, start)))
+    for strided, contiguous in zip(*results, strict=True):
         close(strided, contiguous)

@@ -1,4 +1,4 @@
-"""Extreme numbers, empty and degenerate shapes: finite, normalised, and right where the oracle can say."""
+"""Extreme numbers, empty and degenerate shapes: results are finite, normalised, and match the oracle."""
 
 import math
 
@@ -16,7 +16,7 @@ LINEAR_BACKENDS = ["eager", "chunked"]
 
 
 def call(op, query, keys, value, shift, **options):
-    """Any of the four operators; the shifted ones take the first component and the shifts."""
+    """Call any of the four operators; the shifted ones take the first component and the shifts."""
     args = (query, keys[:, :, 0], value, shift) if op[0] == "s" else (query, keys, value)
     return getattr(mgk, f"{op}_attention")(*args, **options)
 
@@ -43,7 +43,7 @@ def test_large_inputs_stay_finite_and_normalised(backend, assignment, dtype, nor
     out = call(op, query, keys, value, shift, **options, backend=backend)
     assert out.isfinite().all()
     assert finite_gradients(out, tensors)
-    # The output is a mean of values: with all values 1 it is 1 if the weights are normalised.
+    # The output is a mean of values: if all values are 1 and the weights are normalised, it is 1.
     ones = call(op, query, keys, torch.ones_like(value), shift, **options, backend=backend)
     torch.testing.assert_close(ones, torch.ones_like(ones), rtol=0, atol=8 * torch.finfo(dtype).eps)
     if backend == "eager":
@@ -54,7 +54,7 @@ def test_large_inputs_stay_finite_and_normalised(backend, assignment, dtype, nor
 @pytest.mark.parametrize("similarity", ["gaussian", "dot"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_equal_components_share_the_weight(backend, similarity):
-    """A sum over components by way of their logsumexps must not lose log M in the rounding of these."""
+    """A sum over components through their logsumexps must not lose log M by rounding."""
     query, key = with_norm(torch.randn(2, 2, 9, 16), 1e4), with_norm(torch.randn(2, 2, 1, 13, 16), 1e4)
     out = mgk.mgk_attention(
         query, key.expand(2, 2, 3, 13, 16), torch.ones(2, 2, 13, 4), similarity=similarity, backend=backend
@@ -66,7 +66,7 @@ def test_large_equal_components_share_the_weight(backend, similarity):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("op", ["mlk", "smlk"])
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_large_inputs_stay_finite_and_normalised_in_mlk(backend, op, causal, dtype, norm):
+def test_large_inputs_of_linear_attention_stay_finite_and_normalised(backend, op, causal, dtype, norm):
     tensors = [with_norm(torch.randn(*size, 16), norm) for size in ((2, 4, 19), (2, 2, 3, 19))]
     tensors += [torch.randn(2, 2, 19, 8), with_norm(torch.randn(2, 3, 16), norm / 5)]
     query, keys, value, shift = tensors = [x.to(dtype).requires_grad_() for x in tensors]
@@ -79,8 +79,8 @@ def test_large_inputs_stay_finite_and_normalised_in_mlk(backend, op, causal, dty
 
 @pytest.mark.parametrize("denormals", ["kept", "flushed"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_range_example(backend, denormals):
-    """The best key's product of factors underflows although its true weight is 0.114."""
+def test_best_key_survives_underflowing_factors(backend, denormals):
+    """The product of factors of the best key underflows, but its weight is 0.114."""
     e1, e2 = torch.eye(32)[:2]
     query = (60 * e1).view(1, 1, 1, 32)
     key = torch.stack([60 * e1 + 55.3 * e2] + [-0.01 * e1] * 4096).view(1, 1, 4097, 32)
@@ -102,8 +102,8 @@ def test_the_range_example(backend, denormals):
 @pytest.mark.parametrize("op", ["mgk", "smgk"])
 @pytest.mark.parametrize("similarity", ["gaussian", "dot", 0.3])
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-def test_wide_inputs_come_out_right(backend, assignment, similarity, op, std):
-    """As near to the truth as logits of this size, rounded to float32, let any algorithm come."""
+def test_inputs_of_large_variance_match_the_oracle(backend, assignment, similarity, op, std):
+    """The limit is the error of any algorithm whose logits, of this size, are rounded to float32."""
     sizes = ((2, 4, 21, 32), (2, 2, 3, 40, 32), (2, 2, 40, 16), (2, 3, 32))
     tensors = [x * torch.randn(*size) for x, size in zip((std, std, 1, std / 5), sizes, strict=True)]
     tau = {"gaussian": 1.0, "dot": 0.0}.get(similarity, similarity)
@@ -113,15 +113,17 @@ def test_wide_inputs_come_out_right(backend, assignment, similarity, op, std):
     rounded = [x.requires_grad_() for x in tensors]
     out = call(op, *rounded, similarity=similarity, assignment=assignment, backend=backend)
     norms = exact[0].norm(dim=-1).max() ** 2 + keys.norm(dim=-1).max() ** 2
-    unit = (torch.finfo(torch.float32).eps * norms / 32**0.5).item()  # of the error of a logit, and so of a weight
+    unit = (torch.finfo(torch.float32).eps * norms / 32**0.5).item()  # error of a logit, and so of a weight
     assert (out - truth).abs().max() < unit * tensors[2].abs().max()
     upstream = torch.randn(out.shape)
-    found = torch.autograd.grad((out * upstream).sum(), rounded, allow_unused=True, materialize_grads=True)
-    wanted = torch.autograd.grad((truth * upstream).sum(), exact, allow_unused=True, materialize_grads=True)
-    # what a gradient would be if nothing cancelled
+    gradients = torch.autograd.grad((out * upstream).sum(), rounded, allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad((truth * upstream).sum(), exact, allow_unused=True, materialize_grads=True)
+    # The size of a gradient if nothing cancelled.
     size = (upstream.norm(dim=-1).max() * tensors[2].norm(dim=-1).max()).item()
     widest = max(exact[0].abs().max(), keys.abs().max()).item() / 32**0.5
-    for gradient, true, scale in zip(found, wanted, (size * widest, size * widest, 8.0, size * widest), strict=True):
+    for gradient, true, scale in zip(
+        gradients, expected, (size * widest, size * widest, 8.0, size * widest), strict=True
+    ):
         assert (gradient - true).abs().max() < unit * scale
 
 
@@ -141,9 +143,9 @@ def test_fully_masked_rows_give_zeros_and_zero_gradients(backend, assignment, op
     assert (lse[empty] == -math.inf).all()
     assert out[~empty].abs().min() > 0
     assert lse[~empty].isfinite().all()
-    (of_lse,) = torch.autograd.grad(lse, query, torch.ones_like(lse))
-    assert not of_lse[empty].any()
-    assert of_lse[~empty].any()
+    (grad_of_lse,) = torch.autograd.grad(lse, query, torch.ones_like(lse))
+    assert not grad_of_lse[empty].any()
+    assert grad_of_lse[~empty].any()
     out = call(op, query, keys, value, shift, **options)
     grads = torch.autograd.grad(out.square().sum(), tensors, allow_unused=True, materialize_grads=True)
     assert all(grad.isfinite().all() for grad in grads)
@@ -156,7 +158,7 @@ def test_fully_masked_rows_give_zeros_and_zero_gradients(backend, assignment, op
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("op", ["mlk", "smlk"])
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_mlk_rows_without_weight_give_zeros_and_zero_gradients(backend, op, causal):
+def test_linear_rows_without_weight_give_zeros_and_zero_gradients(backend, op, causal):
     tensors = [torch.randn(2, 4, 9, 5), torch.randn(2, 2, 3, 9, 5), torch.randn(2, 2, 9, 4), torch.randn(2, 3, 5)]
     key_mask = torch.ones(2, 9, dtype=torch.bool)
     key_mask[0, :3] = key_mask[1] = False
@@ -180,8 +182,8 @@ def test_mlk_rows_without_weight_give_zeros_and_zero_gradients(backend, op, caus
 @pytest.mark.parametrize("op", ["mgk", "smgk", "mlk", "smlk"])
 @pytest.mark.parametrize("all_of", ["one component", "one key", "all keys"])
 @pytest.mark.parametrize("backend", ["eager", "fast"])
-def test_priors_of_exactly_zero(op, all_of, backend):
-    """log 0 = -inf: a component that is not there, a key that is masked, a row without keys."""
+def test_zero_prior_removes_component_or_key(op, all_of, backend):
+    """A log prior of -inf removes a component, masks a key, or masks all keys."""
     backend = {"eager": "eager", "fast": "chunked" if op.endswith("mlk") else "sdpa"}[backend]
     query, keys, value, shift = (
         torch.randn(*size, dtype=torch.float64) for size in ((2, 2, 6, 5), (2, 2, 3, 8, 5), (2, 2, 8, 4), (2, 3, 5))
@@ -197,18 +199,20 @@ def test_priors_of_exactly_zero(op, all_of, backend):
     with torch.no_grad():
         if all_of == "one component":
             r = [0, 2]
-            wanted = call(op, query, keys[:, :, r], value, shift[:, r], log_prior=prior[:, r], backend=backend)
+            expected = call(op, query, keys[:, :, r], value, shift[:, r], log_prior=prior[:, r], backend=backend)
         elif all_of == "one key":
             j = [0, 1, 2, 3, 5, 6, 7]
-            wanted = call(op, query, keys[:, :, :, j], value[:, :, j], shift, log_prior=prior[:, :, j], backend=backend)
+            expected = call(
+                op, query, keys[:, :, :, j], value[:, :, j], shift, log_prior=prior[:, :, j], backend=backend
+            )
         else:
-            wanted = torch.zeros_like(out)
-    torch.testing.assert_close(out.detach(), wanted, rtol=1e-12, atol=1e-12)
+            expected = torch.zeros_like(out)
+    torch.testing.assert_close(out.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("op", ["mgk", "smgk", "mlk", "smlk"])
 @pytest.mark.parametrize("backend", ["auto", "eager", "fast"])
-def test_an_empty_batch(op, backend):
+def test_empty_batch_gives_empty_output(op, backend):
     backend = {"fast": "chunked" if op.endswith("mlk") else "sdpa"}.get(backend, backend)
     sizes = (0, 2, 6, 5), (0, 2, 3, 6, 5), (0, 2, 6, 4), (2, 3, 5)
     tensors = [torch.randn(*size).requires_grad_() for size in sizes]
@@ -221,7 +225,7 @@ def test_an_empty_batch(op, backend):
 
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
 @pytest.mark.parametrize("op", ["mgk", "smgk"])
-def test_a_single_key_gives_its_value(op, backend, assignment):
+def test_single_key_gives_its_value(op, backend, assignment):
     sizes = (2, 2, 5, 3), (2, 2, 3, 1, 3), (2, 2, 1, 4), (2, 3, 3)
     tensors = [torch.randn(*size).requires_grad_() for size in sizes]
     out = call(op, *tensors, assignment=assignment, backend=backend)
@@ -251,7 +255,7 @@ def cases(draw):
 
 
 def drawn(case):
-    """The tensors of a hypothesis case: query, keys, value, shift, and the options that the mixture operators share."""
+    """Return query, keys, value, shift and the options of the mixture operators for a hypothesis case."""
     g = torch.Generator().manual_seed(case["seed"])
     B, Hk, M, L, S, D, E = (case[n] for n in ("B", "Hk", "M", "L", "S", "D", "E"))
 
@@ -275,7 +279,7 @@ def drawn(case):
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(case=cases())
-def test_drawn_cases(backend, assignment, case):
+def test_drawn_cases_match_the_oracle(backend, assignment, case):
     query, keys, value, shift, options = drawn(case)
     mixed = oracle.shifted(keys[:, :, 0], shift) if case["shifted"] else keys
     out, _, lse = oracle.mixture(query, mixed, value, causal=case["causal"], hard=assignment == "hard", **options)
@@ -283,21 +287,21 @@ def test_drawn_cases(backend, assignment, case):
     options = {"log_prior": options["log_prior"], "scale": options["scale"], "attn_mask": options["mask"]} | {
         "similarity": options["tau"], "is_causal": causal, "assignment": assignment, "backend": backend,
     }  # fmt: skip
-    found = call("smgk" if case["shifted"] else "mgk", query, keys, value, shift, return_lse=True, **options)
-    torch.testing.assert_close(found, (out, lse), rtol=1e-8, atol=1e-8)
+    actual = call("smgk" if case["shifted"] else "mgk", query, keys, value, shift, return_lse=True, **options)
+    torch.testing.assert_close(actual, (out, lse), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(case=cases(), feature_map=st.sampled_from(["elu", "relu"]))
-def test_drawn_cases_of_mlk(backend, case, feature_map):
+def test_drawn_cases_of_linear_attention_match_the_oracle(backend, case, feature_map):
     causal = case["causal"] is not None
     query, keys, value, shift, options = drawn(case | ({"L": case["S"]} if causal else {}))
     mixed = oracle.shifted(keys[:, :, 0], shift) if case["shifted"] else keys
     mask = options["mask"][:, 0].any(1) if case["mask"] == "bool" else None
     common = {"log_prior": options["log_prior"], "feature_map": feature_map, "key_mask": mask}
     out, _ = oracle.linear(query, mixed, value, causal="top-left" if causal else None, **common)
-    found = call(
+    actual = call(
         "smlk" if case["shifted"] else "mlk", query, keys, value, shift, is_causal=causal, backend=backend, **common
     )
-    torch.testing.assert_close(found, out, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(actual, out, rtol=1e-8, atol=1e-8)

@@ -8,8 +8,8 @@ import torch._dynamo.testing
 import mgk
 from mgk._core.calls import linear_call
 from mgk.backends import eager, triton
-from tests.backends import test_operators as table
-from tests.backends.test_operators import Shape
+from tests.support import operator_cases
+from tests.support.operator_cases import Shape
 
 pytest.importorskip("triton")
 
@@ -33,14 +33,14 @@ def small_blocks(monkeypatch):
 def on_this_device(monkeypatch):
     """The table of operators makes its inputs on the CPU and compares there."""
 
-    def run_there(backend, op, shape, inputs, constants, options, run=table.run_package):
+    def run_there(backend, op, shape, inputs, constants, options, run=operator_cases.run_package):
         there = [{name: x.to(DEVICE) for name, x in group.items()} for group in (inputs, constants)]
         return run(backend, op, shape, *there, options)[0].cpu(), None
 
-    monkeypatch.setattr(table, "run_package", run_there)
+    monkeypatch.setattr(operator_cases, "run_package", run_there)
 
 
-SHAPES = {name: shape for name, shape in table.LINEAR_SHAPES.items() if shape.causal or not shape.packed} | {
+SHAPES = {name: shape for name, shape in operator_cases.LINEAR_SHAPES.items() if shape.causal or not shape.packed} | {
     "slots": Shape(B=1, H=2, Hk=1, L=75, S=75, D=24, E=20, causal="top-left", prior="position"),
     "slots-mask": Shape(B=2, H=1, Hk=1, L=70, S=70, M=3, D=16, E=16, mask="key", causal="top-left", prior=None),
     "full-slots": Shape(B=2, H=4, Hk=2, L=40, S=75, D=24, E=20, mask="key", prior="position"),
@@ -66,7 +66,7 @@ LONG = {
 def test_two_times_rule(name, op, feature_map, dtype, on_this_device, poisoned):
     if not GPU and (name, op, feature_map) not in CHOSEN:
         pytest.skip("the interpreter is slow: it gets a part")
-    table.compare(op, "triton", SHAPES[name], dtype, {"feature_map": feature_map})
+    operator_cases.compare(op, "triton", SHAPES[name], dtype, {"feature_map": feature_map})
 
 
 # What the interpreter gets: every feature, operators and feature maps taking turns.
@@ -88,7 +88,7 @@ CHOSEN = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LONG)
 def test_long_two_times_rule(name, dtype, on_this_device, poisoned):
-    table.compare("smlk", "triton", LONG[name], dtype, {"feature_map": "elu"})
+    operator_cases.compare("smlk", "triton", LONG[name], dtype, {"feature_map": "elu"})
 
 
 def inputs(S=50, B=1, H=2, Hk=1, M=2, D=16, E=16, dtype=torch.float32, shifted=True, std=1.0):

@@ -7,10 +7,10 @@ pytest.importorskip("triton")
 
 import mgk
 from tests.backends.test_memory_layouts import LAYOUTS, OFFSETS, PER_HEAD, PLACED, compare  # noqa: F401  (a fixture)
-from tests.backends.test_operators import Shape
 from tests.kernels.linear.test_linear import small_blocks as small_linear_blocks  # noqa: F401  (for every test)
 from tests.kernels.mixture.test_em_counts import compare as compare_counts
 from tests.kernels.mixture.test_kernels import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
+from tests.support.operator_cases import Shape
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 
