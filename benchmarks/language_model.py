@@ -29,7 +29,7 @@ import torch
 from mgk._core.io import replacing
 from mgk.models import DecoderConfig, LanguageModel, load_model
 from mgk.models.cuda_graphs import GraphedBackward
-from mgk.models.decoding import DecodingStep
+from mgk.models.generation import DecodingStep
 from mgk.models.sliding_window import sliding_losses
 from mgk.training import results
 from mgk.training.config import ModelSpec
@@ -145,18 +145,18 @@ class Bench:
             model.compile_layers()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=1e-8, weight_decay=0.0, fused=device.type == "cuda")
         texts = [words(config, (batch, length + 1), device) for _ in range(4)]
-        rooms = [tuple(model.table.rooms(text[:, 1:])) for text in texts]
+        capacities = [tuple(model.table.cluster_capacities(text[:, 1:])) for text in texts]
         learn = GraphedBackward(
             list(model.parameters()),
-            lambda x, y, *rooms: {"loss": model.losses(x, y, rooms).mean()},
-            recording=device.type == "cuda" and not self.arguments.plain,
+            lambda x, y, *capacities: {"loss": model.losses(x, y, capacities).mean()},
+            use_graphs=device.type == "cuda" and not self.arguments.plain,
         )
 
         def steps(count: int) -> None:
             for n in range(count):
                 text = texts[n % 4]
                 with torch.autocast(device.type, torch.bfloat16):
-                    learn((text[:, :-1], text[:, 1:]), rooms[n % 4])
+                    learn((text[:, :-1], text[:, 1:]), capacities[n % 4])
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
                 optimizer.step()
 
@@ -249,7 +249,7 @@ class Bench:
                 for name, step in ((PLAIN, plain), (CAPTURED, captured)):
                     decode(step)
                     measured[name] = steps / seconds(functools.partial(decode, step), self.device)
-                if not captured.recorded:
+                if not captured.is_captured:
                     del measured[CAPTURED]
                 values = [f"{name} {value:,.1f}" for name, value in measured.items()]
                 print(f"{row!s:12s} length {length:6d} {', '.join(values)}", flush=True)

@@ -1,9 +1,9 @@
-"""One table of token vectors, for the input and for the softmax over a large vocabulary.
+"""Tied token embedding and softmax, adaptive for large vocabularies.
 
-Adaptive softmax: frequent tokens have an output each, the rest share one output a cluster and are told apart by a
-second softmax within it, which only the positions whose target lies there pay for. Ids are in order of frequency.
-No [positions × vocabulary] tensor is ever held: logits are made some rows at a time, and again for the gradient.
-N positions, d width, V vocabulary, C tail clusters.
+Adaptive softmax: frequent tokens and one entry per tail cluster share the first softmax. A second softmax within the
+cluster separates its tokens, and is computed only for positions whose target is in the cluster. Token ids are sorted by
+decreasing frequency. No [N, V] tensor is held: logits are computed in chunks of rows, and recomputed in the backward.
+N is the number of positions, V the vocabulary size, d the width.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mgk._core.validation import fail, positive_integer
-from mgk.models.embedding import lookup
 
-# Logits held at once.
-ELEMENTS = 1 << 27
-# Matrix products are fast where rows of 16 bit numbers begin at multiples of 16 bytes.
+# Maximum number of logits in memory.
+MAX_LOGITS = 1 << 27
+# GEMMs are fast if rows of 16-bit numbers start at multiples of 16 bytes.
 ALIGNMENT = 64
+# Larger vocabularies make the GEMM with the one-hot matrix slower than the scatter.
+MAX_ONE_HOT = 1024
 
 
 class TiedEmbedding(nn.Module):
-    """Vectors [V, d] that embed tokens and score them.
+    """Token vectors [V, d] that serve as input embedding and as softmax weights.
 
-    cutoffs: ids at which tail clusters begin, none for a plain softmax. bias: a learned number added to each score.
+    Args:
+        vocab_size: Number of tokens V.
+        width: Width d of the vectors.
+        cutoffs: First token ids of the tail clusters; empty for a full softmax.
+        bias: Whether to add a learned bias to each logit.
     """
 
     def __init__(self, vocab_size: int, width: int, cutoffs: Sequence[int] = (), *, bias: bool = True) -> None:
@@ -52,111 +57,120 @@ class TiedEmbedding(nn.Module):
                 nn.init.zeros_(bias)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[...] to [..., d]."""
-        return lookup(tokens, self.weight)
+        """Return the vectors [..., d] of token ids [...]."""
+        return embed_tokens(tokens, self.weight)
 
-    def rooms(self, targets: Any) -> list[int]:
-        """Room for the targets in each tail cluster, as `losses` wants it. Asks the device."""
+    def cluster_capacities(self, targets: Any) -> list[int]:
+        """Return a capacity for each tail cluster that fits the targets. Synchronizes with the device."""
         clusters = self._clusters(torch.as_tensor(targets).reshape(-1))
-        return [room_for(int(count)) for count in torch.bincount(clusters, minlength=len(self.sizes)).tolist()[1:]]
+        counts = torch.bincount(clusters, minlength=len(self.sizes)).tolist()[1:]
+        return [round_capacity(int(count)) for count in counts]
 
-    def losses(self, hidden: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
-        """−log p(target) in fp32 for each position: [..., d] and [...] to [...]. No target is ignored.
+    def losses(self, hidden: Tensor, targets: Tensor, capacities: Sequence[int] | None = None) -> Tensor:
+        """Compute -log p(target) of each position in fp32.
 
-        rooms: for each tail cluster a number that its targets do not exceed, where the caller knows one (`rooms`, or
-        `room_for` of their count). The shapes depend on nothing else. Without it the device is asked, and waited for.
-        Where there are more targets than room, or a target is no token, the losses are NaN: the host does not wait to
-        see it.
+        Args:
+            hidden: Outputs of the model, [..., d].
+            targets: Token ids [...]; none is ignored.
+            capacities: Maximum number of targets in each tail cluster; all shapes follow from them. Default:
+                `cluster_capacities(targets)`, which synchronizes with the device.
+
+        Returns:
+            Losses [...]. They are NaN if a cluster has more targets than its capacity or, on a GPU, if a target is
+            out of range: an error would have to synchronize.
         """
-        self._check(hidden, targets, rooms)
+        self._check(hidden, targets, capacities)
         shape = targets.shape
         hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        nothing = (targets < 0) | (targets >= self.vocab_size)
+        invalid = (targets < 0) | (targets >= self.vocab_size)
         targets = targets.clamp(0, self.vocab_size - 1)
-        weights, biases = self._parts()
+        weights, biases = self._split_parameters()
         if not self.cutoffs:
             losses = cross_entropy(hidden, weights[0], biases[0], targets)
-            return torch.where(nothing, math.nan, losses).view(shape)
-        rooms = self.rooms(targets) if rooms is None else rooms
+            return torch.where(invalid, math.nan, losses).view(shape)
+        capacities = self.cluster_capacities(targets) if capacities is None else capacities
         clusters = self._clusters(targets)
-        # In the first softmax a rare token is its cluster.
-        frequent = torch.where(clusters == 0, targets, self.cutoffs[0] + clusters - 1)
-        losses = cross_entropy(hidden, weights[0], biases[0], frequent)
-        losses = torch.where(nothing, math.nan, losses)
+        # In the first softmax, a tail token is represented by its cluster.
+        head_targets = torch.where(clusters == 0, targets, self.cutoffs[0] + clusters - 1)
+        losses = cross_entropy(hidden, weights[0], biases[0], head_targets)
+        losses = torch.where(invalid, math.nan, losses)
         order = torch.argsort(clusters, stable=True)
-        for n, (low, weight, bias, room) in enumerate(
-            zip(self.cutoffs, weights[1:], biases[1:], rooms, strict=True), 1
+        for n, (low, weight, bias, capacity) in enumerate(
+            zip(self.cutoffs, weights[1:], biases[1:], capacities, strict=True), 1
         ):
-            room = min(room, len(targets))
-            if not room:
+            capacity = min(capacity, len(targets))
+            if not capacity:
                 losses = torch.where(clusters == n, math.nan, losses)
                 continue
-            places = torch.arange(room, device=targets.device)
-            filled = (clusters == n).sum()
-            rows = order[(places + (clusters < n).sum()).clamp(max=len(targets) - 1)]
-            within = (targets.index_select(0, rows) - low).clamp(0, len(weight) - 1)
-            further = cross_entropy(hidden.index_select(0, rows), weight, bias, within)
-            further = torch.where(filled > room, math.nan, further)
-            losses = losses.index_add(0, rows, torch.where(places < filled, further, 0))
+            slots = torch.arange(capacity, device=targets.device)
+            count = (clusters == n).sum()
+            rows = order[(slots + (clusters < n).sum()).clamp(max=len(targets) - 1)]
+            tail_targets = (targets.index_select(0, rows) - low).clamp(0, len(weight) - 1)
+            tail_losses = cross_entropy(hidden.index_select(0, rows), weight, bias, tail_targets)
+            tail_losses = torch.where(count > capacity, math.nan, tail_losses)
+            losses = losses.index_add(0, rows, torch.where(slots < count, tail_losses, 0))
         return losses.view(shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] to [..., V]: scores, for the adaptive softmax log probabilities. Meant for few rows."""
+        """Compute logits [..., V] of [..., d]; log probabilities for an adaptive softmax. Meant for few rows."""
         if not self.cutoffs:
             return F.linear(hidden, self.weight, self.bias)
-        # One product for all tokens, and scores put side by side rather than weights, which are many more.
+        # One GEMM for all tokens; concatenating logits moves fewer numbers than concatenating weights.
         frequent, *tails = F.linear(hidden, self.weight, self.bias).split(self.sizes, dim=-1)
         clusters = F.linear(hidden, self.cluster_weight, self.cluster_bias)
-        first = _upcast(torch.cat([frequent, clusters], dim=-1)).log_softmax(-1)
-        frequent, clusters = first.split([self.sizes[0], len(tails)], dim=-1)
-        within = [
+        head = _upcast(torch.cat([frequent, clusters], dim=-1)).log_softmax(-1)
+        frequent, clusters = head.split([self.sizes[0], len(tails)], dim=-1)
+        rare = [
             cluster + _upcast(tail).log_softmax(-1)
             for cluster, tail in zip(clusters.split(1, dim=-1), tails, strict=True)
         ]
-        return torch.cat([frequent, *within], dim=-1)
+        return torch.cat([frequent, *rare], dim=-1)
 
-    def _check(self, hidden: Tensor, targets: Any, rooms: Any) -> None:
+    def _check(self, hidden: Tensor, targets: Any, capacities: Any) -> None:
         if not isinstance(targets, Tensor) or targets.dtype not in (torch.int32, torch.int64):
             fail("targets", "must be an integer tensor of token ids")
         if targets.shape != hidden.shape[:-1]:
             fail("targets", f"must have the tokens' shape {list(hidden.shape[:-1])}, got {list(targets.shape)}")
         if targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
-            low, high = (int(each) for each in targets.aminmax())
+            low, high = (int(bound) for bound in targets.aminmax())
             if low < 0 or high >= self.vocab_size:
-                ids = f"token ids from 0 to {self.vocab_size - 1} (there is none that is ignored)"
+                ids = f"token ids from 0 to {self.vocab_size - 1} (there is no ignored id)"
                 fail("targets", f"must be {ids}, got {low if low < 0 else high}")
-        if rooms is not None:
-            whole = isinstance(rooms, (list, tuple)) and all(isinstance(room, int) and room >= 0 for room in rooms)
-            if not whole or len(rooms) != len(self.cutoffs):
-                fail("rooms", f"must be {len(self.cutoffs)} numbers, one for each tail cluster, got {rooms!r}")
+        if capacities is not None:
+            is_integers = isinstance(capacities, (list, tuple)) and all(
+                isinstance(capacity, int) and capacity >= 0 for capacity in capacities
+            )
+            if not is_integers or len(capacities) != len(self.cutoffs):
+                count = f"{len(self.cutoffs)} integers, one for each tail cluster"
+                fail("capacities", f"must be {count}, got {capacities!r}")
 
     def _clusters(self, targets: Tensor) -> Tensor:
-        # Comparisons rather than a search: that would copy the cutoffs to the device, and wait.
+        # Comparisons instead of searchsorted, which would copy the cutoffs to the device and synchronize.
         clusters = torch.zeros_like(targets)
         for cutoff in self.cutoffs:
             clusters = clusters + (targets >= cutoff)
         return clusters
 
-    def _parts(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Weights and biases of each softmax; the first has the clusters behind the frequent tokens."""
-        # Split, not sliced: the gradient of a slice is as long as the whole table.
+    def _split_parameters(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return weights and biases of each softmax; the first includes the entries of the clusters."""
+        # split() instead of slices: the gradient of each slice would have the size of the whole table.
         weights = list(self.weight.split(self.sizes))
         biases: list[Tensor | None] = [None] * len(self.sizes)
         if self.bias is not None and self.cluster_bias is not None:
-            first, *tails = self.bias.split(self.sizes)
-            biases = [torch.cat([first, self.cluster_bias]), *tails]
+            head, *tails = self.bias.split(self.sizes)
+            biases = [torch.cat([head, self.cluster_bias]), *tails]
         weights[0] = torch.cat([weights[0], self.cluster_weight]) if self.cutoffs else weights[0]
         return weights, biases
 
 
-def room_for(count: int) -> int:
-    """The next of a few round numbers: so many shapes are there, whatever the texts. At most a quarter is left empty
-    above 64."""
+def round_capacity(count: int) -> int:
+    """Round a number of targets up, so that few distinct shapes occur; above 64, at most a quarter stays unused."""
     step = max(64, 1 << max(0, count.bit_length() - 3))
     return count + -count % step
 
 
 def check_cutoffs(cutoffs: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return the cutoffs as a tuple, or raise a ValueError if they do not increase or exceed the vocabulary."""
     cutoffs = tuple(cutoffs)
     for cutoff in cutoffs:
         positive_integer("cutoffs", cutoff)
@@ -166,12 +180,16 @@ def check_cutoffs(cutoffs: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    """logsumexp(hidden · weightᵀ + bias) − the target's score, [N] in fp32 (fp64 for fp64), in memory linear in N."""
+    """Compute the cross entropy of `hidden @ weight.T + bias` in memory linear in N.
+
+    Returns:
+        Losses [N] in fp32, or in fp64 for fp64 inputs.
+    """
     kind = hidden.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
     bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-    # Outputs that nothing is, so that the products are fast.
+    # Pad with classes of probability 0, so that the GEMMs are aligned.
     padding = -weight.shape[0] % ALIGNMENT
     weight, bias = F.pad(weight, (0, 0, 0, padding)), F.pad(bias, (0, padding), value=-math.inf)
     losses: Tensor = _CrossEntropy.apply(hidden, weight, bias, target, dtype)
@@ -179,57 +197,57 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the inputs and one number a row; the backward makes the logits again."""
+    """Save the inputs and one logsumexp per row; recompute the logits in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-        measure = _on(hidden, _loss_and_lse)
-        used = weight.to(dtype), bias.to(dtype)
-        parts = [
-            measure(F.linear(rows.to(dtype), *used), wanted)
-            for rows, wanted in zip(*_in_chunks(weight.shape[0], hidden, target), strict=True)
+        loss_and_lse = _compile_on_gpu(hidden, _loss_and_lse)
+        cast_parameters = weight.to(dtype), bias.to(dtype)
+        chunks = [
+            loss_and_lse(F.linear(rows.to(dtype), *cast_parameters), targets)
+            for rows, targets in zip(*_in_chunks(weight.shape[0], hidden, target), strict=True)
         ]
-        losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        losses, lse = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, bias, target, lse)
         ctx.dtype = dtype
         return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
-        differentiate = _on(hidden, _score_gradient)
-        # Sums over chunks are kept in the type of the parameters.
-        of_weight, of_bias, of_hidden = torch.zeros_like(weight), torch.zeros_like(bias), []
-        used = weight.to(ctx.dtype), bias.to(ctx.dtype)
-        for rows, *columns in zip(*_in_chunks(weight.shape[0], hidden, lse, target, slope), strict=True):
+        logits_gradient = _compile_on_gpu(hidden, _logits_gradient)
+        # Accumulated over chunks in the dtype of the parameters.
+        d_weight, d_bias, d_hidden = torch.zeros_like(weight), torch.zeros_like(bias), []
+        cast_parameters = weight.to(ctx.dtype), bias.to(ctx.dtype)
+        for rows, *columns in zip(*_in_chunks(weight.shape[0], hidden, lse, target, grad), strict=True):
             rows = rows.to(ctx.dtype)
-            of_scores = differentiate(F.linear(rows, *used), *columns)
-            of_hidden.append((of_scores @ used[0]).to(hidden.dtype))
-            of_weight += of_scores.T @ rows
-            of_bias += of_scores.sum(0, dtype=torch.promote_types(bias.dtype, torch.float32))
-        return torch.cat(of_hidden), of_weight, of_bias, None, None
+            d_logits = logits_gradient(F.linear(rows, *cast_parameters), *columns)
+            d_hidden.append((d_logits @ cast_parameters[0]).to(hidden.dtype))
+            d_weight += d_logits.T @ rows
+            d_bias += d_logits.sum(0, dtype=torch.promote_types(bias.dtype, torch.float32))
+        return torch.cat(d_hidden), d_weight, d_bias, None, None
 
 
-def _in_chunks(classes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Each tensor in pieces of as many rows as may have their logits held at once."""
-    return [tensor.split(max(1, ELEMENTS // classes)) for tensor in tensors]
+def _in_chunks(num_classes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split tensors into chunks of rows with at most MAX_LOGITS logits."""
+    return [tensor.split(max(1, MAX_LOGITS // num_classes)) for tensor in tensors]
 
 
 def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _loss_and_lse(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    scores = _upcast(scores)
-    lse = scores.logsumexp(-1)
-    return lse - scores.gather(-1, target.unsqueeze(-1)).squeeze(-1), lse
+def _loss_and_lse(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits = _upcast(logits)
+    lse = logits.logsumexp(-1)
+    return lse - logits.gather(-1, target.unsqueeze(-1)).squeeze(-1), lse
 
 
-def _score_gradient(scores: Tensor, lse: Tensor, target: Tensor, slope: Tensor) -> Tensor:
-    probability = (scores.to(lse.dtype) - lse.unsqueeze(-1)).exp()
-    hit = torch.arange(scores.shape[-1], device=scores.device) == target.unsqueeze(-1)
-    return ((probability - hit.to(lse.dtype)) * slope.unsqueeze(-1)).to(scores.dtype)
+def _logits_gradient(logits: Tensor, lse: Tensor, target: Tensor, grad: Tensor) -> Tensor:
+    probability = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)
+    return ((probability - is_target.to(lse.dtype)) * grad.unsqueeze(-1)).to(logits.dtype)
 
 
 @cache
@@ -237,6 +255,39 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _on(like: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Fused on a GPU, where each pass over the logits takes time."""
-    return _compiled(function) if like.device.type == "cuda" else function
+def _compile_on_gpu(x: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Fuse element-wise passes over the logits on a GPU, where they are bound by memory."""
+    return _compiled(function) if x.device.type == "cuda" else function
+
+
+class _OneHotEmbedding(torch.autograd.Function):
+    """weight[tokens], whose backward is a GEMM with the one-hot matrix.
+
+    On a GPU, the backward of nn.functional.embedding adds tens of thousands of tokens to a few rows by atomics: slow,
+    and with an order of additions that differs from run to run.
+    """
+
+    @staticmethod
+    def forward(tokens: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        tokens, weight = inputs
+        ctx.save_for_backward(tokens)
+        ctx.num_rows = weight.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        ids = torch.arange(ctx.num_rows, device=grad.device)
+        one_hot = (tokens.flatten() == ids[:, None]).to(grad.dtype)
+        return None, one_hot @ grad.flatten(0, -2)
+
+
+def embed_tokens(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows [..., d] of `weight` [V, d] at token ids [...], with a fast gradient for a small V on a GPU."""
+    if weight.is_cuda and weight.shape[0] <= MAX_ONE_HOT:
+        embedded: Tensor = _OneHotEmbedding.apply(tokens, weight)
+        return embedded
+    return F.embedding(tokens, weight)

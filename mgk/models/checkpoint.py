@@ -1,4 +1,4 @@
-"""A model on disk: model.safetensors and config.json in one folder. No pickle."""
+"""Saved models: model.safetensors and config.json in one folder, without pickle."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from mgk._core.io import replacing, write_atomically
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 
-# What a config.json may call itself, and what it then makes.
+# Classes of configuration and model by the `kind` in config.json.
 KINDS: dict[str, tuple[type, type]] = {
     "classifier": (EncoderConfig, Classifier),
     "language-model": (DecoderConfig, LanguageModel),
 }
-# What to do about damaged files.
+# Advice in the message about damaged files.
 REMEDY = "train again, or take another folder"
 
 
 def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Writes the weights (by default the model's own) and the configuration; `load_model` reads them back."""
+    """Write weights and configuration of a model, atomically per file.
+
+    Args:
+        model: A LanguageModel or Classifier.
+        directory: Folder to write to; it is created if necessary.
+        weights: State dict to save. Default: that of the model.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
@@ -37,17 +43,28 @@ def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tenso
 
 
 def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.Module:
-    """The model that `save_model` wrote, in eval mode."""
+    """Load a model that `save_model` wrote.
+
+    Args:
+        directory: Folder with model.safetensors and config.json.
+        device: Device of the model.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        ValueError: A file is missing or damaged.
+    """
     directory = Path(directory)
     try:
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or fields.get("kind") not in KINDS:
-            raise ValueError(f"config.json has no kind, which is {' or '.join(KINDS)}")
+            raise ValueError(f"config.json must have the kind {' or '.join(KINDS)}")
         config_class, model_class = KINDS[fields.pop("kind")]
         model: nn.Module = model_class(config_class(**fields))
         model.load_state_dict(load_file(directory / "model.safetensors"))
     except FileNotFoundError as error:
-        # safetensors does not say which file it missed.
+        # The error of safetensors has no file name.
         missing = Path(error.filename or "model.safetensors").name
         raise ValueError(f"{directory} holds no model: {missing} is missing") from error
     except (ValueError, TypeError, SafetensorError, RuntimeError) as error:

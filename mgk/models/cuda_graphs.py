@@ -1,6 +1,6 @@
-"""Work that is the same every time, recorded as a CUDA graph; the loss of a batch and its gradients above all.
+"""CUDA graphs of a batch's metrics and gradients.
 
-A small model is bound by Python and by the launches of its kernels, not by the GPU. A recorded step is one launch.
+Small models are bound by Python and by kernel launches, not by the GPU. Replaying a captured graph is one launch.
 """
 
 from __future__ import annotations
@@ -16,125 +16,152 @@ from torch import Tensor
 
 T = TypeVar("T")
 Means = dict[str, Tensor]
-# Kinds of batches that are recorded; those seen first, and so the most frequent. The others run as they come.
-MOST = 64
-# What could not be recorded is tried once more, when all that Python has not yet cleared away is gone.
-ATTEMPTS = 2
+# Maximum number of graphs. The first shapes to occur are the most frequent ones; later ones run eagerly.
+MAX_GRAPHS = 64
+# A failed capture is repeated after gc.collect().
+MAX_ATTEMPTS = 2
 
 
 class CaptureError(Exception):
-    """Work that no graph can hold, why, and what it gave when it ran."""
+    """A function that cannot be captured.
 
-    def __init__(self, reason: str, found: Any) -> None:
+    Attributes:
+        output: Result of the eager run before the capture.
+    """
+
+    def __init__(self, reason: str, output: Any) -> None:
         super().__init__(reason)
-        self.found = found
+        self.output = output
 
 
-def record(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T, T]:
-    """The graph of `run`, what it gave when it ran, and what a replay writes to.
+def capture_graph(
+    run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, T, T]:
+    """Run a function once eagerly, so that everything is compiled, and capture a second call.
 
-    It runs once as it is, so that everything is compiled. Nothing runs while it is recorded; should that fail,
-    everything but this one run is as before.
+    Args:
+        run: Function to capture; it reads and writes only tensors that stay in place.
+        stream: Stream to run and capture on.
+        pool: Memory pool of an earlier graph to share.
+
+    Returns:
+        The graph, the output of the eager run, and the tensors that a replay writes.
+
+    Raises:
+        CaptureError: The capture failed. The random number generator is as after the eager run.
     """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = run()
+        output = run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    state, graph = torch.cuda.get_rng_state(), torch.cuda.CUDAGraph()
+    rng_state, graph = torch.cuda.get_rng_state(), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            written = run()
+            static_output = run()
     except RuntimeError as error:
-        # The generator still thinks that it is being recorded: one that does not takes its place.
+        # The generator still believes that a capture is under way: replace its state by that of a new one.
         torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda"))
-        torch.cuda.set_rng_state(state)
-        raise CaptureError(str(error).strip().splitlines()[0], found) from error
-    return graph, found, written
+        torch.cuda.set_rng_state(rng_state)
+        raise CaptureError(str(error).strip().splitlines()[0], output) from error
+    return graph, output, static_output
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
+    """A graph with the tensors that it reads and writes."""
+
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     means: Means
 
     def replay(self, inputs: Sequence[Tensor]) -> Means:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine.copy_(given)
+        for static_input, new_input in zip(self.inputs, inputs, strict=True):
+            static_input.copy_(new_input)
         self.graph.replay()
-        # All graphs share their memory: the next one writes over this.
+        # All graphs share a memory pool: the next replay overwrites the results.
         return {name: value.clone() for name, value in self.means.items()}
 
 
 class GraphedForward:
-    """measure(*inputs, *fixed) gives means; `fixed` are numbers that decide shapes. A kind of batch, its shapes and
-    fixed numbers, is recorded when it first appears.
+    """Compute the means of a batch by one CUDA graph per combination of shapes.
 
-    The parameters must stay where they are in memory. What happens is the same function of weights, inputs and the
-    generator's state whether it is just being recorded or not: recording draws no random numbers.
+    A graph is captured when its shapes first occur. The parameters must stay in place in memory. Results depend on
+    weights, inputs and generator state only: capturing draws no random numbers and leaves buffers unchanged.
+
+    Args:
+        measure: `measure(*inputs, *sizes)` returns the means; `sizes` are integers that determine shapes.
+        buffers: Returns the tensors that `measure` changes in place. Called at each capture, because moving a module
+            to a device replaces its buffers.
+        use_graphs: False runs every batch eagerly.
     """
 
-    what = "a batch"
+    description = "a batch"
 
     def __init__(
         self,
         measure: Callable[..., Means],
         *,
         buffers: Callable[[], Iterable[Tensor]] = tuple,
-        recording: bool = True,
+        use_graphs: bool = True,
     ) -> None:
-        """buffers: gives what `measure` changes in place; asked for when a batch is recorded, since a module that moves
-        to a device has others there. recording: False runs every batch as it comes, to compare with."""
-        self.measure, self.buffers, self.recording = measure, buffers, recording
-        self.recorded: dict[tuple[Any, ...], CapturedGraph] = {}
+        self.measure, self.buffers, self.use_graphs = measure, buffers, use_graphs
+        self.captured: dict[tuple[Any, ...], CapturedGraph] = {}
         self.failures = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...] = ()) -> Means:
-        kind = (*(x.shape for x in inputs), fixed)
-        if kind not in self.recorded and self.recording and len(self.recorded) < MOST:
-            self._record(kind, inputs, fixed)
-        return self.recorded[kind].replay(inputs) if kind in self.recorded else self._run(inputs, fixed)
+    def __call__(self, inputs: tuple[Tensor, ...], sizes: tuple[int, ...] = ()) -> Means:
+        key = (*(x.shape for x in inputs), sizes)
+        if key not in self.captured and self.use_graphs and len(self.captured) < MAX_GRAPHS:
+            self._capture(key, inputs, sizes)
+        return self.captured[key].replay(inputs) if key in self.captured else self._run(inputs, sizes)
 
-    def _run(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> Means:
+    def _run(self, inputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> Means:
         kind = inputs[0].device.type
-        # A cached cast of a weight would be recorded as it is now, and never be made again.
+        # Without autocast's cache: a replay would reuse the weights that were cast at the capture.
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
-            return self.measure(*inputs, *fixed)
+            return self.measure(*inputs, *sizes)
 
-    def _record(self, kind: tuple[Any, ...], inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> None:
-        held = tuple(x.clone() for x in inputs)
-        state, before = torch.cuda.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.buffers()]
-        # One stream for all: autograd keeps for every parameter the stream it was first used on, for as long as
-        # anything of that pass is alive, and another pass would be made to wait for that stream.
+    def _capture(self, key: tuple[Any, ...], inputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+        static_inputs = tuple(x.clone() for x in inputs)
+        rng_state, saved_buffers = torch.cuda.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.buffers()]
+        # One stream for all captures: autograd keeps the first stream of each parameter as long as a part of that pass
+        # is alive, and passes on other streams wait for it.
         self._stream = self._stream or torch.cuda.Stream()
         try:
-            graph, _, means = record(lambda: self._run(held, fixed), self._stream, self._pool)
+            graph, _, means = capture_graph(lambda: self._run(static_inputs, sizes), self._stream, self._pool)
         except CaptureError as error:
             self.failures += 1
-            # Graphs that know the generator of before would draw the same numbers again and again.
-            self.recorded.clear()
+            # Graphs registered with the replaced generator would repeat the same random numbers.
+            self.captured.clear()
             self._pool = None
             gc.collect()
-            if self.failures == ATTEMPTS:
-                self.recording = False
-                words = f"{self.what} could not be recorded as a CUDA graph ({error}): it takes longer"
-                warnings.warn(words, stacklevel=3)
+            if self.failures == MAX_ATTEMPTS:
+                self.use_graphs = False
+                warnings.warn(
+                    f"{self.description} could not be captured as a CUDA graph ({error}) and runs slower", stacklevel=3
+                )
         else:
             self._pool = graph.pool()
-            self.recorded[kind] = CapturedGraph(graph, held, means)
-        # The run that everything was compiled by does not count.
-        torch.cuda.set_rng_state(state)
-        for buffer, old in before:
-            buffer.copy_(old)
+            self.captured[key] = CapturedGraph(graph, static_inputs, means)
+        # Undo the side effects of the eager run.
+        torch.cuda.set_rng_state(rng_state)
+        for buffer, value in saved_buffers:
+            buffer.copy_(value)
 
 
 class GraphedBackward(GraphedForward):
-    """measure gives "loss" among the means: called with a batch it leaves the loss's gradients in the parameters."""
+    """Compute the means of a batch and write the gradients of its loss to the parameters.
 
-    what = "a training step"
+    Args:
+        parameters: Parameters that get a gradient.
+        measure: As in GraphedForward; the means include "loss".
+        buffers: As in GraphedForward.
+        use_graphs: As in GraphedForward.
+    """
+
+    description = "a training step"
 
     def __init__(
         self,
@@ -142,33 +169,35 @@ class GraphedBackward(GraphedForward):
         measure: Callable[..., Means],
         *,
         buffers: Callable[[], Iterable[Tensor]] = tuple,
-        recording: bool = True,
+        use_graphs: bool = True,
     ) -> None:
-        super().__init__(measure, buffers=buffers, recording=recording)
+        super().__init__(measure, buffers=buffers, use_graphs=use_graphs)
         self.parameters = list(parameters)
         self.gradients: list[Tensor] = []
 
-    def __call__(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...] = ()) -> Means:
+    def __call__(self, inputs: tuple[Tensor, ...], sizes: tuple[int, ...] = ()) -> Means:
         if not self.gradients:
-            # What the graphs write to: not .grad, which others set to None, so that its memory goes to something else.
-            # Not sooner: the parameters may have moved to the device since.
+            # Static buffers instead of .grad, which optimizers set to None. Allocated at the first call, because the
+            # parameters may move to a device before it.
             self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
-        means = super().__call__(inputs, fixed)
+        means = super().__call__(inputs, sizes)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return means
 
-    def _run(self, inputs: tuple[Tensor, ...], fixed: tuple[int, ...]) -> Means:
-        means = super()._run(inputs, fixed)
-        found = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
-        pairs = [(mine, of) for mine, of in zip(self.gradients, found, strict=True) if of is not None]
-        # Those that lie as their parameters do take a few launches in all; with another among them, each takes its own.
-        alike: list[tuple[Tensor, Tensor]] = []
-        for mine, of in pairs:
-            if mine.stride() == of.stride():
-                alike.append((mine, of))
+    def _run(self, inputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> Means:
+        means = super()._run(inputs, sizes)
+        gradients = torch.autograd.grad(means["loss"], self.parameters, allow_unused=True)
+        # Copies between equal strides take a few launches in all; one pair of unequal strides in the list would
+        # make _foreach_copy_ launch one kernel per tensor.
+        same_strides: list[tuple[Tensor, Tensor]] = []
+        for buffer, gradient in zip(self.gradients, gradients, strict=True):
+            if gradient is None:
+                continue
+            if buffer.stride() == gradient.stride():
+                same_strides.append((buffer, gradient))
             else:
-                mine.copy_(of)
-        if alike:
-            torch._foreach_copy_([mine for mine, _ in alike], [of for _, of in alike])
+                buffer.copy_(gradient)
+        if same_strides:
+            torch._foreach_copy_([buffer for buffer, _ in same_strides], [gradient for _, gradient in same_strides])
         return {name: value.detach() for name, value in means.items()}

@@ -1,8 +1,7 @@
-"""The language model: a causal decoder with any variant of attention in each layer.
+"""Language model: a causal decoder with any variant of attention in each layer.
 
-Its form is a few settings, each a row of a table: where the norms stand and of what kind they are, how positions enter,
-what the feed-forward part is, and whether the softmax is adaptive. FORMS has the paper's form and a modern one.
-B batch, L length, d embed_dim, V vocabulary.
+A few settings determine its form: kind and placement of the norms, position encoding, feed-forward layer, and softmax.
+FORMS has the settings of the paper's form and of a modern one.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from mgk.features import NAMED
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
 from mgk.variants import PRESETS, check_layers, layers_of
 
-# Layers that are compiled as one. Calling what is compiled costs the host time: for 16 layers forward and backward
-# 13 ms one by one, 4.5 ms in fours, 4.9 ms as one (measured on a CPU, with nothing to compute).
+# Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
+# 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
 GROUP = 4
 
-# Before and after a part: x + f(norm(x)), or norm(x + f(x)) as in the first transformer.
+# Norms before and after a sublayer: x + f(norm(x)), or norm(x + f(x)) as in the original transformer.
 NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module | None, nn.Module | None]]] = {
     "pre": lambda norm: (norm(), None),
     "post": lambda norm: (None, norm()),
@@ -37,17 +36,17 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": la
 
 @dataclass(frozen=True)
 class Positions:
-    """How positions enter: added to the embedding, as rotations in attention, or not at all."""
+    """Position encoding: sinusoids added to the embedding, rotary embeddings of a given base, or neither."""
 
     added: bool = False
-    rotary: float | None = None  # the base
+    rotary: float | None = None
 
 
 POSITIONS = {"sinusoidal": Positions(added=True), "rotary": Positions(rotary=10000.0), "none": Positions()}
 
 
 class SwiGLU(nn.Module):
-    """SwiGLU: silu(gate) ∘ up, then down."""
+    """Feed-forward layer down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class SwiGLU(nn.Module):
 
 
 class MLP(nn.Sequential):
-    """Up, an activation, dropout, down."""
+    """Feed-forward layer of two projections with an activation and dropout between them."""
 
     def forward(self, x: Tensor) -> Tensor:
         up, activation, dropout, down = self
@@ -71,15 +70,15 @@ class MLP(nn.Sequential):
         return result
 
 
-def _plain(activation: Callable[[], nn.Module]) -> Callable[[int, int, float], nn.Module]:
+def _mlp_with(activation: Callable[[], nn.Module]) -> Callable[[int, int, float], nn.Module]:
     return lambda width, hidden, dropout: MLP(
         nn.Linear(width, hidden), activation(), nn.Dropout(dropout), nn.Linear(hidden, width)
     )
 
 
 MLPS: dict[str, Callable[[int, int, float], nn.Module]] = {
-    "relu": _plain(nn.ReLU),
-    "gelu": _plain(nn.GELU),
+    "relu": _mlp_with(nn.ReLU),
+    "gelu": _mlp_with(nn.GELU),
     "swiglu": SwiGLU,
 }
 
@@ -91,13 +90,32 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that determines a LanguageModel's shape; the defaults are the paper's model for WikiText-103.
+    """Configuration of a LanguageModel. The defaults are the paper's model for WikiText-103.
 
-    variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where fewer
-    heads save. max_length: the length it is trained at; without a preset that keeps priors per position longer input is
-    possible. feature_map: of linear variants, one of "elu", "relu", "favor" and "dpfp". cutoffs: where the clusters of
-    the adaptive softmax begin, none for a plain one. attention_dropout None takes the preset's.
-    DecoderConfig(V, **FORMS["modern"]) is the modern form.
+    `DecoderConfig(vocab_size, **FORMS["modern"])` is the modern form.
+
+    Attributes:
+        vocab_size: Number of tokens.
+        max_length: Length of training sequences. Longer input is possible unless the preset has priors per position.
+        embed_dim: Width of the model.
+        ffn_dim: Width of the feed-forward layers.
+        num_layers: Number of layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads. Default: num_heads.
+        head_dim: Width of a head. It does not depend on num_heads: models with fewer heads are smaller.
+        variant: Attention variant of all layers, or one for each layer.
+        num_components: Number of Gaussians per key.
+        preset: Preset of the attention layers, a key of PRESETS.
+        feature_map: Feature map of linear variants: "elu", "relu", "favor" or "dpfp".
+        norm: Kind of norm, "layer" or "rms".
+        norm_place: "pre" normalizes the input of a sublayer, "post" the sum of its input and output.
+        positions: Position encoding: "sinusoidal", "rotary" or "none".
+        mlp: Feed-forward layer: "relu", "gelu" or "swiglu".
+        cutoffs: First token ids of the adaptive softmax's tail clusters; empty for a full softmax.
+        head_bias: Whether the logits have a bias.
+        dropout: Dropout of embeddings, sublayers and feed-forward layers.
+        attention_dropout: Dropout of attention weights. None takes the preset's.
+        backend: Backend of the attention operators.
     """
 
     vocab_size: int
@@ -136,7 +154,7 @@ class DecoderConfig:
 
     @property
     def layer_variants(self) -> tuple[str, ...]:
-        """The variant of each layer."""
+        """Attention variant of each layer."""
         return layers_of(self.variant, self.num_layers)
 
 
@@ -151,7 +169,7 @@ TABLES: dict[str, dict[str, Any]] = {
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with its norm before or after."""
+    """Attention and a feed-forward layer, each with a residual connection and a norm before or after it."""
 
     def __init__(self, config: DecoderConfig, variant: str) -> None:
         super().__init__()
@@ -167,43 +185,43 @@ class DecoderLayer(nn.Module):
             feature_map=NAMED[config.feature_map](config.head_dim),
             dropout=config.attention_dropout,
             is_causal=True,
-            # The paper shares priors over positions, the authors' code keeps one for each.
+            # The paper shares priors over positions; the authors' code has one per position.
             max_positions=None if config.preset == "paper" else config.max_length,
             rotary=POSITIONS[config.positions].rotary,
             backend=config.backend,
         )
         self.mlp = MLPS[config.mlp](width, config.ffn_dim, config.dropout)
-        place = NORM_PLACES[config.norm_place]
-        self.before_attention, self.after_attention = place(lambda: NORMS[config.norm](width))
-        self.before_mlp, self.after_mlp = place(lambda: NORMS[config.norm](width))
+        make_norms = NORM_PLACES[config.norm_place]
+        self.before_attention, self.after_attention = make_norms(lambda: NORMS[config.norm](width))
+        self.before_mlp, self.after_mlp = make_norms(lambda: NORMS[config.norm](width))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, padding: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        seen = _through(self.before_attention, x)
-        attended = self.attention(seen, key_padding_mask=padding, position_ids=positions, cache=cache)
-        return self._rest(x, attended)
+        normed = _apply(self.before_attention, x)
+        attended = self.attention(normed, key_padding_mask=padding, position_ids=positions, cache=cache)
+        return self._add_and_feed_forward(x, attended)
 
-    def last(self, x: Tensor) -> Tensor:
-        """The layer's output at the last position alone, [B, 1, d]: one query over all keys, nothing to hide."""
-        seen = _through(self.before_attention, x)
+    def forward_last(self, x: Tensor) -> Tensor:
+        """Compute the output of the last position only, [B, 1, d]: one query over all keys needs no causal mask."""
+        normed = _apply(self.before_attention, x)
         position = torch.full((1,), x.shape[1] - 1, device=x.device)
-        attended = self.attention.attend(seen[:, -1:], seen, None, AttentionArgs(is_causal=False), position)
-        return self._rest(x[:, -1:], attended)
+        attended = self.attention.attend(normed[:, -1:], normed, None, AttentionArgs(is_causal=False), position)
+        return self._add_and_feed_forward(x[:, -1:], attended)
 
-    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = _through(self.after_attention, x + self._dropped(attended))
-        return _through(self.after_mlp, x + self._dropped(self.mlp(_through(self.before_mlp, x))))
+    def _add_and_feed_forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = _apply(self.after_attention, x + self._drop(attended))
+        return _apply(self.after_mlp, x + self._drop(self.mlp(_apply(self.before_mlp, x))))
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         result: Tensor = self.dropout(x) if self.training else x
         return result
 
 
-def _through(part: nn.Module | None, x: Tensor) -> Tensor:
-    """Calling a module that does nothing takes the host as long as a small one that does something."""
-    result: Tensor = x if part is None else part(x)
+def _apply(module: nn.Module | None, x: Tensor) -> Tensor:
+    # None instead of nn.Identity: the overhead of a module call is measurable.
+    result: Tensor = x if module is None else module(x)
     return result
 
 
@@ -220,9 +238,12 @@ def run_group(
 
 
 class LanguageModel(nn.Module):
-    """Token ids [B, L] to scores of the next token [B, L, V].
+    """Causal language model: token ids [B, L] to logits of the next token [B, L, V].
 
-    `losses` is for training and evaluation: it never holds the scores. `hidden` is the decoder without the softmax.
+    Use `losses` for training and evaluation: it does not materialize the logits.
+
+    Args:
+        config: Sizes and settings.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -231,10 +252,10 @@ class LanguageModel(nn.Module):
         self.table = TiedEmbedding(config.vocab_size, config.embed_dim, config.cutoffs, bias=config.head_bias)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config, variant) for variant in config.layer_variants)
-        # After the last of the layers that have their norms first, nothing has been normalised.
+        # The output of the last pre-norm layer is not normalized.
         self.norm, _ = NORM_PLACES[config.norm_place](lambda: NORMS[config.norm](config.embed_dim))
         self._run_group: Callable[..., Tensor] = run_group
-        # As the paper's code base starts; small weights keep post-norm layers near the identity at first.
+        # The initialization of the paper's code; small weights keep post-norm layers close to the identity at first.
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -242,11 +263,17 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def make_caches(self, batch_size: int, max_length: int) -> list[Cache]:
-        """An empty cache for each layer, for decoding up to max_length tokens."""
+        """Return an empty cache for each layer, for decoding up to max_length tokens."""
         return [layer.attention.make_cache(batch_size, max_length) for layer in self._layers()]
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None = None, start: int = 0) -> Tensor:
-        """Token vectors, plus their positions where these are added: position_ids [L] or [B, L], else from `start`."""
+        """Embed tokens [B, L], and add sinusoidal positions if the model has them.
+
+        Args:
+            tokens: Token ids [B, L].
+            position_ids: Positions [L] or [B, L]. Default: consecutive from `start`.
+            start: Position of the first token.
+        """
         x = self.table.embed(tokens) * math.sqrt(self.config.embed_dim)
         if POSITIONS[self.config.positions].added:
             if position_ids is None:
@@ -263,27 +290,31 @@ class LanguageModel(nn.Module):
         caches: Sequence[Cache] | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """[B, L] to [B, L, d].
+        """Run the decoder without the softmax, [B, L] to [B, L, d].
 
-        key_padding_mask: bool [B, S], True = padding; with caches, of all keys held. position_ids: [L] or [B, L], where
-        they do not count on from 0 or from the caches (padding on the left). caches: from `make_caches`; the tokens are
-        appended. inputs: what `embed` would give, already made.
+        Args:
+            tokens: Token ids [B, L].
+            key_padding_mask: Bool [B, S], True = padding; with caches, S includes the cached keys.
+            position_ids: Positions [L] or [B, L], required if the input is padded on the left. Default: consecutive
+                from 0, or from the length of the caches.
+            caches: Caches of `make_caches`; the tokens are appended.
+            inputs: Precomputed output of `embed`, [B, L, d].
         """
         self._check_tokens(tokens)
         if caches is not None and len(caches) != len(self.layers):
             fail("caches", f"must be {len(self.layers)}, one for each layer, got {len(caches)}")
-        held = caches[0].length if caches else 0
-        x = self.embed(tokens, position_ids, held) if inputs is None else inputs
-        return _through(self.norm, self._run(self._layers(), x, position_ids, key_padding_mask, caches))
+        start = caches[0].length if caches else 0
+        x = self.embed(tokens, position_ids, start) if inputs is None else inputs
+        return _apply(self.norm, self._run(self._layers(), x, position_ids, key_padding_mask, caches))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """`hidden` at the last position alone, [B, d]: the last layer works for that position only."""
+        """Compute `hidden` of the last position, [B, d]; the last layer runs for that position only."""
         self._check_tokens(tokens)
         *layers, last = self._layers()
-        return _through(self.norm, last.last(self._run(layers, self.embed(tokens))))[:, 0]
+        return _apply(self.norm, last.forward_last(self._run(layers, self.embed(tokens))))[:, 0]
 
     def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """From now on layers run compiled. All groups of them run the same code, so that one is compiled for all."""
+        """Compile the layers in groups. All groups share their code, so that one compilation serves all."""
         self._run_group = torch.compile(run_group, backend=backend)
 
     def _run(
@@ -295,17 +326,24 @@ class LanguageModel(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         for start in range(0, len(layers), GROUP):
-            part = slice(start, start + GROUP)
-            x = self._run_group(layers[part], x, position_ids, key_padding_mask, caches and caches[part])
+            group = slice(start, start + GROUP)
+            x = self._run_group(layers[group], x, position_ids, key_padding_mask, caches and caches[group])
         return x
 
-    def losses(self, tokens: Tensor, targets: Tensor, rooms: Sequence[int] | None = None) -> Tensor:
-        """−log p of each target [B, L], in fp32; no target is ignored.
+    def losses(self, tokens: Tensor, targets: Tensor, capacities: Sequence[int] | None = None) -> Tensor:
+        """Compute -log p of each target in fp32.
 
-        rooms: for the adaptive softmax, one number for each cluster of rare words that there are at most so many
-        targets in, where the caller knows one; `model.table.rooms(targets)` finds them. More targets give NaN.
+        Args:
+            tokens: Token ids [B, L].
+            targets: Token ids [B, L]; none is ignored.
+            capacities: For an adaptive softmax, maximum number of targets in each tail cluster. Default:
+                `model.table.cluster_capacities(targets)`, which synchronizes with the device. If a cluster has more
+                targets, the losses are NaN.
+
+        Returns:
+            Losses [B, L].
         """
-        return self.table.losses(self.hidden(tokens), targets, rooms)
+        return self.table.losses(self.hidden(tokens), targets, capacities)
 
     def forward(
         self,
@@ -315,19 +353,9 @@ class LanguageModel(nn.Module):
         position_ids: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """Scores of the next token [B, L, V]; their softmax is its probability. Arguments as in `hidden`."""
+        """Compute the logits of the next token, [B, L, V]. Arguments as in `hidden`."""
         hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, position_ids=position_ids, caches=caches)
         return self.table.logits(hidden)
-
-    def breakdown(self) -> dict[str, int]:
-        """How many parameters lie where."""
-        parts: dict[str, Sequence[nn.Module]] = {
-            "embedding and softmax": [self.table],
-            "attention": [layer.attention for layer in self._layers()],
-            "feed-forward": [layer.mlp for layer in self._layers()],
-        }
-        counts = {name: sum(p.numel() for m in modules for p in m.parameters()) for name, modules in parts.items()}
-        return {**counts, "norms": sum(p.numel() for p in self.parameters()) - sum(counts.values())}
 
     def _layers(self) -> list[Any]:
         return list(self.layers)
@@ -337,7 +365,7 @@ class LanguageModel(nn.Module):
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """[...] to [..., width]: sines, then cosines, of wavelengths from 2π to 2π · 10,000."""
+    """Encode positions [...] as [..., width]: sines, then cosines, of wavelengths from 2π to 2π · 10,000."""
     rates = 10000.0 ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     angles = positions.to(torch.float32).unsqueeze(-1) * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[..., :width]

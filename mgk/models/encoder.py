@@ -1,7 +1,7 @@
-"""The encoder of the Long Range Arena experiments: classifies one document, or the relation between two.
+"""Encoder of the Long Range Arena experiments: classifies one document, or the relation between two.
 
-Pre-LN, learned positions, a mean over tokens and an MLP head, as in the configuration the paper takes over from
-Nyströmformer. B batch, L length, d embed_dim.
+Pre-norm layers, learned positions, mean pooling and an MLP head, as in Nyströmformer's configuration, which the paper
+uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.features import NAMED
-from mgk.models.embedding import lookup
+from mgk.models.adaptive_softmax import embed_tokens
 from mgk.variants import PRESETS, VARIANTS, check_layers, layers_of
 
 POOLINGS = ("mean", "mean-padded")
@@ -23,13 +23,29 @@ POOLINGS = ("mean", "mean-padded")
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Everything that determines a Classifier's shape.
+    """Configuration of a Classifier.
 
-    variant: one name for all layers, or one for each. head_dim stays the same whatever num_heads: that is where
-    fewer heads save. pooling: "mean" over the real tokens, or "mean-padded", their sum over max_length.
-    feature_map: of linear variants, one of "elu", "relu", "favor" and "dpfp". attention_dropout None takes the
-    preset's. documents 2 makes the matcher: one encoder for both, and a head on [x, y, x∘y, x−y]. token_std: of the
-    token vectors at first; 0.02 is that of the paper's configuration.
+    Attributes:
+        vocab_size: Number of tokens.
+        num_classes: Number of classes.
+        max_length: Maximum length of a document.
+        documents: Documents per example. 2 encodes both with the same weights and classifies [x, y, x * y, x - y].
+        embed_dim: Width of the model.
+        ffn_dim: Width of the feed-forward layers.
+        hidden_dim: Width of the classification head.
+        num_layers: Number of layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads. Default: num_heads.
+        head_dim: Width of a head. It does not depend on num_heads: models with fewer heads are smaller.
+        variant: Attention variant of all layers, or one for each layer.
+        num_components: Number of Gaussians per key.
+        preset: Preset of the attention layers, a key of PRESETS.
+        feature_map: Feature map of linear variants: "elu", "relu", "favor" or "dpfp".
+        dropout: Dropout of embeddings, sublayers and feed-forward layers.
+        attention_dropout: Dropout of attention weights. None takes the preset's.
+        pooling: "mean" over the tokens of a document, or "mean-padded", their sum divided by max_length.
+        backend: Backend of the attention operators.
+        token_std: Standard deviation of the initial token vectors; 0.02 is the paper's.
     """
 
     vocab_size: int
@@ -69,15 +85,14 @@ class EncoderConfig:
         number("token_std", self.token_std, 0, above=True)
 
     @property
-    def packs(self) -> bool:
-        """Whether packed documents are faster and the same: linear attention pads them, and EM would count
-        the padding behind the last one."""
+    def supports_packing(self) -> bool:
+        """Whether packing is exact and faster: EM would count the padding at the end, linear attention pads again."""
         layers = [VARIANTS[name] for name in self.layer_variants]
         return not any(v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
 
     @property
     def layer_variants(self) -> tuple[str, ...]:
-        """The variant of each layer."""
+        """Attention variant of each layer."""
         return layers_of(self.variant, self.num_layers)
 
 
@@ -89,7 +104,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class EncoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: EncoderConfig, variant: str) -> None:
         super().__init__()
@@ -105,7 +120,7 @@ class EncoderLayer(nn.Module):
             preset=config.preset,
             feature_map=NAMED[config.feature_map](config.head_dim),
             dropout=config.attention_dropout,
-            # The paper shares priors over positions, the authors' code keeps one for each.
+            # The paper shares priors over positions; the authors' code has one per position.
             max_positions=None if config.preset == "paper" else config.max_length,
             backend=config.backend,
         )
@@ -123,7 +138,11 @@ class EncoderLayer(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Token ids [B, L] (or [B, 2, L] for two documents) and their lengths to logits [B, num_classes]."""
+    """Classifier of one or two documents.
+
+    Args:
+        config: Sizes and settings.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -142,32 +161,33 @@ class Classifier(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def encode(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
-        """[B, L] to [B, d]: the mean over tokens of the last layer."""
+        """Encode tokens [B, L] of documents with lengths [B] as [B, d], the mean over the tokens of the last layer."""
         length = tokens.shape[1]
         if length > self.config.max_length:
             fail("tokens", f"have length {length}, and the model has {self.config.max_length} positions")
         padding = None if lengths is None else torch.arange(length, device=tokens.device) >= lengths[:, None]
-        x = self.dropout(lookup(tokens, self.tokens.weight) + self.positions[:length])
+        x = self.dropout(embed_tokens(tokens, self.tokens.weight) + self.positions[:length])
         for layer in self.layers:
             x = layer(x, padding, None, None)
         x = self.norm(x)
-        # Not by the width of the batch: a prediction does not depend on the examples beside it.
-        whole = self.config.max_length if self.config.pooling == "mean-padded" else None
+        # Not the width of the batch: a prediction must not depend on the other examples.
+        denominator = self.config.max_length if self.config.pooling == "mean-padded" else None
         if padding is None or lengths is None:
-            return x.mean(1) if whole is None else x.sum(1) / whole
+            return x.mean(1) if denominator is None else x.sum(1) / denominator
         total = x.masked_fill(padding.unsqueeze(-1), 0).sum(1)
-        return total / (lengths.clamp(min=1)[:, None] if whole is None else whole)
+        return total / (lengths.clamp(min=1)[:, None] if denominator is None else denominator)
 
     def encode_packed(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """[T] to [N, d] for the N sequences that lie one after another; what lies behind the last one is padding."""
-        # The padding is a sequence of its own, so that nothing attends to it.
+        """Encode N packed sequences [T] as [N, d]; tokens after the last sequence are padding."""
+        # The padding becomes a separate sequence, so that no document attends to it.
         edges = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens.shape[0])])
         sequence, position = cu_seqlens_to_segments(edges, tokens.shape[0])
-        x = self.dropout(lookup(tokens, self.tokens.weight) + nn.functional.embedding(position, self.positions))[None]
+        positions = nn.functional.embedding(position, self.positions)
+        x = self.dropout(embed_tokens(tokens, self.tokens.weight) + positions)[None]
         for layer in self.layers:
             x = layer(x, None, edges, self.config.max_length)
-        # A product with the membership, not a scatter: the same sum each time, also on a GPU. Not in
-        # bf16: autocast leaves a plain mean in fp32 too.
+        # A GEMM with the membership matrix instead of a scatter, which is not deterministic on a GPU. Not in bf16:
+        # autocast computes the mean of the padded form in fp32 as well.
         member = sequence == torch.arange(cu_seqlens.shape[0] - 1, device=tokens.device)[:, None]
         normed = self.norm(x)[0]
         with torch.autocast(x.device.type, enabled=False):
@@ -176,21 +196,26 @@ class Classifier(nn.Module):
         return total / (self.config.max_length if mean_padded else cu_seqlens.diff().clamp(min=1)[:, None])
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Padded: tokens [B, L] or [B, 2, L], and lengths [B] or [B, 2], the number of real tokens at the start of
-        each row; None takes all as real. Packed: tokens [T] and cu_seqlens, int32 [N + 1], the offsets of N sequences
-        that lie one after another, of two documents each after its mate."""
+        """Compute the logits [B, num_classes] of a padded batch, or of a packed batch if `cu_seqlens` is given.
+
+        Args:
+            tokens: Padded: token ids [B, L], or [B, 2, L] for two documents. Packed: [T], the two documents of an
+                example one after the other.
+            lengths: Padded: number of tokens of each document, [B] or [B, 2]. Default: no padding.
+            cu_seqlens: Packed: offsets of N documents, int32 [N + 1].
+        """
         check_tokens(tokens, "T" if cu_seqlens is not None else "B L" if self.config.documents == 1 else "B 2 L")
         if tokens.shape[-1] == 0:
             fail("tokens", f"must hold at least one token, got {list(tokens.shape)}")
         if cu_seqlens is not None:
-            both = self.encode_packed(tokens, cu_seqlens)
+            encoded = self.encode_packed(tokens, cu_seqlens)
         elif self.config.documents == 1:
-            both = self.encode(tokens, lengths)
+            encoded = self.encode(tokens, lengths)
         else:
-            # Both documents in one batch: twice the rows, half the launches.
-            both = self.encode(tokens.flatten(0, 1), None if lengths is None else lengths.flatten())
+            # Both documents in one batch: half the kernel launches.
+            encoded = self.encode(tokens.flatten(0, 1), None if lengths is None else lengths.flatten())
         if self.config.documents == 2:
-            x, y = both.unflatten(0, (-1, 2)).unbind(1)
-            both = torch.cat([x, y, x * y, x - y], dim=-1)
-        logits: Tensor = self.head(both)
+            x, y = encoded.unflatten(0, (-1, 2)).unbind(1)
+            encoded = torch.cat([x, y, x * y, x - y], dim=-1)
+        logits: Tensor = self.head(encoded)
         return logits

@@ -1,7 +1,8 @@
-"""Text from a language model, one token at a time, on its caches."""
+"""Token generation: sampling from a language model, and single-token decoding by a CUDA graph."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,13 +10,21 @@ import torch
 from torch import Tensor
 
 from mgk._core.validation import fail, number, positive_integer
-from mgk.models import LanguageModel
-from mgk.models.decoding import DecodingStep
+from mgk.cache import Cache, DevicePosition
+from mgk.models.cuda_graphs import CaptureError, capture_graph
+from mgk.models.decoder import LanguageModel
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. temperature 0 takes the likeliest; top_k and top_p leave the likeliest tokens alone."""
+    """Options for sampling a token.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 takes the token of highest probability.
+        top_k: Number of tokens of highest probability to sample from.
+        top_p: Sample from the smallest set of tokens whose probabilities sum up to at least this.
+        seed: Seed of the random number generator.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -29,16 +38,16 @@ class Sampling:
         if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
             fail("top_p", f"must be more than 0 and at most 1, got {self.top_p!r}")
 
-    def draw(self, scores: Tensor, generator: torch.Generator) -> int:
-        """A token from its scores [V]."""
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Sample a token from logits [V]."""
         if self.temperature == 0:
-            return int(scores.argmax())
-        # On the CPU, so that a seed means the same everywhere.
-        ordered, tokens = (scores.float().cpu() / self.temperature).sort(descending=True, stable=True)
+            return int(logits.argmax())
+        # On the CPU, so that a seed gives the same tokens on every device.
+        ordered, tokens = (logits.float().cpu() / self.temperature).sort(descending=True, stable=True)
         ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
         probabilities = ordered.softmax(-1)
         if self.top_p is not None:
-            # The token that crosses the threshold stays.
+            # The token that crosses the threshold is included.
             before = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0)
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
@@ -48,10 +57,19 @@ class Sampling:
 def generate(
     model: LanguageModel, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling | None = None
 ) -> Iterator[int]:
-    """Tokens that follow the prompt, as they are drawn.
+    """Generate the tokens that follow a prompt.
 
-    The model sees at most max_length tokens, as in training. Where these are used up it goes on from the last half of
-    them, read anew.
+    The context has at most `max_length` tokens, as in training. When it is full, generation continues from its last
+    half, which is encoded anew.
+
+    Args:
+        model: A language model in eval mode.
+        prompt: Token ids, at least one.
+        max_tokens: Number of tokens to generate.
+        sampling: Sampling options. Default: `Sampling()`.
+
+    Yields:
+        One token id at a time.
     """
     sampling = Sampling() if sampling is None else sampling
     positive_integer("max_tokens", max_tokens)
@@ -60,21 +78,124 @@ def generate(
     context, device = model.config.max_length, model.table.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.make_caches(1, context)
-    # Elsewhere a step that reads its length on the device saves nothing, and looks at all the room there is for keys.
+    # Only for CUDA: elsewhere a step of fixed shape saves nothing, and attends over the whole buffer of the cache.
     step = DecodingStep(model, caches) if device.type == "cuda" else None
-    seen = [int(token) for token in prompt]
-    new = seen[-context:]
+    history = [int(token) for token in prompt]
+    new_tokens = history[-context:]
     for _ in range(max_tokens):
-        tokens = torch.tensor([new], device=device)
-        if step is not None and len(new) == 1:
-            scores = step(tokens)
+        tokens = torch.tensor([new_tokens], device=device)
+        if step is not None and len(new_tokens) == 1:
+            logits = step(tokens)
         else:
-            scores = model.table.logits(model.hidden(tokens, caches=caches)[:, -1])
-        token = sampling.draw(scores[0], generator)
+            logits = model.table.logits(model.hidden(tokens, caches=caches)[:, -1])
+        token = sampling.draw(logits[0], generator)
         yield token
-        seen.append(token)
-        new = [token]
+        history.append(token)
+        new_tokens = [token]
         if caches[0].length == context:
             for cache in caches:
                 cache.reset()
-            new = seen[-max(1, context // 2) :]
+            new_tokens = history[-max(1, context // 2) :]
+
+
+class DecodingStep:
+    """Decode one token per sequence by a step of fixed shape, captured as a CUDA graph on a GPU.
+
+    Calling it with tokens [B, 1] appends them to the caches and returns the logits [B, V] of the next token. The next
+    call overwrites the logits: clone them to keep them. Everything that depends on the length (where keys are written,
+    how many are attended to, the position) is read on the device. Small models are bound by Python and by kernel
+    launches; replaying the graph is one launch.
+
+    Args:
+        model: A language model in eval mode, whose parameters stay in place in memory.
+        caches: `model.make_caches(batch_size, max_length)`, filled with a prompt by `model(prompt, caches=caches)`.
+            Between calls they may be filled, cropped and reset.
+    """
+
+    def __init__(self, model: LanguageModel, caches: Sequence[Cache]) -> None:
+        if not isinstance(model, LanguageModel):
+            fail("model", f"must be a LanguageModel, got {type(model).__name__}")
+        are_caches = isinstance(caches, (list, tuple)) and all(isinstance(cache, Cache) for cache in caches)
+        if not are_caches or len(caches) != len(model.layers):
+            fail("caches", f"must be {len(model.layers)}, one for each layer, as model.make_caches makes them")
+        self.model, self.caches = model, caches
+        device = model.table.weight.device
+        self.device_position = DevicePosition(
+            torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        )
+        self.use_graph = device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._buffers: list[Sequence[Tensor]] = []
+        # Input and output of the graph.
+        self._tokens = self._logits = torch.empty(0, device=device)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the next call replays a graph, provided that the buffers of the caches stay in place."""
+        return self._graph is not None
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        if self.model.training:
+            fail("model", "must be in eval mode: call model.eval()")
+        length, batch = self.caches[0].length, self.caches[0].batch_size
+        if any((cache.length, cache.batch_size) != (length, batch) for cache in self.caches):
+            lengths = [cache.length for cache in self.caches]
+            fail("caches", f"must hold the same tokens of the same sequences, got lengths {lengths}")
+        is_integer = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
+        if not is_integer or tokens.shape != (batch, 1):
+            got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            fail("tokens", f"must be an integer tensor [B, 1] = [{batch}, 1], one for each sequence, got {got}")
+        try:
+            for cache in self.caches:
+                cache.check_padding_mask(False)
+                cache.advance(batch, 1)
+            self.device_position.index.fill_(length)
+            return self._decode(tokens)
+        except Exception:
+            # Roll the caches back if the call fails.
+            for cache in self.caches:
+                cache.length = length
+            raise
+
+    def _decode(self, tokens: Tensor) -> Tensor:
+        if self._graph is not None and self._restore_buffers():
+            self._tokens.copy_(tokens)
+            self._graph.replay()
+            return self._logits
+        self._tokens = tokens.clone()
+        return self._capture() if self.use_graph else self._step()
+
+    def _restore_buffers(self) -> bool:
+        """Move the caches back to the buffers of the graph; return False if they do not fit."""
+        return all(cache.use_buffers(buffers) for cache, buffers in zip(self.caches, self._buffers, strict=True))
+
+    def _step(self) -> Tensor:
+        """Run the model at `device_position`; this reads and writes only tensors, so that it can be captured."""
+        self.device_position.length.copy_(self.device_position.index).add_(1)
+        for cache in self.caches:
+            cache.device_position = self.device_position
+        kind = self._tokens.device.type
+        try:
+            # Without autocast's cache: a replay would reuse the weights that were cast at the capture.
+            with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
+                hidden = self.model.hidden(self._tokens, position_ids=self.device_position.index, caches=self.caches)
+                return self.model.table.logits(hidden[:, -1])
+        finally:
+            for cache in self.caches:
+                cache.device_position = None
+
+    def _capture(self) -> Tensor:
+        """Run a step eagerly, and capture it for the next call."""
+        self._graph = None
+        try:
+            graph, logits, self._logits = capture_graph(self._step, torch.cuda.Stream())
+        except CaptureError as error:
+            self.use_graph = False
+            message = f"a decoding step could not be captured as a CUDA graph ({error}) and runs slower"
+            warnings.warn(message, stacklevel=3)
+            output: Tensor = error.output
+            return output
+        self._graph = graph
+        self._buffers = [tuple(cache.buffers) for cache in self.caches]
+        return logits

@@ -1,8 +1,8 @@
-"""How well a language model predicts a text, by a window that slides over it.
+"""Sliding-window evaluation of language models.
 
-The paper's evaluation: all positions of the first window, then the last position of each window one token further. So
-every prediction but the first few sees a full window, at the price of a forward for every token. Windows go through in
-batches, the last layer works for the last position alone, and the softmax runs once, for all positions together.
+As in the paper: all positions of the first window are scored, then the last position of each window shifted by one
+token. Every prediction but the first ones has a full window of context, at the cost of one forward per token. Windows
+run in batches, the last layer runs for the last position only, and the softmax runs once for all positions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ import torch
 from torch import Tensor
 
 from mgk._core.validation import fail, positive_integer
-from mgk.models import LanguageModel
+from mgk.models.decoder import LanguageModel
 
 
 @torch.no_grad()
 def sliding_losses(
     model: LanguageModel, tokens: Tensor, *, window: int | None = None, stride: int = 1, batch_size: int = 512
 ) -> Tensor:
-    """−log p of tokens 1, 2, … given those before them in the window: [T] to [T − 1], in fp32.
+    """Compute -log p of each token but the first, given the tokens before it in its window.
 
-    window: how many tokens a prediction sees, by default the model's max_length. stride: 1 is the paper's evaluation; n
-    scores the last n positions of each window, in an n-th of the time, with less to see for most of them. batch_size:
-    windows at a time; the result does not depend on it. The caller sets autocast.
+    Autocast is left to the caller.
+
+    Args:
+        model: A language model in eval mode.
+        tokens: A text as token ids [T].
+        window: Number of tokens of context. Default: the model's max_length.
+        stride: Number of positions scored per window, the last ones. 1 is the paper's evaluation; n takes 1/n of the
+            time, with less context for most positions.
+        batch_size: Number of windows per forward; the result does not depend on it.
+
+    Returns:
+        Losses [T - 1] in fp32.
     """
     window = model.config.max_length if window is None else positive_integer("window", window)
     positive_integer("batch_size", batch_size)
@@ -37,18 +46,18 @@ def sliding_losses(
     first = model.hidden(inputs[None, :window])[0]
     hidden = first.new_empty(len(inputs), first.shape[-1])
     hidden[:window] = first
-    # The window that ends at position e begins at e − window + 1.
-    steps = list(range(window + stride - 1, len(inputs), stride))
+    # Last positions of the windows after the first.
+    last_positions = list(range(window + stride - 1, len(inputs), stride))
     if len(inputs) > window and (len(inputs) - window) % stride:
-        steps.append(len(inputs) - 1)
-    ends = torch.tensor(steps, dtype=torch.long, device=tokens.device)
+        last_positions.append(len(inputs) - 1)
+    ends = torch.tensor(last_positions, dtype=torch.long, device=tokens.device)
     size = min(batch_size, len(ends))
     for begin in range(0, len(ends), max(1, size)):
-        # The last batch is as large as the others, some windows a second time: one shape, compiled once.
-        chosen = ends[min(begin, len(ends) - size) :][:size]
-        places = chosen[:, None] + torch.arange(1 - window, 1, device=tokens.device)
+        # The last batch repeats some windows, so that all batches have one shape and compile once.
+        batch_ends = ends[min(begin, len(ends) - size) :][:size]
+        positions = batch_ends[:, None] + torch.arange(1 - window, 1, device=tokens.device)
         if stride == 1:
-            hidden[chosen] = model.last_hidden(inputs[places])
+            hidden[batch_ends] = model.last_hidden(inputs[positions])
         else:
-            hidden[places[:, -stride:]] = model.hidden(inputs[places])[:, -stride:]
+            hidden[positions[:, -stride:]] = model.hidden(inputs[positions])[:, -stride:]
     return model.table.losses(hidden, targets)

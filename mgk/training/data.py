@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk.models.adaptive_softmax import room_for
+from mgk.models.adaptive_softmax import round_capacity
 
 if TYPE_CHECKING:
     from mgk.tasks.base import Split
@@ -177,4 +177,4 @@ class TokenSegments:
         starts = indices.to(device, non_blocking=True) * self.length
         tokens = self.tokens[starts[:, None] + torch.arange(self.length + 1, device=device)].long()
         counts = self.counts[indices.numpy()].sum(0).tolist()
-        return tokens[:, :-1], tokens[:, 1:], tuple(room_for(count) for count in counts)
+        return tokens[:, :-1], tokens[:, 1:], tuple(round_capacity(count) for count in counts)

@@ -55,7 +55,7 @@ class StepProfiler:
         self.optimizer = self.module.configure_optimizers()["optimizer"]
         self.order = EpochPermutation(len(splits["train"]), seed_of(run.seed, 1))
         self.batch_size = self.settings.batch_size // self.settings.accumulate
-        self.graphed_forward = GraphedForward(objective.measure_batch, recording=objective.is_compiled)
+        self.graphed_forward = GraphedForward(objective.measure_batch, use_graphs=objective.is_compiled)
         self.memory_mb = 0.0
         self.forward_batches: list[Any] = []  # on the device
 

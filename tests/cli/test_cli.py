@@ -234,7 +234,7 @@ WRONG = [
     (["eval", "empty"], "run.json is damaged: it has no task, training; train again, or take another folder"),
     (["eval", "broken"], "; train again, or take another folder"),
     (["eval", "."], ". is not a run directory (no run.json). `mgk train` prints the directory in its last line"),
-    (["generate", "headless", "--prompt", "a"], "is damaged (config.json has no kind, which is classifier or"),
+    (["generate", "headless", "--prompt", "a"], "is damaged (config.json must have the kind classifier or"),
     (["eval", "empty", "--batch-size", "0"], "--batch-size must be a positive integer"),
     (["eval", "empty", "--precision", "fp8"], "--precision must be one of"),
     (["generate", "nowhere", "--prompt", "a"], "nowhere is not a run directory"),

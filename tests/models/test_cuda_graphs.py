@@ -29,13 +29,13 @@ class Remembered:
 @pytest.fixture
 def without_a_gpu(monkeypatch):
     def record(self, kind, inputs, fixed):
-        self.recorded[kind] = Remembered(self, fixed)
+        self.captured[kind] = Remembered(self, fixed)
 
     def recorder(self):
         graphs = GraphedBackward(list(self.model.parameters()), self.measure_batch)
         return lambda indices: graphs(*self.batch(indices, "train"))
 
-    monkeypatch.setattr(GraphedBackward, "_record", record)
+    monkeypatch.setattr(GraphedBackward, "_capture", record)
     monkeypatch.setattr(Objective, "graphed_step", recorder)
 
 
@@ -68,7 +68,7 @@ def test_gradients_arrive_however_they_lie(turned):
         pairs = zip(parameters, factors, turned, strict=True)
         return {"loss": sum((x * (p.t() if each else p) * f).sum() for p, f, each in pairs)}
 
-    GraphedBackward(parameters, measure, recording=False)((torch.ones(()),))
+    GraphedBackward(parameters, measure, use_graphs=False)((torch.ones(()),))
     for parameter, factor, each in zip(parameters, factors, turned, strict=True):
         assert torch.equal(parameter.grad, factor.t() if each else factor)
 
@@ -107,7 +107,7 @@ def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
         with torch.no_grad():
             for p in parameters:
                 p -= 0.5 * p.grad
-    assert len(graphs.recorded) == 2
+    assert len(graphs.captured) == 2
 
 
 @pytest.mark.gpu
@@ -120,7 +120,7 @@ def test_a_graph_without_gradients_follows_the_weights_and_the_batch():
             assert torch.equal(graphs(x)["loss"], measure(*x)["loss"])
             for p in network.parameters():
                 p += 0.1
-    assert len(graphs.recorded) == 2
+    assert len(graphs.captured) == 2
     assert all(p.grad is None for p in network.parameters())
 
 
@@ -150,7 +150,7 @@ def test_recording_changes_no_buffers():
     for step, size in enumerate((5, 7, 5)):
         graphs(batch(size, step))
     assert float(seen) == 17
-    assert len(graphs.recorded) == 2
+    assert len(graphs.captured) == 2
 
 
 @pytest.mark.gpu
@@ -163,16 +163,16 @@ def test_what_cannot_be_recorded_runs_and_says_so():
 
     graphs = GraphedBackward(list(network.parameters()), waits)
     x = batch(4, 0)
-    with pytest.warns(UserWarning, match="could not be recorded"):
+    with pytest.warns(UserWarning, match="could not be captured"):
         means = [graphs(x), graphs(x), graphs(x)]
-    assert not graphs.recorded
+    assert not graphs.captured
     assert torch.equal(means[0]["loss"], means[2]["loss"])
     assert torch.rand(3, device="cuda").unique().numel() == 3  # random numbers are still to be had
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.filterwarnings("error:a training step could not be recorded")
+@pytest.mark.filterwarnings("error:a training step could not be captured")
 @pytest.mark.parametrize("task", ["classes", "text"])
 @pytest.mark.parametrize("row", ["softmax:2", "smgk:2", "mgk:2", "mlk:2", "smgk-em:2"])
 def test_a_run_on_a_gpu_is_the_same_with_recorded_steps(tmp_path, row, task):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mgk
 from mgk.models import DecoderConfig, LanguageModel, adaptive_softmax, decoder, load_model, save_model
-from mgk.models.adaptive_softmax import TiedEmbedding, room_for
+from mgk.models.adaptive_softmax import TiedEmbedding, round_capacity
 from mgk.models.decoder import FORMS
 
 CUTOFFS = {"paper": (10, 30), "modern": ()}
@@ -106,7 +106,7 @@ def dense(table: TiedEmbedding, hidden: torch.Tensor) -> torch.Tensor:
 def test_adaptive_softmax_against_the_definition(cutoffs, room, monkeypatch):
     """With the room that it finds, with just enough, and with some to spare."""
     # Three rows at a time, so that chunks end inside.
-    monkeypatch.setattr(adaptive_softmax, "ELEMENTS", 40)
+    monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", 40)
     table = TiedEmbedding(50, 6, cutoffs).double()
     with torch.no_grad():
         for parameter in table.parameters():
@@ -132,12 +132,12 @@ def test_adaptive_softmax_against_the_definition(cutoffs, room, monkeypatch):
 def test_no_target_is_lost_for_want_of_room():
     table = TiedEmbedding(50, 6, (7, 20))
     hidden, targets = torch.randn(9, 6), torch.tensor([1, 2, 8, 9, 10, 30, 31, 3, 4])
-    assert table.rooms(targets) == [64, 64]
+    assert table.cluster_capacities(targets) == [64, 64]
     assert table.losses(hidden, targets, (3, 2)).isfinite().all()
     for too_small in ((2, 2), (0, 2), (3, 0), (0, 0)):
         assert table.losses(hidden, targets, too_small).isnan().any()
     for wrong in ((9, 9, 9), 9, (9, -1), (9.0, 9)):
-        with pytest.raises(ValueError, match="rooms must be 2 numbers, one for each tail cluster"):
+        with pytest.raises(ValueError, match="capacities must be 2 integers, one for each tail cluster"):
             table.losses(hidden, targets, wrong)
 
 
@@ -161,9 +161,9 @@ def test_targets_that_are_no_tokens(cutoffs, monkeypatch):
 
 
 def test_room_is_one_of_few_numbers_and_no_more_than_a_quarter_stays_empty():
-    assert [room_for(n) for n in (0, 1, 64, 65, 600, 1024, 1025)] == [0, 64, 64, 128, 640, 1024, 1280]
-    assert all(n <= room_for(n) <= max(64, 1.25 * n + 1) for n in range(256, 5000))
-    assert len({room_for(n) for n in range(256, 5000)}) < 20
+    assert [round_capacity(n) for n in (0, 1, 64, 65, 600, 1024, 1025)] == [0, 64, 64, 128, 640, 1024, 1280]
+    assert all(n <= round_capacity(n) <= max(64, 1.25 * n + 1) for n in range(256, 5000))
+    assert len({round_capacity(n) for n in range(256, 5000)}) < 20
 
 
 def test_a_cluster_without_targets_has_no_gradient_but_its_own_output():
@@ -194,14 +194,17 @@ def test_wrong_cutoffs():
             TiedEmbedding(50, 6, cutoffs)
 
 
-def test_parameters_of_the_papers_model_with_the_breakdown():
+def test_paper_model_parameter_counts():
     with torch.device("meta"):
         model = LanguageModel(DecoderConfig(267_735, variant="softmax", cutoffs=(20_000, 40_000, 200_000)))
-    parts = model.breakdown()
-    assert parts["embedding and softmax"] == 267_735 * 128 + 267_735 + 3 * 129
-    assert parts["attention"] == 16 * 4 * (128 * 128 + 128)
-    assert parts["feed-forward"] == 16 * (2 * 128 * 2048 + 2048 + 128)
-    assert sum(parts.values()) == sum(p.numel() for p in model.parameters()) == 44_026_586
+
+    def count(*modules):
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    assert count(model.table) == 267_735 * 128 + 267_735 + 3 * 129
+    assert count(*(layer.attention for layer in model.layers)) == 16 * 4 * (128 * 128 + 128)
+    assert count(*(layer.mlp for layer in model.layers)) == 16 * (2 * 128 * 2048 + 2048 + 128)
+    assert count(model) == 44_026_586
 
 
 def test_it_comes_back_from_disk(tmp_path, tokens):

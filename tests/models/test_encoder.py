@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mgk.models import Classifier, EncoderConfig
-from mgk.models.embedding import _Lookup
+from mgk.models.adaptive_softmax import _OneHotEmbedding
 from mgk.tasks.base import Split
 from mgk.training.data import DeviceDataset
 from mgk.variants import VARIANTS
@@ -93,19 +93,19 @@ def test_the_gradient_of_a_small_vocabulary_is_that_of_an_embedding():
     tokens = torch.randint(0, 9, (4, 50))
     tokens[tokens == 3] = 4  # a token that does not occur
     weight = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-    ours, theirs = _Lookup.apply(tokens, weight), torch.nn.functional.embedding(tokens, weight)
+    ours, theirs = _OneHotEmbedding.apply(tokens, weight), torch.nn.functional.embedding(tokens, weight)
     assert torch.equal(ours, theirs)
     upstream = torch.randn_like(ours)
     (found,), (wanted,) = (torch.autograd.grad(each, weight, upstream) for each in (ours, theirs))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert found[3].abs().max() == 0
-    compiled = torch.compile(lambda *given: _Lookup.apply(*given), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda *given: _OneHotEmbedding.apply(*given), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(tokens, weight), weight, upstream)[0], wanted)
 
 
 def test_what_the_padding_would_enter_is_not_packed():
     """EM counts every key it sees, and linear attention pads anyway."""
-    packs = {name: classifier(name).config.packs for name in VARIANTS}
+    packs = {name: classifier(name).config.supports_packing for name in VARIANTS}
     assert packs == {name: name not in ("linear", "mlk", "smlk", "mgk-em", "smgk-em") for name in VARIANTS}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import experiments.paper  # noqa: F401  (adds its recipes)
 from mgk import tasks
 from mgk.cli import commands
 from mgk.models import Classifier, DecoderConfig, EncoderConfig, LanguageModel, save_model

@@ -54,7 +54,7 @@ class Classification(Objective):
     @property
     def is_packed(self) -> bool:
         """Whether batches hold concatenated documents without padding between them."""
-        return self.settings.padding == "packed" and self.model.config.packs and self.device.type == "cuda"
+        return self.settings.padding == "packed" and self.model.config.supports_packing and self.device.type == "cuda"
 
     def batch(self, indices: Tensor, split: str) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Return tokens, document ends and labels.

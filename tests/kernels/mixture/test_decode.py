@@ -12,7 +12,7 @@ from mgk.backends import MIXTURE_BACKENDS, triton
 from mgk.kernels.mixture import launch as triton_launch
 from mgk.kernels.mixture import ops
 from mgk.models import DecoderConfig, LanguageModel
-from mgk.models.decoding import DecodingStep
+from mgk.models.generation import DecodingStep
 from tests.kernels.mixture.test_kernels import DEVICE, DTYPES, GPU, case, make_call, truth
 
 pytestmark = [pytest.mark.gpu] if GPU else []

@@ -7,8 +7,7 @@ import mgk
 from mgk.cache import DevicePosition
 from mgk.models import DecoderConfig, LanguageModel
 from mgk.models.decoder import FORMS
-from mgk.models.decoding import DecodingStep
-from mgk.models.generation import Sampling, generate
+from mgk.models.generation import DecodingStep, Sampling, generate
 
 V, ROOM = 30, 12
 FORM = {"paper": {}, "modern": FORMS["modern"], "ref-lm": {"preset": "ref-lm"}, "gqa": {"num_kv_heads": 2}}
@@ -79,7 +78,7 @@ def test_a_layer_by_itself_finds_its_positions(variant):
     assert cache.length == 5
 
 
-def test_it_works_in_the_memory_that_there_is():
+def test_it_works_in_the_buffers_that_there_is():
     """... or could not be recorded."""
     for variant in ("smgk", "mlk"):
         model = tiny(variant)
@@ -99,9 +98,9 @@ class Remembered:
 
     def replay(self):
         assert self.step._tokens is self.tokens
-        for cache, memory in zip(self.step.caches, self.step._memory, strict=True):
+        for cache, memory in zip(self.step.caches, self.step._buffers, strict=True):
             assert all(a is b for a, b in zip(cache.buffers, memory, strict=True))
-        self.step._scores.copy_(self.step._step())
+        self.step._logits.copy_(self.step._step())
 
 
 @pytest.fixture
@@ -109,18 +108,18 @@ def without_a_gpu(monkeypatch):
     def first(self):
         made.append(self)
         scores = self._step()
-        self._memory, self._scores = [tuple(cache.buffers) for cache in self.caches], scores.clone()
+        self._buffers, self._logits = [tuple(cache.buffers) for cache in self.caches], scores.clone()
         self._graph = Remembered(self)
         return scores
 
     made = []
-    monkeypatch.setattr(DecodingStep, "_first", first)
-    monkeypatch.setattr(DecodingStep, "recording", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(DecodingStep, "_capture", first)
+    monkeypatch.setattr(DecodingStep, "use_graph", property(lambda _: True, lambda *_: None), raising=False)
     return made
 
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk-em", "mlk"])
-def test_replayed_steps_find_their_memory(variant, without_a_gpu):
+def test_replayed_steps_find_their_buffers(variant, without_a_gpu):
     compare(tiny(variant, preset="ref-lm"))
     assert len(without_a_gpu) == 1
 
@@ -140,7 +139,7 @@ def test_other_rows_or_more_room_are_recorded_anew(variant, without_a_gpu):
 
 
 @pytest.mark.parametrize("variant", ["smgk", "mlk"])
-def test_a_cache_goes_on_in_the_memory_of_a_recording(variant):
+def test_a_cache_goes_on_in_the_buffers_of_a_recording(variant):
     model, prompt = tiny(variant), torch.randint(V, (2, 5))
     caches, others = (model.make_caches(2, ROOM) for _ in range(2))
     for given in (caches, others):
@@ -218,7 +217,7 @@ def test_recorded_decoding_is_plain_decoding(variant, options, dtype):
         assert not found.isnan().any()
         assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
 
-    assert compare(model, close=close).recorded
+    assert compare(model, close=close).is_captured
 
 
 @pytest.mark.gpu
