@@ -118,7 +118,7 @@ class Bag(nn.Module):
 
 
 def bag(pairs: Pairs, lr: float, steps: int, n: int) -> Iterator[Probed]:
-    recipe = recipes.load(TASK)
+    recipe = recipes.load_recipe(TASK)
     share = recipe.training.warmup / recipe.training.steps
     settings = TrainConfig(steps=steps, lr=lr, warmup=round(share * steps), batch_size=recipe.training.batch_size)
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ def _rows(names: str, several: str = "") -> dict[ModelSpec, int]:
     return {row: ALL if row in _models(several) else 1 for row in _models(names)}
 
 
-_TABLES_1_2_4 = " ".join(map(str, config.load("listops").rows))
+_TABLES_1_2_4 = " ".join(map(str, config.load_recipe("listops").rows))
 _TABLE_1 = "softmax:8 smgk:4 mgk:4 softmax:4 smgk:2 mgk:2 softmax:2 smgk:1 mgk:1 softmax:1"
 
 EXPERIMENTS = (
@@ -131,13 +131,13 @@ ANALYSES = (
 def next_seed(rows: list[dict[str, str]], recipe: str, row: ModelSpec) -> int:
     """One that results have no training of, nor the plan."""
     planned = max((each.seeds[row] for each in EXPERIMENTS if each.recipe == recipe and row in each.seeds), default=0)
-    own = filter_rows(rows, config.load(recipe), row, PRESET, None)
+    own = filter_rows(rows, config.load_recipe(recipe), row, PRESET, None)
     return max([planned, *(int(each["seed"]) + 1 for each in own)])
 
 
 def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
     """The seeds that have not been run, of each row that lacks one."""
-    recipe = config.load(experiment.recipe)
+    recipe = config.load_recipe(experiment.recipe)
     missing = {
         row: [seed for seed in range(seeds) if not is_trained(rows, recipe, row, PRESET, seed)]
         for row, seeds in experiment.seeds.items()
@@ -147,7 +147,7 @@ def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, 
 
 def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
     """The rows that are to be timed alone and have not been."""
-    recipe = config.load(experiment.recipe)
+    recipe = config.load_recipe(experiment.recipe)
     return [
         row
         for row in experiment.seeds
@@ -157,7 +157,7 @@ def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpe
 
 def trained(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
     """The rows that have results."""
-    recipe = config.load(experiment.recipe)
+    recipe = config.load_recipe(experiment.recipe)
     return [row for row in experiment.seeds if is_trained(rows, recipe, row, PRESET, 0)]
 
 

@@ -114,7 +114,7 @@ class RecipeResults:
     def paper(self, row: ModelSpec) -> float | None:
         """As shown; for a stand-in the number of the task it stands for."""
         name = STANDS_FOR.get(self.recipe.name)
-        known = recipes.load(name).paper if name else self.recipe.paper
+        known = recipes.load_recipe(name).paper if name else self.recipe.paper
         return known.get(str(row))
 
 
@@ -139,7 +139,7 @@ def departs(line: dict[str, str], recipe: Recipe) -> str:
 
 def own_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list[dict[str, str]], list[str]]:
     """The rows without those of these recipes that have other settings, and the names of what was left out."""
-    known = {name: recipes.load(name) for name in names}
+    known = {name: recipes.load_recipe(name) for name in names}
     kept, left = [], dict[str, None]()
     for each in rows:
         recipe = known.get(each["recipe"])
@@ -153,7 +153,7 @@ def own_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list
 
 def find(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
     """rows: of all files of results, none of them with other settings than the recipe's."""
-    recipe = recipes.load(name)
+    recipe = recipes.load_recipe(name)
     how = metric_format(recipe)
     runs: dict[tuple[ModelSpec, int], TrainedRun] = {}
     own = [each for each in rows if each.get("recipe") == name and each.get("seed", "").isdigit()]

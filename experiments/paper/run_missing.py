@@ -33,7 +33,7 @@ def trainings(wanted: dict[str, list[tuple[ModelSpec, int]]], found: Path, runs:
     """What trains these rows and seeds of recipes, large models first, so that what begins last is soon done."""
     jobs: list[tuple[int, Job]] = []
     for name, seeds in wanted.items():
-        recipe = config.load(name)
+        recipe = config.load_recipe(name)
         first = Run(recipe, seeds[0][0], PRESET, 0, data, Path())
         size = count_parameters(first.model_config(tasks.task(recipe.task)))
         jobs += [
@@ -45,7 +45,7 @@ def trainings(wanted: dict[str, list[tuple[ModelSpec, int]]], found: Path, runs:
 
 def trouble(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
     """Why nothing can be added to the results of a recipe: there is no data, or other data than theirs."""
-    recipe = config.load(name)
+    recipe = config.load_recipe(name)
     task = tasks.task(recipe.task)
     try:
         task.prepare(data, os.cpu_count() or 1, progress)

@@ -98,7 +98,7 @@ def apply_steps(recipe: str, settings: list[str] | None, steps: int | None) -> l
     if steps is None:
         return overrides
     positive_integer("--steps", steps)
-    training = config.load(recipe).training
+    training = config.load_recipe(recipe).training
     if not any(setting.partition("=")[0].strip().removeprefix("training.") == "warmup" for setting in overrides):
         overrides.append(f"warmup={round(training.warmup * steps / training.steps)}")
     return [*overrides, f"steps={steps}"]

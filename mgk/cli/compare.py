@@ -79,7 +79,7 @@ def compare(
     from mgk.training.trainer import Run
 
     overrides = apply_steps(recipe, settings, steps)
-    loaded = config.load(recipe).with_settings(overrides)
+    loaded = config.load_recipe(recipe).with_settings(overrides)
     models = parse_rows(rows, loaded)
     one_of("--preset", preset, PRESETS)
     if minutes is not None:

@@ -22,8 +22,8 @@ def data(
     from mgk.training import config
 
     data_path = resolve_data_dir(data_dir)
-    if task not in tasks.TASKS and task in config.names():
-        task = config.load(task).task
+    if task not in tasks.TASKS and task in config.recipe_names():
+        task = config.load_recipe(task).task
     missing = []
     for selected in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
         try:

@@ -118,7 +118,7 @@ def _config(recipe: str, settings: list[str], data: Path) -> Any:
     from mgk import tasks
     from mgk.training.trainer import Run
 
-    chosen = recipes.load(recipe).with_settings(settings)
+    chosen = recipes.load_recipe(recipe).with_settings(settings)
     row = chosen.rows[0] if chosen.rows else recipes.ModelSpec("softmax", 8)
     task = tasks.task(chosen.task)
     return Run(chosen, row, "paper", 0, data, Path(".")).model_config(task)

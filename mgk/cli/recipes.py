@@ -18,9 +18,9 @@ def list_recipes(
 ) -> None:
     """List the available recipes, or print one."""
     if name is not None:
-        print(config.text(name), end="")
+        print(config.recipe_text(name), end="")
         return
-    names = config.names()
+    names = config.recipe_names()
     width = max(map(len, names))
     for recipe in names:
-        print(f"{recipe:{width}s}  {config.load(recipe).title}")
+        print(f"{recipe:{width}s}  {config.load_recipe(recipe).title}")

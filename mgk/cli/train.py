@@ -70,7 +70,7 @@ def train(
     from mgk.training.run_dir import run_path
     from mgk.training.trainer import STRATEGIES, Run, fit
 
-    unchanged = config.load(recipe)
+    unchanged = config.load_recipe(recipe)
     loaded = unchanged.with_settings(apply_steps(recipe, settings, steps))
     default_row = loaded.rows[0] if loaded.rows else ModelSpec("smgk", 4)
     if variant is not None:

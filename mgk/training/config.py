@@ -1,4 +1,4 @@
-"""Recipes: one YAML file per experiment, read into records whose every field is checked."""
+"""Recipes: one YAML file per experiment, loaded into validated dataclasses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
 PADDINGS = ("packed", "full", "longest")
-# What a row and the preset say of a model, and the options that say it: as a setting it would be overruled.
-SAID_BY = {
-    "variant": "--variant or --rows (models whose layers differ are made in Python, by the variant of their config)",
+# Model settings that the row and the preset determine, and the options to use instead of --set.
+OPTIONS_OF_SETTINGS = {
+    "variant": "--variant or --rows (models with a variant per layer are built in Python, by the config's variant)",
     "num_heads": "--heads or --rows",
     "num_kv_heads": "--kv-heads or --rows",
     "preset": "--preset",
@@ -28,7 +28,7 @@ SAID_BY = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of a comparison: "smgk:4" is sMGK with 4 heads, "softmax:8/4" softmax with 8 heads and 4 key heads."""
+    """A model of a sweep: "smgk:4" is sMGK with 4 heads, "softmax:8/4" is softmax with 8 heads and 4 key heads."""
 
     variant: str
     heads: int
@@ -36,7 +36,7 @@ class ModelSpec:
 
     @classmethod
     def parse(cls, text: str, name: str = "row") -> ModelSpec:
-        """name: what the text is called where it is given."""
+        """Parse "variant:heads" or "variant:heads/key-heads"; errors start with `name`."""
         variant, colon, heads = text.strip().partition(":")
         if colon:
             one_of(name, variant, VARIANTS)
@@ -52,13 +52,13 @@ class ModelSpec:
 
     @property
     def file_name(self) -> str:
-        """As part of the name of a file: smgk-4, softmax-8kv4."""
+        """The model in a file name: smgk-4, softmax-8kv4."""
         return str(self).replace(":", "-").replace("/", "kv")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained. batch_size counts all processes and accumulated parts together."""
+    """Training settings; batch_size is the total over processes and accumulated micro-batches."""
 
     steps: int = 5000
     batch_size: int = 32
@@ -73,10 +73,11 @@ class TrainConfig:
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = True
-    # Language models: how far the window of the last evaluation moves. 1 is the paper's; more is cheaper and says less.
+    # Language models: stride of the sliding window in the final evaluation. 1 is the paper's; larger is cheaper and
+    # gives each token less context.
     stride: int = 1
-    # packed: real tokens alone, one document after another; where there are no kernels for that (on a CPU, in linear
-    # attention) as full. full: every batch padded to the task's full length. longest: to its longest document.
+    # packed: concatenated documents without padding; on a CPU and in linear attention, which have no kernels for it,
+    # the same as full. full: padded to the task's maximum length. longest: padded to the longest document of the batch.
     padding: str = "packed"
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment: the task, the model's settings, the schedule, and the paper's numbers to stand beside ours."""
+    """An experiment: task, model settings, training settings, models to compare, and the paper's numbers."""
 
     name: str
     title: str
@@ -106,15 +107,19 @@ class Recipe:
     training: TrainConfig = field(default_factory=TrainConfig)
     rows: tuple[ModelSpec, ...] = ()
     paper: dict[str, float] = field(default_factory=dict)
-    # Accuracy on the development set, in per cent, above which a run has left the plateau that the task begins with.
+    # Accuracy on the development set, in per cent, above which a run has left the initial plateau of the task.
     plateau: float | None = None
 
     def __post_init__(self) -> None:
-        for key in (key for key in SAID_BY if key in self.model):
-            fail(f"model.{key}", f"(from --set or the recipe) is no setting: give {SAID_BY[key]}")
+        for key in (key for key in OPTIONS_OF_SETTINGS if key in self.model):
+            fail(f"model.{key}", f"(from --set or the recipe) is not a setting: use {OPTIONS_OF_SETTINGS[key]}")
 
     def with_settings(self, settings: list[str]) -> Recipe:
-        """With "key=value" for each setting: a field of the training, or one of the model as "model.key=value"."""
+        """Return a copy with other settings.
+
+        Args:
+            settings: "key=value" for a field of TrainConfig, "model.key=value" for a model setting.
+        """
         import yaml
 
         training, model = {}, dict(self.model)
@@ -127,8 +132,8 @@ class Recipe:
             try:
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
-                fail("--set", f"{key}: {text!r} is no value of YAML")
-            # YAML reads 1e-4 as a string: it wants 1.0e-4.
+                fail("--set", f"{key}: {text!r} is not valid YAML")
+            # YAML reads 1e-4 as a string; a float needs the point of 1.0e-4.
             value = _as_number(value)
             if key.startswith("model."):
                 model[key.removeprefix("model.")] = value
@@ -136,12 +141,12 @@ class Recipe:
                 training[key] = value
             else:
                 hint = nearest(key, known)
-                fail("--set", f"knows {', '.join(sorted(known))} and model.*, got {key!r}{hint}")
+                fail("--set", f"must set one of {', '.join(sorted(known))} or model.*, got {key!r}{hint}")
         try:
             changed = dataclasses.replace(self.training, **training)
         except ValueError as error:
-            longer = "steps" in training and "warmup" not in training and str(error).startswith("warmup ")
-            hint = "; use --steps, which scales the warm-up with it" if longer else ""
+            steps_only = "steps" in training and "warmup" not in training and str(error).startswith("warmup ")
+            hint = "; use --steps, which also scales the warm-up" if steps_only else ""
             raise ValueError(f"--set: {error}{hint}") from None
         return dataclasses.replace(self, model=model, training=changed)
 
@@ -165,13 +170,13 @@ def recipe_files() -> dict[str, Traversable]:
     return {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
 
 
-def names() -> list[str]:
-    """List the recipes that can be given by name."""
+def recipe_names() -> list[str]:
+    """Return the names of all known recipes."""
     return sorted(recipe_files())
 
 
-# What may stand in the file of a recipe.
-KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+# Keys of a recipe file: type, and its description in error messages.
+FIELD_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "title": (str, "text"),
     "task": (str, "the name of a task"),
     "extends": (str, "the name of a recipe"),
@@ -183,8 +188,8 @@ KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-def text(name: str) -> str:
-    """A recipe as it is written, by its name or from a YAML file."""
+def recipe_text(name: str) -> str:
+    """Return the YAML text of a recipe, given by name or as a file."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -192,27 +197,27 @@ def text(name: str) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            fail("recipe", f"{name} is no UTF-8 text")
+            fail("recipe", f"{name} is not UTF-8 text")
     files = recipe_files()
     return files[one_of("recipe", name, sorted(files))].read_text(encoding="utf-8")
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """What stands in a recipe's file, each field of the right kind."""
+    """Return the fields of a recipe file after checking their types."""
     import yaml
 
     try:
-        fields = yaml.safe_load(text(name))
+        fields = yaml.safe_load(recipe_text(name))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}: {getattr(error, 'problem', '')}"
-        fail("recipe", f"{name} is no YAML{where}")
+        position = "" if mark is None else f", line {mark.line + 1}: {getattr(error, 'problem', '')}"
+        fail("recipe", f"{name} is not valid YAML{position}")
     if not isinstance(fields, dict):
         fail("recipe", f"{name} must be a mapping")
     for key, value in fields.items():
-        kind, words = KINDS[one_of(f"recipe {name}: key", key, KINDS)]
-        if not isinstance(value, kind):
-            fail(f"recipe {name}: {key}", f"must be {words}, got {value!r}")
+        field_type, type_name = FIELD_TYPES[one_of(f"recipe {name}: key", key, FIELD_TYPES)]
+        if not isinstance(value, field_type):
+            fail(f"recipe {name}: {key}", f"must be {type_name}, got {value!r}")
     for row, value in fields.get("paper", {}).items():
         number(f"recipe {name}: paper {row}", value)
     for key in fields.get("training", {}):
@@ -220,18 +225,23 @@ def _fields(name: str) -> dict[str, Any]:
     return fields
 
 
-def load(name: str, extending: tuple[str, ...] = ()) -> Recipe:
-    """A recipe that comes with the package, or the one in a file. extending: those that ask for it."""
+def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
+    """Load a recipe.
+
+    Args:
+        name: Name of a known recipe, or path of a YAML file.
+        extending: Recipes that extend this one, to detect cycles.
+    """
     if name in extending:
         fail("recipe", f"{name} extends itself")
     fields = _fields(name)
-    base = load(fields.pop("extends"), (*extending, name)) if "extends" in fields else None
+    base = load_recipe(fields.pop("extends"), (*extending, name)) if "extends" in fields else None
     for key in ("title", "task"):
         if base is None and key not in fields:
             fail(f"recipe {name}", f"has no {key}")
-    given = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
+    settings = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
     try:
-        training = TrainConfig(**given) if base is None else dataclasses.replace(base.training, **given)
+        training = TrainConfig(**settings) if base is None else dataclasses.replace(base.training, **settings)
     except ValueError as error:
         raise ValueError(f"recipe {name}: {error}") from None
     rows = tuple(ModelSpec.parse(str(row), f"recipe {name}: row") for row in fields.pop("rows", []))

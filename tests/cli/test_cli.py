@@ -182,8 +182,8 @@ FILES = {
 WRONG = [
     (["train", "nothing"], "recipe must be one of"),
     (["train", "nothing.yaml"], "recipe file nothing.yaml does not exist"),
-    (["train", "broken.yaml"], "broken.yaml is no YAML, line 1: "),
-    (["train", "binary.yaml"], "binary.yaml is no UTF-8 text"),
+    (["train", "broken.yaml"], "broken.yaml is not valid YAML, line 1: "),
+    (["train", "binary.yaml"], "binary.yaml is not UTF-8 text"),
     (["train", "list.yaml"], "list.yaml must be a mapping"),
     (["train", "training.yaml"], "training.yaml: training must be a mapping"),
     (["train", "lr.yaml"], "recipe lr.yaml: lr must be a number"),
@@ -199,27 +199,30 @@ WRONG = [
     (["train", "listops", "--seed", "-1"], "--seed must be at least 0"),
     (["train", "listops", "--steps", "0"], "--steps must be a positive integer"),
     (["train", "listops", "--set", "steps=0"], "--set: steps must be a positive integer"),
-    (["train", "listops", "--set", "speed=1"], "--set knows"),
+    (["train", "listops", "--set", "speed=1"], "--set must set one of"),
     (["train", "listops", "--set", "lrr=1"], "got 'lrr'; did you mean 'lr'?"),
     (["train", "listops", "--set", "batchsize=1"], "got 'batchsize'; did you mean 'batch_size'?"),
     (["train", "listops", "--set", "lr=abc"], "--set: lr must be a number, got 'abc'"),
-    (["train", "bytes", "--set", "steps=50"], "below steps = 50, got 100; use --steps, which scales the warm-up"),
+    (["train", "bytes", "--set", "steps=50"], "below steps = 50, got 100; use --steps, which also scales the warm-up"),
     (["train", "bytes", "--set", "warmup=2000"], "--set: warmup must be below steps = 1000, got 2000\n"),
     (["flops", "demo", "--set", "model.hed_dim=3"], "model.* (from --set or the recipe) must be one of"),
     (["flops", "demo", "--set", "model.hed_dim=3"], "got 'hed_dim'; did you mean 'head_dim'?"),
     (["flops", "demo", "--set", "model.embed_dim=big"], "model.embed_dim must be a positive integer, got 'big' (from"),
     (["flops", "demo", "--set", "model.feature_map=performer"], "must be one of 'elu', 'relu', 'favor', 'dpfp', got"),
     (["train", "bytes", "--data-dir", "nodir"], "(the folder nodir does not exist)"),
-    (["train", "listops", "--set", "lr=["], "--set lr: '[' is no value"),
-    (["train", "demo", "--set", "model.variant=smgk"], "model.variant (from --set or the recipe) is no setting: give"),
-    (["train", "demo", "--set", "model.variant=[softmax,smgk]"], "models whose layers differ are made in Python"),
-    (["train", "demo", "--set", "model.num_heads=2"], "is no setting: give --heads or --rows\n"),
-    (["train", "demo", "--set", "model.num_kv_heads=2"], "is no setting: give --kv-heads or --rows\n"),
-    (["train", "demo", "--set", "model.preset=ref-lra"], "is no setting: give --preset\n"),
-    (["train", "heads.yaml"], "model.num_heads (from --set or the recipe) is no setting"),
-    (["compare", "demo", "--set", "model.variant=smgk"], "model.variant (from --set or the recipe) is no setting"),
-    (["compare", "bytes", "--set", "model.num_heads=2"], "model.num_heads (from --set or the recipe) is no setting"),
-    (["flops", "demo", "--set", "model.preset=ref-lra"], "model.preset (from --set or the recipe) is no setting"),
+    (["train", "listops", "--set", "lr=["], "--set lr: '[' is not valid YAML"),
+    (
+        ["train", "demo", "--set", "model.variant=smgk"],
+        "model.variant (from --set or the recipe) is not a setting",
+    ),
+    (["train", "demo", "--set", "model.variant=[softmax,smgk]"], "models with a variant per layer are built in Python"),
+    (["train", "demo", "--set", "model.num_heads=2"], "is not a setting: use --heads or --rows\n"),
+    (["train", "demo", "--set", "model.num_kv_heads=2"], "is not a setting: use --kv-heads or --rows\n"),
+    (["train", "demo", "--set", "model.preset=ref-lra"], "is not a setting: use --preset\n"),
+    (["train", "heads.yaml"], "model.num_heads (from --set or the recipe) is not a setting"),
+    (["compare", "demo", "--set", "model.variant=smgk"], "model.variant (from --set or the recipe) is not a setting"),
+    (["compare", "bytes", "--set", "model.num_heads=2"], "model.num_heads (from --set or the recipe) is not a setting"),
+    (["flops", "demo", "--set", "model.preset=ref-lra"], "model.preset (from --set or the recipe) is not a setting"),
     (["train", "listops", "--resume", "yes"], "--resume must be auto"),
     (["train", "listops", "--accelerator", "tpu"], "--accelerator must be one of"),
     (["train", "listops", "--strategy", "none"], "--strategy must be one of"),
@@ -313,7 +316,7 @@ def test_an_error_of_ours_is_not_hidden(mgk, monkeypatch):
     def broken():
         raise KeyError("ours")
 
-    monkeypatch.setattr(config, "names", broken)
+    monkeypatch.setattr(config, "recipe_names", broken)
     with pytest.raises(KeyError, match="ours"):
         mgk("recipes")
 
@@ -348,7 +351,7 @@ def test_fewer_steps_keep_the_share_of_the_warm_up_unless_it_is_set():
     assert apply_steps("listops", None, None) == []
     assert apply_steps("listops", ["lr=1"], 50) == ["lr=1", "warmup=10", "steps=50"]
     assert apply_steps("listops", ["training.warmup=3"], 50) == ["training.warmup=3", "steps=50"]
-    assert config.load("listops").with_settings(apply_steps("listops", None, 50)).training.warmup == 10
+    assert config.load_recipe("listops").with_settings(apply_steps("listops", None, 50)).training.warmup == 10
 
 
 def test_data_lies_where_it_is_said_to_or_where_the_run_found_it(monkeypatch):

@@ -223,7 +223,7 @@ def test_wrong_input_of_the_commands_is_one_line_and_exit_code_2(own_text, tmp_p
 
 
 def test_comparisons_of_language_models_show_perplexity(tmp_path):
-    recipe = recipes.load("enwiki-lm")
+    recipe = recipes.load_recipe("enwiki-lm")
     settings = recipe.training
     rows = [
         {
@@ -253,13 +253,13 @@ def test_comparisons_of_language_models_show_perplexity(tmp_path):
 
 
 def test_a_recipe_with_a_stride_says_so_beside_its_numbers():
-    how = sweep.metric_format(recipes.load("bytes"))
+    how = sweep.metric_format(recipes.load_recipe("bytes"))
     assert (how.metric, how.title) == ("perplexity_stride_64", "perplexity at stride 64")
-    assert sweep.metric_format(recipes.load("enwiki-lm")).metric == "perplexity"
+    assert sweep.metric_format(recipes.load_recipe("enwiki-lm")).metric == "perplexity"
 
 
 def test_the_paper_s_table_3_is_all_there():
-    recipe = recipes.load("wikitext-103")
+    recipe = recipes.load_recipe("wikitext-103")
     assert set(recipe.paper) == {"softmax:8", "mgk:4", "smgk:8", "mgk:8", "linear:8", "mlk:4", "mlk:8"}
     assert {str(row) for row in recipe.rows} - set(recipe.paper) == {"smgk:4", "smlk:8", "softmax:8/4"}
     assert (recipe.training.schedule, recipe.training.clip, recipe.training.warmup) == ("cosine", 0.25, 2000)

@@ -163,8 +163,8 @@ def test_words_on_where_to_get_a_corpus_make_no_other_data(own_words):
 def test_a_recipe_for_an_own_corpus_takes_two_lines(tmp_path):
     path = tmp_path / "words.yaml"
     path.write_text("extends: wikitext-2\ntask: words\n")
-    assert config.load(str(path)).task == "words"
-    assert config.load(str(path)).training == config.load("wikitext-2").training
+    assert config.load_recipe(str(path)).task == "words"
+    assert config.load_recipe(str(path)).training == config.load_recipe("wikitext-2").training
 
 
 def test_data_that_was_prepared_with_other_words_on_its_source_is_found_without_it(own_words):

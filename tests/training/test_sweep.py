@@ -12,7 +12,7 @@ from mgk.training.evaluate import first_step_above
 
 
 def measured(row: str, seed: int, value: float, split: str = "test", metric: str = "accuracy") -> dict:
-    recipe, model = config.load("listops"), ModelSpec.parse(row)
+    recipe, model = config.load_recipe("listops"), ModelSpec.parse(row)
     settings = recipe.training
     return {
         "recipe": "listops",
@@ -62,7 +62,7 @@ def test_many_may_write_at_once(tmp_path):
 def test_what_is_known_is_recognised_by_everything_that_makes_a_run(tmp_path):
     path = tmp_path / "results.csv"
     results.append(path, [measured("smgk:4", 0, 0.37)])
-    rows, recipe = results.read([path]), config.load("listops")
+    rows, recipe = results.read([path]), config.load_recipe("listops")
     assert sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "paper", 0)
     assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "paper", 1)
     assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "ref-lra", 0)
@@ -79,7 +79,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     results.append(again, [measured("softmax:8", 1, 0.38)])
     results.append(path, [measured("softmax:8", 0, 0.687, metric="baseline: bag of words")])
     models, files = [ModelSpec("softmax", 8), ModelSpec("smgk", 4)], [path, again]
-    lines = report.write_report(config.load("listops"), models, "paper", files, tmp_path)
+    lines = report.write_report(config.load_recipe("listops"), models, "paper", files, tmp_path)
     table = (tmp_path / "listops.md").read_text()
     assert lines[1][:5] == ["softmax:8", "37.00 ± 1.41", "36.0 38.0", "750 751", "37.03"]
     assert "bag of words 68.7 %" in table
@@ -88,7 +88,7 @@ def test_the_table_tells_each_seed_the_mean_and_the_papers_number(tmp_path):
     assert "| smgk:4 |" in table
     assert (tmp_path / "listops.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no results"):
-        report.write_report(config.load("listops"), [ModelSpec("mgk", 1)], "paper", [path], tmp_path)
+        report.write_report(config.load_recipe("listops"), [ModelSpec("mgk", 1)], "paper", [path], tmp_path)
 
 
 def test_a_run_has_left_the_plateau_at_the_first_evaluation_above_it(tmp_path):
@@ -102,7 +102,7 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
     path = tmp_path / "listops.csv"
     results.append(path, [measured("smgk:4", 0, 12.5, "train", "step_ms_alone")])
     results.append(path, [measured("smgk:4", 0, 77, "train", "peak_mem_mb_alone")])
-    recipe, row = config.load("listops"), ModelSpec("smgk", 4)
+    recipe, row = config.load_recipe("listops"), ModelSpec("smgk", 4)
     assert sweep.is_timed(results.read([path]), recipe, row, "paper")
     assert not sweep.is_trained(results.read([path]), recipe, row, "paper", 0)
     results.append(path, [measured("smgk:4", 0, 0.37)])
@@ -124,7 +124,7 @@ def test_what_a_model_costs_alone_stands_in_the_table_and_is_no_training(tmp_pat
 
 
 def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
-    path, recipe, row = tmp_path / "listops.csv", config.load("listops"), ModelSpec("smgk", 4)
+    path, recipe, row = tmp_path / "listops.csv", config.load_recipe("listops"), ModelSpec("smgk", 4)
     results.append(path, [measured("smgk:4", 0, 0.37)])
     assert report.write_report(recipe, [row], "paper", [path], tmp_path)[1][-2:] == ["—", "100"]
     assert "not timed in isolation" in (tmp_path / "listops.md").read_text()
@@ -138,7 +138,7 @@ def test_times_that_were_not_taken_alone_are_not_shown(tmp_path):
 
 def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
     """softmax:8 learned with one seed of two, smgk:4 with both, linear:8 with none."""
-    recipe, path = config.load("listops"), tmp_path / "listops.csv"
+    recipe, path = config.load_recipe("listops"), tmp_path / "listops.csv"
     shares = {"softmax:8": (0.20, 0.36), "smgk:4": (0.37, 0.37), "linear:8": (0.20, 0.21)}
     for row, accuracies in shares.items():
         for seed, accuracy in enumerate(accuracies):
@@ -159,10 +159,10 @@ def test_seeds_that_stayed_on_the_plateau_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows", [["softmax:8"], ["softmax:8", "smgk:4"], [str(row) for row in config.load("listops").rows]]
+    "rows", [["softmax:8"], ["softmax:8", "smgk:4"], [str(row) for row in config.load_recipe("listops").rows]]
 )
 def test_nothing_in_the_picture_crosses_a_frame_or_another_label(tmp_path, rows):
-    path, recipe = tmp_path / "listops.csv", config.load("listops")
+    path, recipe = tmp_path / "listops.csv", config.load_recipe("listops")
     for n, row in enumerate(rows):
         results.append(path, [measured(row, seed, 0.2 + 0.006 * n + seed / 100) for seed in (0, 1)])
         results.append(path, [measured(row, 0, 12345.678, "train", "step_ms_alone")])
@@ -184,7 +184,7 @@ def test_nothing_in_the_picture_crosses_a_frame_or_another_label(tmp_path, rows)
 
 def test_models_are_compared_on_the_same_examples(tmp_path):
     """Two models with the same accuracy that err together, and one that errs elsewhere: pairs tell them apart."""
-    recipe, path = config.load("listops"), tmp_path / "listops.csv"
+    recipe, path = config.load_recipe("listops"), tmp_path / "listops.csv"
     draw = np.random.default_rng(0)
     hard = draw.random(2000) < 0.6
     said = {"softmax:8": ~hard, "smgk:4": ~hard, "mgk:4": draw.random(2000) < 0.4}
@@ -204,7 +204,11 @@ def test_models_are_compared_on_the_same_examples(tmp_path):
 
 
 def test_redrawing_needs_one_setup_of_each_model(tmp_path):
-    path, recipe, rows = tmp_path / "listops.csv", config.load("listops"), [ModelSpec("smgk", 4), ModelSpec("mgk", 4)]
+    path, recipe, rows = (
+        tmp_path / "listops.csv",
+        config.load_recipe("listops"),
+        [ModelSpec("smgk", 4), ModelSpec("mgk", 4)],
+    )
     results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
     assert sweep.setups_of(results.read([path]), recipe, rows, "paper") == {rows[0]: "these"}
     results.append(path, [{**measured("smgk:4", 1, 0.37), "setup": "those"}])
@@ -224,7 +228,7 @@ def test_redrawing_needs_one_setup_of_each_model(tmp_path):
     ],
 )
 def test_only_what_stands_in_the_table_has_a_footnote(tmp_path, name, metric, seeds, means, words):
-    recipe, path = config.load(name), tmp_path / "results.csv"
+    recipe, path = config.load_recipe(name), tmp_path / "results.csv"
     for row, count in zip(recipe.rows, seeds, strict=False):
         for seed in range(count):
             each = measured(str(row), seed, 0.3 + seed / 10, metric=metric)
@@ -238,7 +242,7 @@ def test_only_what_stands_in_the_table_has_a_footnote(tmp_path, name, metric, se
 
 
 def test_of_splits_of_the_same_size_the_test_set_is_compared_on(tmp_path):
-    recipe, path = config.load("listops"), tmp_path / "listops.csv"
+    recipe, path = config.load_recipe("listops"), tmp_path / "listops.csv"
     right = np.arange(2000) % 3 == 0
     for row in ("softmax:8", "smgk:4"):
         for split in ("dev", "test"):
@@ -264,7 +268,7 @@ def test_what_was_timed_last_counts_wherever_it_lies(tmp_path):
 
 
 def test_a_difference_that_is_not_in_the_metric_s_unit_says_so(tmp_path):
-    recipe, path = config.load("bytes"), tmp_path / "bytes.csv"
+    recipe, path = config.load_recipe("bytes"), tmp_path / "bytes.csv"
     settings = recipe.training
     for row in ("softmax:2", "smgk:2"):
         found = measured(row, 0, 100.0, "test", sweep.metric_format(recipe).metric)
@@ -291,7 +295,7 @@ def test_answers_come_back_and_losses_as_means_of_blocks(tmp_path):
 
 
 def test_other_settings_or_other_data_are_another_experiment(tmp_path):
-    path, recipe, row = tmp_path / "listops.csv", config.load("listops"), ModelSpec("smgk", 4)
+    path, recipe, row = tmp_path / "listops.csv", config.load_recipe("listops"), ModelSpec("smgk", 4)
     results.append(path, [{**measured("smgk:4", 0, 0.37), "setup": "these"}])
     rows = results.read([path])
     assert sweep.is_trained(rows, recipe, row, "paper", 0, "these")

@@ -193,23 +193,25 @@ def test_tokens_of_all_16_bits():
 
 
 def test_recipes_load_and_every_row_is_a_model():
-    for name in recipes.names():
-        recipe = recipes.load(name)
+    for name in recipes.recipe_names():
+        recipe = recipes.load_recipe(name)
         assert recipe.rows
         assert set(recipe.paper) <= {str(row) for row in recipe.rows}
-    assert recipes.load("listops-4e-4").training.lr == 4e-4
-    assert recipes.load("listops-4e-4").training.steps == recipes.load("listops").training.steps
+    assert recipes.load_recipe("listops-4e-4").training.lr == 4e-4
+    assert recipes.load_recipe("listops-4e-4").training.steps == recipes.load_recipe("listops").training.steps
 
 
 def test_settings_reach_the_recipe():
-    recipe = recipes.load("listops").with_settings(["lr=3e-4", "training.steps=10", "warmup=2", "model.dropout=0"])
+    recipe = recipes.load_recipe("listops").with_settings(
+        ["lr=3e-4", "training.steps=10", "warmup=2", "model.dropout=0"]
+    )
     assert (recipe.training.lr, recipe.training.steps, recipe.model["dropout"]) == (3e-4, 10, 0)
 
 
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("speed=3", "knows"),
+        ("speed=3", "must set one of"),
         ("lr", "key=value"),
         ("lr=-1", "lr"),
         ("precision=fp8", "precision"),
@@ -218,7 +220,7 @@ def test_settings_reach_the_recipe():
 )
 def test_wrong_settings(setting, says):
     with pytest.raises(ValueError, match=says):
-        recipes.load("listops").with_settings([setting])
+        recipes.load_recipe("listops").with_settings([setting])
 
 
 @pytest.mark.parametrize("text", ["smgk", "smgk:", "smgk:0", "smgk:x", "smgk:4/2/1", "sgmk:4"])
@@ -234,12 +236,12 @@ def test_rows_read_as_they_are_written():
 
 def test_unknown_recipe_lists_the_known():
     with pytest.raises(ValueError, match="listops"):
-        recipes.load("listop")
+        recipes.load_recipe("listop")
 
 
 def test_an_unknown_name_that_is_nearly_a_known_one():
     with pytest.raises(ValueError, match=r"got 'listop'; did you mean 'listops'\?"):
-        recipes.load("listop")
+        recipes.load_recipe("listop")
 
 
 def test_recipe_is_checked_as_a_whole():
@@ -410,6 +412,6 @@ def test_a_network_compiled_for_training_also_judges(monkeypatch):
 
     kind, network = OBJECTIVES["classification"], Compiled()
     monkeypatch.setattr(kind, "load_split", lambda self, split: split)
-    judge = kind(None, recipes.load("listops").training, None, {"test": Split})
+    judge = kind(None, recipes.load_recipe("listops").training, None, {"test": Split})
     judge.to_device(torch.device("cuda"), network)
     assert judge.network is network

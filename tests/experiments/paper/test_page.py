@@ -28,7 +28,7 @@ def compared(difference: float, half_width: float | None, remark: str = "") -> D
 
 def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: int | None = None, **more) -> None:
     """A run that gets a share of the examples right: the first ones, so that runs differ on as few as can be."""
-    settings, model = config.load(recipe).training, ModelSpec.parse(row)
+    settings, model = config.load_recipe(recipe).training, ModelSpec.parse(row)
     common = {
         "recipe": recipe, "variant": model.variant, "preset": "paper", "heads": model.heads,
         "kv_heads": model.kv_heads or model.heads, "seed": seed, "steps": settings.steps, "lr": settings.lr,
@@ -257,7 +257,7 @@ def test_an_average_is_over_all_three_tasks_or_is_none(tmp_path):
 
 
 def test_less_perplexity_is_better(tmp_path):
-    recipe = config.load("enwiki-lm-2").training
+    recipe = config.load_recipe("enwiki-lm-2").training
     for row, seed, perplexity in (("mgk:8", 0, 98.0), ("softmax:8", 0, 100.0), ("softmax:8", 1, 100.1)):
         record(tmp_path, "enwiki-lm-2", row, seed, 0.5)
         results.append(tmp_path / "enwiki-lm-2.csv", [
