@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 import mgk
 from mgk.kernels import jit_cache
+from mgk.kernels.linear import ops  # noqa: F401  (before TRITON_INTERPRET is set: Triton reads it on import)
 from mgk.kernels.mixture import launch
 
 # Bytes of shared memory that one program may have, by compute capability.
