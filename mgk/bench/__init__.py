@@ -1,1 +1,4 @@
-"""What `mgk bench` measures: our operators with H/2 heads against PyTorch's SDPA with H."""
+"""`mgk bench`: time and memory of the operators with H/2 heads against PyTorch's SDPA with H heads.
+
+Shapes use B batch, H heads of softmax attention, M components per key, N length, D head width.
+"""

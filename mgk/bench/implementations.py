@@ -1,7 +1,4 @@
-"""Who is measured: our operators, SDPA on each of its backends, FlexAttention; each on inputs of its own.
-
-B batch, H heads of softmax attention (ours have H/2), N length, D head width.
-"""
+"""Implementations to compare: this package's operators, SDPA on each of its backends, FlexAttention."""
 
 from __future__ import annotations
 
@@ -23,12 +20,14 @@ from mgk._core.validation import fail, one_of
 
 @dataclass(frozen=True)
 class Shape:
+    """A problem size, written BxHxNxD or BxHxNxDxcausal."""
+
     batch: int
     heads: int  # of softmax attention
     length: int
     width: int
     causal: bool
-    queries: int | None = None  # for decoding; otherwise as many as keys
+    queries: int | None = None  # number of queries for decoding; None: the same as keys
 
     def __str__(self) -> str:
         mask = "xcausal" if self.causal else ""
@@ -36,18 +35,19 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
+        """Parse a value of --shapes."""
         numbers = text.removesuffix("xcausal").split("x")
         if len(numbers) != 4 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-            fail("--shapes", f"must be like 8x8x4096x64 or 8x8x4096x64xcausal (B, H, N, D), got {text!r}")
+            fail("--shapes", f"must have the form 8x8x4096x64 or 8x8x4096x64xcausal (B, H, N, D), got {text!r}")
         batch, heads, length, width = map(int, numbers)
         if heads % 2:
-            fail("--shapes", f"needs an even number of heads, since ours have half of them: {text!r}")
+            fail("--shapes", f"must have an even number of heads, which the operators halve, got {text!r}")
         return cls(batch, heads, length, width, text.endswith("xcausal"))
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A row of the results: which attention, on which backend, with how many heads and components."""
+    """An attention variant on a backend, with its numbers of heads and components."""
 
     variant: str
     backend: str
@@ -62,7 +62,7 @@ class Implementation:
 
 
 class BenchmarkCase(NamedTuple):
-    """One call to measure, and what it is differentiated by."""
+    """A call to measure, and the inputs that get gradients."""
 
     forward: Callable[[], Tensor]
     inputs: list[Tensor]
@@ -70,6 +70,8 @@ class BenchmarkCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
+    """One of this package's operators, with its kind of keys and assignment."""
+
     call: Callable[..., Any]
     shifted: bool
     hard: bool = False
@@ -90,30 +92,29 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# ‖ours − fp64‖ / ‖fp64‖ that is not wrong yet. The prior's gradient is a sum over keys that nearly cancels, most of all
-# in linear attention, where rounding the features to bf16 alone moves it by up to a tenth.
+# Largest permitted ‖result − fp64‖ / ‖fp64‖. The prior's gradient is a sum over keys that nearly cancels, most of all
+# in linear attention, where rounding the features to bf16 alone changes it by up to a tenth.
 LIMITS = {torch.bfloat16: {"log_prior": 5e-2, "": 1e-2}, torch.float32: {"": 1e-4}}
 LINEAR_PRIOR_LIMIT = 0.2
-# Of the norm of its terms, what fp32 may lose when it adds them up: by chance next to nothing of them is left.
+# Permitted rounding error of that sum in fp32, relative to the norm of its terms: the terms may cancel completely.
 SUM_ROUNDING = 3e-6
 
 
-def variant_and_components(text: str) -> tuple[str, int]:
-    """`smgk` has two components, `smgk:4` four."""
+def parse_variant(text: str) -> tuple[str, int]:
+    """Parse a value of --variants into variant and number of components: "smgk" has 2, "smgk:4" has 4."""
     name, _, components = text.partition(":")
     if components and not (components.isdecimal() and int(components) > 0):
-        fail("--variants", f"must be like smgk or smgk:4, got {text!r}")
+        fail("--variants", f"must have the form smgk or smgk:4, got {text!r}")
     return one_of("--variants", name, OPERATORS), int(components or 2)
 
 
-def draw(
-    contender: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
+def random_inputs(
+    implementation: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
 ) -> dict[str, Any]:
-    """Fresh random inputs of one of our operators, by name."""
-    B, N, D, H, HK, M = *(shape.batch, shape.length, shape.width), contender.heads, contender.kv_heads, (
-        contender.components
-    )  # fmt: skip
-    operator = OPERATORS[contender.variant]
+    """Return random inputs of an operator, by argument name."""
+    B, N, D = shape.batch, shape.length, shape.width
+    H, HK, M = implementation.heads, implementation.kv_heads, implementation.components
+    operator = OPERATORS[implementation.variant]
 
     def randn(*size: int) -> Tensor:
         return torch.randn(*size, device=device)
@@ -128,8 +129,9 @@ def draw(
     return {name: t.requires_grad_(gradients) for name, t in x.items()}
 
 
-def attend(contender: Implementation, shape: Shape, x: dict[str, Tensor], backend: str) -> Tensor:
-    operator = OPERATORS[contender.variant]
+def run_operator(implementation: Implementation, shape: Shape, x: dict[str, Tensor], backend: str) -> Tensor:
+    """Run an operator on a backend of this package."""
+    operator = OPERATORS[implementation.variant]
     options: dict[str, Any] = {"backend": backend, "is_causal": shape.causal}
     if operator.hard:
         options["assignment"] = "hard"
@@ -137,40 +139,40 @@ def attend(contender: Implementation, shape: Shape, x: dict[str, Tensor], backen
     return output
 
 
-def softmax(
-    contender: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
+def make_sdpa_case(
+    implementation: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
 ) -> BenchmarkCase:
+    """Make a case of SDPA on one of its backends, with random inputs."""
     B, N, D = shape.batch, shape.length, shape.width
-    query = torch.randn(B, contender.heads, shape.queries or N, D, device=device, dtype=dtype, requires_grad=gradients)
-    key, value = (
-        torch.randn(B, contender.kv_heads, N, D, device=device, dtype=dtype, requires_grad=gradients) for _ in range(2)
-    )
-    grouped = contender.kv_heads < contender.heads
+    H, HK = implementation.heads, implementation.kv_heads
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "requires_grad": gradients}
+    query = torch.randn(B, H, shape.queries or N, D, **options)
+    key, value = (torch.randn(B, HK, N, D, **options) for _ in range(2))
 
     def forward() -> Tensor:
-        with sdpa_kernel(SDPA_BACKENDS[contender.backend]):
-            return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=grouped)
+        with sdpa_kernel(SDPA_BACKENDS[implementation.backend]):
+            return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=HK < H)
 
     return BenchmarkCase(forward, [query, key, value])
 
 
-def expressed(contender: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """sMGK as a score modification of FlexAttention."""
+def make_flex_forward(implementation: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Express sMGK as a score modification of FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    assert contender.components == 2  # as many as the modification below has
+    assert implementation.components == 2  # the score modification below has two
     scale, N, device = shape.width**-0.5, shape.length, x["query"].device.type
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device) if shape.causal else None
     attention = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
-        # Prepared outside of the compiled part, which takes only tensors that lie in memory.
+        # Outside of the compiled function, which reads tensors from memory only.
         keys = x["key"].float().unsqueeze(2) + x["shift"].unsqueeze(-2)  # [B, H, M, N, D]
         a = scale * x["query"].float() @ x["shift"].transpose(-1, -2)  # [B, H, N, M]
         c = x["log_prior"] - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
-        # log(exp(a0 + c0) + exp(a1 + c1)) = a0 + c0 + softplus(a1 - a0 + c1 - c0), where a0 is the same for all keys of
-        # a row and so changes nothing: three numbers to look up for a pair, and one exponential. FlexAttention has
-        # gradients only of tensors that are read in one place.
+        # log(exp(a0 + c0) + exp(a1 + c1)) = a0 + c0 + softplus(a1 - a0 + c1 - c0). The softmax over the keys cancels
+        # a0, which leaves three loads and one exponential per pair. FlexAttention differentiates only tensors that are
+        # read once.
         first, row, column = c[:, :, 0].contiguous(), a[..., 1] - a[..., 0], c[:, :, 1] - c[:, :, 0]
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -184,32 +186,33 @@ def expressed(contender: Implementation, shape: Shape, x: dict[str, Tensor]) -> 
     return forward
 
 
-def call_of(contender: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """Of one of our operators, whoever computes it."""
-    if contender.backend == "flex":
-        return expressed(contender, shape, x)
-    return partial(attend, contender, shape, x, contender.backend)
+def make_forward(implementation: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Return the forward of an operator, on a backend of this package or by FlexAttention."""
+    if implementation.backend == "flex":
+        return make_flex_forward(implementation, shape, x)
+    return partial(run_operator, implementation, shape, x, implementation.backend)
 
 
-def make(
-    contender: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
+def make_case(
+    implementation: Implementation, shape: Shape, device: str, dtype: torch.dtype, gradients: bool = True
 ) -> BenchmarkCase:
-    if contender.variant == "softmax":
-        return softmax(contender, shape, device, dtype, gradients)
-    x = draw(contender, shape, device, dtype, gradients)
-    return BenchmarkCase(call_of(contender, shape, x), list(x.values()))
+    """Make a case of any implementation, with random inputs."""
+    if implementation.variant == "softmax":
+        return make_sdpa_case(implementation, shape, device, dtype, gradients)
+    x = random_inputs(implementation, shape, device, dtype, gradients)
+    return BenchmarkCase(make_forward(implementation, shape, x), list(x.values()))
 
 
 @contextlib.contextmanager
-def _kernels_of(contender: Implementation, shape: Shape) -> Iterator[None]:
-    """A short call takes the kernels that one of `shape` takes: small calls have their own."""
-    if contender.backend != "triton":
+def _kernels_of(implementation: Implementation, shape: Shape) -> Iterator[None]:
+    """Let shorter calls run the kernels of `shape`; small calls have other kernels by default."""
+    if implementation.backend != "triton":
         yield
         return
     from mgk.kernels.mixture import launch
 
     limit = launch.SMALL_PAIRS
-    small = shape.batch * contender.heads * shape.length**2 <= limit
+    small = shape.batch * implementation.heads * shape.length**2 <= limit
     launch.SMALL_PAIRS = limit if small else 0
     try:
         yield
@@ -217,35 +220,46 @@ def _kernels_of(contender: Implementation, shape: Shape) -> Iterator[None]:
         launch.SMALL_PAIRS = limit
 
 
-def wrong(contender: Implementation, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:
-    """In words, which of the output and the gradients is not what the equations give in float64, on a short call."""
-    # Linear attention has sums of 512 rows.
-    timed, shape = shape, replace(shape, batch=2, length=min(shape.length, 700 if contender.variant in LINEAR else 333))
-    x = draw(contender, shape, device, dtype)
+def find_errors(implementation: Implementation, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:
+    """Compare output and gradients with the equations in float64, on a call of at most 700 tokens.
+
+    Args:
+        implementation: The implementation to check.
+        shape: The shape that is timed; the check runs its kernels.
+        device: "cuda" or "cpu".
+        dtype: Data type of the inputs.
+
+    Returns:
+        A message for each wrong tensor.
+    """
+    # Linear attention sums blocks of 512 rows: 700 covers two blocks.
+    length = min(shape.length, 700 if implementation.variant in LINEAR else 333)
+    timed_shape, shape = shape, replace(shape, batch=2, length=length)
+    x = random_inputs(implementation, shape, device, dtype)
     exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     if "log_prior" in exact:
-        # For each key by itself: its gradient has the terms of that of the one for all keys.
+        # One prior per key: its gradient holds the terms whose sum is the gradient of the shared prior.
         exact["log_prior"] = x["log_prior"].detach().double().repeat(1, 1, shape.length).requires_grad_()
-    decodes = shape.queries is not None  # forward only, by kernels that have no gradients
-    with _kernels_of(contender, timed), torch.set_grad_enabled(not decodes):
-        found = call_of(contender, shape, x)()
-        grad = torch.randn_like(found)
-        gradients = () if decodes else torch.autograd.grad(found, list(x.values()), grad)
-    wanted = attend(contender, shape, exact, "eager")
-    pairs = {"output": (found, wanted)}
-    exact_gradients = () if decodes else torch.autograd.grad(wanted, list(exact.values()), grad.double())
+    decodes = shape.queries is not None  # the decoding kernels have no gradients
+    with _kernels_of(implementation, timed_shape), torch.set_grad_enabled(not decodes):
+        output = make_forward(implementation, shape, x)()
+        grad = torch.randn_like(output)
+        gradients = () if decodes else torch.autograd.grad(output, list(x.values()), grad)
+    exact_output = run_operator(implementation, shape, exact, "eager")
+    pairs = {"output": (output, exact_output)}
+    exact_gradients = () if decodes else torch.autograd.grad(exact_output, list(exact.values()), grad.double())
     pairs |= dict(zip(() if decodes else x, zip(gradients, exact_gradients, strict=True), strict=True))
     limits = dict(LIMITS[dtype])
-    if contender.variant in LINEAR and dtype == torch.bfloat16:
+    if implementation.variant in LINEAR and dtype == torch.bfloat16:
         limits["log_prior"] = LINEAR_PRIOR_LIMIT
-    lines = []
-    for name, (got, want) in pairs.items():
+    errors = []
+    for name, (actual, expected) in pairs.items():
         rounding = 0.0
         if name == "log_prior":
-            rounding, want = SUM_ROUNDING * want.norm().item(), want.sum(-1, keepdim=True)
-        size, distance = want.norm().item(), (got.double() - want).norm().item()
-        # Written so that NaN is wrong as well.
+            rounding, expected = SUM_ROUNDING * expected.norm().item(), expected.sum(-1, keepdim=True)
+        size, distance = expected.norm().item(), (actual.double() - expected).norm().item()
+        # `not (… <= …)` so that NaN is an error.
         if not (distance <= limits.get(name, limits[""]) * size + rounding or math.isclose(size, 0.0)):
             error = distance / size
-            lines.append(f"{contender}, D {shape.width}, causal {shape.causal}: {name} is off by {error:.1e}")
-    return lines
+            errors.append(f"{implementation}, D {shape.width}, causal {shape.causal}: {name} is off by {error:.1e}")
+    return errors

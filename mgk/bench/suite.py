@@ -1,4 +1,4 @@
-"""The parts of `mgk bench`: each checks what it will time, then gives a row of results for every measurement."""
+"""Parts of `mgk bench`: implementations and shapes of each, the check before timing, and the rows of results."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mgk.bench.implementations import (
     BenchmarkCase,
     Implementation,
     Shape,
-    make,
-    variant_and_components,
-    wrong,
+    find_errors,
+    make_case,
+    parse_variant,
 )
 from mgk.training import results
 
-# Beyond the columns of all results: pass, mask, head width, the H of the shape, device and eager time over that of the
-# best SDPA with H heads in the same run (em: over the layer without EM), and Triton's version.
-EXTRA = ("pass", "causal", "head_dim", "full_heads", "ratio", "eager_ratio", "triton")
+# Columns beyond those of all results: pass, mask, head width, H of the shape, device and eager time relative to the
+# best SDPA with H heads in the same run (em: to the layer without EM), and Triton's version.
+EXTRA_COLUMNS = ("pass", "causal", "head_dim", "full_heads", "ratio", "eager_ratio", "triton")
 
 Record = dict[str, Any]
-Contenders = dict[Shape, list[Implementation]]
+ByShape = dict[Shape, list[Implementation]]
 
-# B, H, N, D: the shapes of the goal, and behind them the paper's language model.
+# BxHxNxD of the speed part; the last is the paper's language model.
 SHAPES = tuple(
     map(
         Shape.parse,
@@ -42,36 +42,41 @@ SHAPES = tuple(
     )
 )
 VARIANTS = ("smgk", "smgk:4", "smgk-hard", "mgk", "mgk-hard")
-# FlexAttention compiles for long.
-FLEX_SHAPES = SHAPES[:2]
+FLEX_SHAPES = SHAPES[:2]  # FlexAttention takes long to compile
 MEMORY_SHAPE = (1, 8, 64)  # B, H, D
 DECODING_SHAPES = (Shape(16, 8, 32768, 64, False, 1), Shape(8, 16, 32768, 128, False, 1))
 LINEAR_SHAPE = (2, 8, 64)
 WHOLE_SHAPES = (Shape(32, 8, 2048, 32, False), Shape(32, 8, 4096, 32, False))
 LENGTHS = tuple(4096 << n for n in range(6))
-# SDPA's time is quadratic: it is measured up to here.
-SDPA_LONGEST = 32768
+# Longest sequence on which SDPA is timed beside linear attention: its time is quadratic.
+MAX_SDPA_LENGTH = 32768
 EM_SHAPES = (Shape(8, 8, 4096, 64, False), Shape(8, 8, 4096, 64, True))
 CPU_SHAPES = (Shape(1, 4, 512, 32, False), Shape(1, 4, 512, 32, True))
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where and what to measure. Empty shapes or variants: the defaults of each part."""
+class BenchmarkConfig:
+    """Device, data type, shapes and variants to measure; empty shapes or variants are the defaults of each part."""
 
     device: str
     dtype: torch.dtype
     shapes: tuple[Shape, ...] = ()
     variants: tuple[str, ...] = ()
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
 
     @property
     def backend(self) -> str:
         return "triton" if self.device == "cuda" else "auto"
 
-    def ours(self, names: Iterable[str], shapes: Iterable[Shape], linear: bool = False) -> Contenders:
-        """Our contenders on each shape, with half the heads: of the variants asked for those that the part is about."""
-        parsed = [variant_and_components(text) for text in self.variants or names]
+    def implementations(self, variants: Iterable[str], shapes: Iterable[Shape], linear: bool = False) -> ByShape:
+        """Return this package's implementations on each shape, with half the heads.
+
+        Args:
+            variants: Default variants of the part.
+            shapes: Shapes of the part.
+            linear: Whether the part measures linear attention; variants of the other kind are left out.
+        """
+        parsed = [parse_variant(text) for text in self.variants or variants]
         parsed = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
         return {
             s: [
@@ -83,246 +88,284 @@ class Setting:
         }
 
 
-def row(
-    task: str, contender: Implementation, shape: Shape, which: str, metric: str, value: float, **more: Any
+def result_row(
+    task: str, implementation: Implementation, shape: Shape, which: str, metric: str, value: float, **more: Any
 ) -> Record:
+    """Return a row of results/attention.csv; `which` is the pass, `more` are further columns."""
     return {
-        "recipe": "bench", "task": task, "dataset": "random normal", "variant": contender.variant,
-        "components": contender.components, "heads": contender.heads, "kv_heads": contender.kv_heads,
-        "batch": shape.batch, "length": shape.length, "backend": contender.backend, "metric": metric,
+        "recipe": "bench", "task": task, "dataset": "random normal", "variant": implementation.variant,
+        "components": implementation.components, "heads": implementation.heads, "kv_heads": implementation.kv_heads,
+        "batch": shape.batch, "length": shape.length, "backend": implementation.backend, "metric": metric,
         "value": f"{value:.4f}", "pass": which, "causal": shape.causal, "head_dim": shape.width,
         "full_heads": shape.heads, **more,
     }  # fmt: skip
 
 
-def _wrong(task: tuple[Implementation, Shape, str, torch.dtype]) -> list[str]:
+def _first_line(error: Exception, length: int) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:length]
+
+
+def _check(task: tuple[Implementation, Shape, str, torch.dtype]) -> list[str]:
     try:
-        return wrong(*task)
+        return find_errors(*task)
     except Exception as error:
-        return [f"{task[0]}, {task[1]}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"]
+        return [f"{task[0]}, {task[1]}: {type(error).__name__}: {_first_line(error, 200)}"]
 
 
-def without_the_wrong(setting: Setting, asked: dict[str, Contenders]) -> tuple[dict[str, Contenders], list[str]]:
-    """What is right of each part's contenders, so that nothing wrong is timed, and in words what is wrong.
+def select_correct(config: BenchmarkConfig, parts: dict[str, ByShape]) -> tuple[dict[str, ByShape], list[str]]:
+    """Check outputs and gradients of all implementations, so that only correct ones are timed.
 
-    On a GPU many processes check at once: most of their time goes into compiling kernels, which stay in Triton's cache
-    for what comes next.
+    On a GPU many processes check at once: compiling the kernels takes most of the time, and Triton caches them on disk.
+
+    Args:
+        config: Device and data type.
+        parts: Implementations of each part.
+
+    Returns:
+        The correct implementations of each part, and messages on the wrong ones.
     """
 
-    def kind(contender: Implementation, shape: Shape) -> tuple[Any, ...]:
-        return contender, shape.width, shape.causal, shape.queries
+    def key(implementation: Implementation, shape: Shape) -> tuple[Any, ...]:
+        return implementation, shape.width, shape.causal, shape.queries
 
-    every = [(c, s) for contenders in asked.values() for s, some in contenders.items() for c in some]
-    tasks = {kind(c, s): (c, s, setting.device, setting.dtype) for c, s in every}
-    # What compiles longest comes first.
-    order = sorted(tasks, key=lambda key: (OPERATORS[key[0].variant].shifted, -key[1]))
-    if setting.device == "cpu":
-        found = [_wrong(tasks[key]) for key in order]
+    pairs = [(i, s) for by_shape in parts.values() for s, implementations in by_shape.items() for i in implementations]
+    tasks = {key(i, s): (i, s, config.device, config.dtype) for i, s in pairs}
+    # Start with the kernels that compile longest.
+    order = sorted(tasks, key=lambda task: (OPERATORS[task[0].variant].shifted, -task[1]))
+    if config.device == "cpu":
+        checked = [_check(tasks[task]) for task in order]
     else:
         workers = max(1, min(len(tasks), os.cpu_count() or 1))
         with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(_wrong, [tasks[key] for key in order]))
-    lines = dict(zip(order, found, strict=True))
-    right = {
-        name: {s: [c for c in some if not lines[kind(c, s)]] for s, some in contenders.items()}
-        for name, contenders in asked.items()
+            checked = list(pool.map(_check, [tasks[task] for task in order]))
+    errors = dict(zip(order, checked, strict=True))
+    correct = {
+        name: {s: [i for i in implementations if not errors[key(i, s)]] for s, implementations in by_shape.items()}
+        for name, by_shape in parts.items()
     }
-    setting.say(f"correct: {sum(not some for some in found)} of {len(tasks)} kinds of calls, outputs and gradients")
-    return right, [line for some in found for line in some]
+    config.log(f"correct: {sum(not lines for lines in checked)} of {len(tasks)} kinds of calls, outputs and gradients")
+    return correct, [line for lines in checked for line in lines]
 
 
-def _measured(setting: Setting, contender: Implementation, shape: Shape, **options: Any) -> dict[str, timing.Timing]:
-    """Nothing, and a line that says why, where a contender does not manage the shape: the others still do."""
+def _measure(
+    config: BenchmarkConfig, implementation: Implementation, shape: Shape, **options: Any
+) -> dict[str, timing.Timing]:
+    """Measure an implementation; log the error and return nothing if it fails on the shape."""
     try:
-        problem = make(contender, shape, setting.device, setting.dtype, gradients=options.get("backward", True))
-        return timing.measure(problem, setting.device, **options)
+        case = make_case(implementation, shape, config.device, config.dtype, gradients=options.get("backward", True))
+        return timing.measure_time(case, config.device, **options)
     except Exception as error:
-        setting.say(f"{contender} {shape}: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}")
+        config.log(f"{implementation} {shape}: {type(error).__name__}: {_first_line(error, 100)}")
         return {}
     finally:
-        if setting.device == "cuda":
+        if config.device == "cuda":
             torch.cuda.empty_cache()
 
 
-def timed_rows(
-    setting: Setting,
+def time_shape(
+    config: BenchmarkConfig,
     task: str,
     shape: Shape,
-    baseline: list[Implementation],
-    others: list[Implementation],
+    baselines: list[Implementation],
+    compared: list[Implementation],
     **options: Any,
 ) -> Iterator[Record]:
-    """Everybody's times on one shape, and over the best of `baseline`."""
-    costs = {c: _measured(setting, c, shape, **options) for c in [*baseline, *others]}
+    """Time all implementations on a shape and yield their rows.
+
+    Args:
+        config: Device and data type.
+        task: Value of the task column.
+        shape: The shape.
+        baselines: Implementations whose best time is the unit of the ratios.
+        compared: Further implementations.
+        **options: Options of `timing.measure_time`.
+    """
+    timings = {i: _measure(config, i, shape, **options) for i in [*baselines, *compared]}
     for which in timing.PASSES:
-        first = [costs[c][which] for c in baseline if which in costs[c]]
-        for contender, found in costs.items():
-            if which not in found:
+        reference = [timings[i][which] for i in baselines if which in timings[i]]
+        for implementation, by_pass in timings.items():
+            if which not in by_pass:
                 continue
-            cost, more = found[which], {}
-            if first:
-                more["ratio"] = f"{cost.device_ms / min(c.device_ms for c in first):.3f}"
-                more["eager_ratio"] = f"{cost.eager_ms / min(c.eager_ms for c in first):.3f}"
-            peak = "" if cost.peak_mb is None else f"{cost.peak_mb:.1f}"
-            more |= {"step_ms": f"{cost.eager_ms:.4f}", "peak_mem_mb": peak}
-            line = f"{task:8} {shape!s:24} {which:16} {contender!s:28} {cost.device_ms:9.3f} ms "
+            measured, more = by_pass[which], {}
+            if reference:
+                more["ratio"] = f"{measured.device_ms / min(t.device_ms for t in reference):.3f}"
+                more["eager_ratio"] = f"{measured.eager_ms / min(t.eager_ms for t in reference):.3f}"
+            peak = "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}"
+            more |= {"step_ms": f"{measured.eager_ms:.4f}", "peak_mem_mb": peak}
+            line = f"{task:8} {shape!s:24} {which:16} {implementation!s:28} {measured.device_ms:9.3f} ms "
             line += f"{more.get('ratio', ''):>6}"
-            if setting.device != "cpu":  # where there is but one time
-                line += f"   eager {cost.eager_ms:9.3f} ms {more.get('eager_ratio', ''):>6}"
-            setting.say(line)
-            yield row(task, contender, shape, which, "device_ms", cost.device_ms, **more)
+            if config.device != "cpu":  # the CPU has only one time
+                line += f"   eager {measured.eager_ms:9.3f} ms {more.get('eager_ratio', ''):>6}"
+            config.log(line)
+            yield result_row(task, implementation, shape, which, "device_ms", measured.device_ms, **more)
 
 
-def _sdpa(heads: int, kv_heads: int, names: Iterable[str]) -> list[Implementation]:
-    return [Implementation("softmax", name, heads, kv_heads) for name in names]
+def _sdpa(heads: int, kv_heads: int, backends: Iterable[str]) -> list[Implementation]:
+    return [Implementation("softmax", backend, heads, kv_heads) for backend in backends]
 
 
-def _fast_sdpa(setting: Setting) -> tuple[str, ...]:
-    return ("cudnn", "flash") if setting.device == "cuda" else ("flash", "math")
+def _fast_sdpa(config: BenchmarkConfig) -> tuple[str, ...]:
+    return ("cudnn", "flash") if config.device == "cuda" else ("flash", "math")
 
 
-def speed(setting: Setting, contenders: Contenders) -> Iterator[Record]:
-    names = _fast_sdpa(setting)
-    for shape, some in contenders.items():
+def measure_speed(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
+    """Time against SDPA with H heads, with H/2 key heads, and with H/2 heads."""
+    backends = _fast_sdpa(config)
+    for shape, selected in implementations.items():
         H = shape.heads
-        others = [*_sdpa(H, H // 2, names), *_sdpa(H // 2, H // 2, names), *some]
-        yield from timed_rows(setting, "speed", shape, _sdpa(H, H, names), others)
+        compared = [*_sdpa(H, H // 2, backends), *_sdpa(H // 2, H // 2, backends), *selected]
+        yield from time_shape(config, "speed", shape, _sdpa(H, H, backends), compared)
 
 
-def flex(setting: Setting, contenders: Contenders) -> Iterator[Record]:
-    """FlexAttention expressing sMGK, beside the same SDPA."""
-    for shape, some in contenders.items():
-        yield from timed_rows(setting, "speed", shape, _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)), some)
+def measure_flex(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
+    """Time FlexAttention expressing sMGK against SDPA with H heads."""
+    for shape, selected in implementations.items():
+        baselines = _sdpa(shape.heads, shape.heads, _fast_sdpa(config))
+        yield from time_shape(config, "speed", shape, baselines, selected)
 
 
-def _expressed(setting: Setting) -> Contenders:
-    shapes = setting.shapes or FLEX_SHAPES
+def _flex_implementations(config: BenchmarkConfig) -> ByShape:
+    shapes = config.shapes or FLEX_SHAPES
     return {shape: [Implementation("smgk", "flex", shape.heads // 2, shape.heads // 2, 2)] for shape in shapes}
 
 
-def memory(setting: Setting, contenders: Contenders) -> Iterator[Record]:
-    """Against SDPA-flash with the same heads, at growing lengths."""
-    for shape, some in contenders.items():
-        extras: dict[str, float] = {}
-        for contender in [*_sdpa(shape.heads // 2, shape.heads // 2, ["flash"]), *some]:
-            found = timing.memory(make(contender, shape, setting.device, setting.dtype))
-            for which, cost in found.items():
-                extra = extras.setdefault(which, cost.extra_mb)
-                ratio = f"{cost.extra_mb / extra:.3f}" if extra else ""
-                setting.say(f"memory   {shape!s:24} {which:16} {contender!s:28} {cost.extra_mb:9.2f} MB {ratio:>6}")
-                more = {"peak_mem_mb": f"{cost.peak_mb:.1f}", "ratio": ratio}
-                yield row("memory", contender, shape, which, "extra_mb", cost.extra_mb, **more)
+def measure_memory(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
+    """Measure memory against SDPA-flash with the same number of heads, at growing lengths."""
+    for shape, selected in implementations.items():
+        reference: dict[str, float] = {}
+        for implementation in [*_sdpa(shape.heads // 2, shape.heads // 2, ["flash"]), *selected]:
+            by_pass = timing.measure_memory(make_case(implementation, shape, config.device, config.dtype))
+            for which, measured in by_pass.items():
+                extra = reference.setdefault(which, measured.extra_mb)
+                ratio = f"{measured.extra_mb / extra:.3f}" if extra else ""
+                config.log(
+                    f"memory   {shape!s:24} {which:16} {implementation!s:28} {measured.extra_mb:9.2f} MB {ratio:>6}"
+                )
+                more = {"peak_mem_mb": f"{measured.peak_mb:.1f}", "ratio": ratio}
+                yield result_row("memory", implementation, shape, which, "extra_mb", measured.extra_mb, **more)
             torch.cuda.empty_cache()
 
 
-def decoding(setting: Setting, contenders: Contenders) -> Iterator[Record]:
-    """One query against a long cache."""
-    for shape, some in contenders.items():
-        H, names = shape.heads, ("cudnn", "flash", "efficient")
-        others = [*_sdpa(H, H // 2, names[:2]), *_sdpa(H // 2, H // 2, names), *some]
-        yield from timed_rows(setting, "decoding", shape, _sdpa(H, H, names), others, backward=False)
+def measure_decoding(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
+    """Time one query against a long cache."""
+    for shape, selected in implementations.items():
+        H, backends = shape.heads, ("cudnn", "flash", "efficient")
+        compared = [*_sdpa(H, H // 2, backends[:2]), *_sdpa(H // 2, H // 2, backends), *selected]
+        yield from time_shape(config, "decoding", shape, _sdpa(H, H, backends), compared, backward=False)
 
 
-def linear(task: str, setting: Setting, contenders: Contenders) -> Iterator[Record]:
-    """Linear attention with mixture keys: `linear`, causal at growing lengths, or `whole`, of whole sequences."""
-    for shape, some in contenders.items():
-        baseline = _sdpa(shape.heads, shape.heads, _fast_sdpa(setting)) if shape.length <= SDPA_LONGEST else []
-        yield from timed_rows(setting, task, shape, baseline, some)
+def measure_linear(task: str, config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
+    """Time linear attention: task `linear` is causal at growing lengths, `whole` is not causal."""
+    for shape, selected in implementations.items():
+        baselines = _sdpa(shape.heads, shape.heads, _fast_sdpa(config)) if shape.length <= MAX_SDPA_LENGTH else []
+        yield from time_shape(config, task, shape, baselines, selected)
 
 
-def _layer(setting: Setting, variant: str, shape: Shape) -> BenchmarkCase:
+def _layer_case(config: BenchmarkConfig, variant: str, shape: Shape) -> BenchmarkCase:
     width = shape.heads * shape.width // 2
-    place: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
-    layer = Attention(width, shape.heads // 2, variant=variant, is_causal=shape.causal, **place)
-    x = torch.randn(shape.batch, shape.length, width, requires_grad=True, **place)
+    options: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
+    layer = Attention(width, shape.heads // 2, variant=variant, is_causal=shape.causal, **options)
+    x = torch.randn(shape.batch, shape.length, width, requires_grad=True, **options)
     return BenchmarkCase(lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)])
 
 
-def em(setting: Setting, _: Contenders) -> Iterator[Record]:
-    """A layer in training with priors from EM, over the same with learned priors: plain calls, where EM may look at
-    its numbers, and graphs if both can be recorded."""
-    for shape in setting.shapes or EM_SHAPES:
-        graph, costs = True, {}
+def measure_em(config: BenchmarkConfig, _: ByShape) -> Iterator[Record]:
+    """Time a training layer with EM priors against one with learned priors.
+
+    Device times are those of CUDA graphs if both layers can be captured, else of eager calls.
+    """
+    for shape in config.shapes or EM_SHAPES:
+        graph, timings = True, {}
         for name in ("smgk", "smgk-em"):
             try:
-                costs[name] = timing.measure(_layer(setting, name, shape), setting.device, graph=graph)
+                timings[name] = timing.measure_time(_layer_case(config, name, shape), config.device, graph=graph)
             except RuntimeError as error:
-                setting.say(f"{name}: no CUDA graph, so plain calls are compared: {str(error).splitlines()[0][:100]}")
+                config.log(f"{name}: no CUDA graph, comparing eager calls: {_first_line(error, 100)}")
                 graph = False
         if not graph:
-            costs = {
-                name: timing.measure(_layer(setting, name, shape), setting.device, graph=False)
+            timings = {
+                name: timing.measure_time(_layer_case(config, name, shape), config.device, graph=False)
                 for name in ("smgk", "smgk-em")
             }
-        first = costs["smgk"]["forward+backward"]
-        for name, found in costs.items():
-            contender, cost = (
-                Implementation(name, "auto", shape.heads // 2, shape.heads // 2, 2),
-                found["forward+backward"],
+        reference = timings["smgk"]["forward+backward"]
+        for name, by_pass in timings.items():
+            implementation = Implementation(name, "auto", shape.heads // 2, shape.heads // 2, 2)
+            measured = by_pass["forward+backward"]
+            ratio, eager = measured.device_ms / reference.device_ms, measured.eager_ms / reference.eager_ms
+            config.log(
+                f"em       {shape!s:24} {'training layer':16} {implementation!s:28} {measured.device_ms:9.3f} ms "
+                f"{ratio:6.3f}   eager {measured.eager_ms:9.3f} ms {eager:6.3f}"
             )
-            ratio, eager = cost.device_ms / first.device_ms, cost.eager_ms / first.eager_ms
-            setting.say(
-                f"em       {shape!s:24} {'training layer':16} {contender!s:28} {cost.device_ms:9.3f} ms {ratio:6.3f}   "
-                f"eager {cost.eager_ms:9.3f} ms {eager:6.3f}"
-            )
-            more = {"step_ms": f"{cost.eager_ms:.4f}", "ratio": f"{ratio:.3f}", "eager_ratio": f"{eager:.3f}"}
+            more = {"step_ms": f"{measured.eager_ms:.4f}", "ratio": f"{ratio:.3f}", "eager_ratio": f"{eager:.3f}"}
             metric = "device_ms" if graph else "eager_ms"
-            yield row("em", contender, shape, "forward+backward", metric, cost.device_ms, **more)
+            yield result_row("em", implementation, shape, "forward+backward", metric, measured.device_ms, **more)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A part of the benchmark: which of ours it is about, and its measurements of those that are right."""
+    """A part of the benchmark: its measurements, and this package's implementations, which are checked first."""
 
-    rows: Callable[[Setting, Contenders], Iterator[Record]]
-    ours: Callable[[Setting], Contenders] = lambda setting: {}
-
-
-def _also(contenders: Contenders, other: Callable[[Implementation, Shape], Implementation]) -> Contenders:
-    return {shape: [*some, *(other(each, shape) for each in some)] for shape, some in contenders.items()}
+    measure: Callable[[BenchmarkConfig, ByShape], Iterator[Record]]
+    implementations: Callable[[BenchmarkConfig], ByShape] = lambda config: {}
 
 
-def _sharing(contender: Implementation, shape: Shape) -> Implementation:
-    """With all the query heads, two of which share a key head."""
-    return replace(contender, heads=shape.heads)
+def _with_copies(implementations: ByShape, change: Callable[[Implementation, Shape], Implementation]) -> ByShape:
+    """Add a changed copy of each implementation."""
+    return {
+        shape: [*selected, *(change(implementation, shape) for implementation in selected)]
+        for shape, selected in implementations.items()
+    }
 
 
-def _by_products(contender: Implementation, shape: Shape) -> Implementation:
-    return replace(contender, backend="chunked")
+def _share_key_heads(implementation: Implementation, shape: Shape) -> Implementation:
+    """Use all H query heads, two per key head."""
+    return replace(implementation, heads=shape.heads)
 
 
-def _growing(shape: tuple[int, int, int]) -> list[Shape]:
+def _run_chunked(implementation: Implementation, shape: Shape) -> Implementation:
+    return replace(implementation, backend="chunked")
+
+
+def _shapes_by_length(shape: tuple[int, int, int]) -> list[Shape]:
     B, H, D = shape
     return [Shape(B, H, length, D, True) for length in LENGTHS]
 
 
+def _linear_implementations(config: BenchmarkConfig) -> ByShape:
+    shapes = [replace(shape, causal=True) for shape in config.shapes] or _shapes_by_length(LINEAR_SHAPE)
+    return config.implementations(LINEAR, shapes, linear=True)
+
+
+def _whole_implementations(config: BenchmarkConfig) -> ByShape:
+    shapes = [replace(shape, causal=False) for shape in config.shapes] or WHOLE_SHAPES
+    return _with_copies(config.implementations(LINEAR, shapes, linear=True), _run_chunked)
+
+
+def _decoding_implementations(config: BenchmarkConfig) -> ByShape:
+    shapes = [replace(shape, causal=False, queries=1) for shape in config.shapes] or DECODING_SHAPES
+    return _with_copies(config.implementations(("smgk",), shapes), _share_key_heads)
+
+
 PARTS = {
-    "speed": Suite(speed, lambda s: s.ours(VARIANTS, s.shapes or (SHAPES if s.device == "cuda" else CPU_SHAPES))),
-    "linear": Suite(
-        partial(linear, "linear"),
-        lambda s: s.ours(LINEAR, [replace(x, causal=True) for x in s.shapes] or _growing(LINEAR_SHAPE), linear=True),
+    "speed": Suite(
+        measure_speed,
+        lambda c: c.implementations(VARIANTS, c.shapes or (SHAPES if c.device == "cuda" else CPU_SHAPES)),
     ),
-    "whole": Suite(
-        partial(linear, "whole"),
-        lambda s: _also(
-            s.ours(LINEAR, [replace(x, causal=False) for x in s.shapes] or WHOLE_SHAPES, linear=True), _by_products
-        ),
+    "linear": Suite(partial(measure_linear, "linear"), _linear_implementations),
+    "whole": Suite(partial(measure_linear, "whole"), _whole_implementations),
+    "decoding": Suite(measure_decoding, _decoding_implementations),
+    "em": Suite(measure_em),
+    "memory": Suite(
+        measure_memory, lambda c: c.implementations(("smgk", "mgk"), c.shapes or _shapes_by_length(MEMORY_SHAPE))
     ),
-    "decoding": Suite(
-        decoding,
-        lambda s: _also(
-            s.ours(("smgk",), [replace(x, causal=False, queries=1) for x in s.shapes] or DECODING_SHAPES), _sharing
-        ),
-    ),
-    "em": Suite(em),
-    "memory": Suite(memory, lambda s: s.ours(("smgk", "mgk"), s.shapes or _growing(MEMORY_SHAPE))),
-    "flex": Suite(flex, _expressed),
+    "flex": Suite(measure_flex, _flex_implementations),
 }
-# Without a GPU there are no fused kernels to measure: the other parts would measure something else.
+# The other parts measure the GPU kernels.
 CPU_PARTS = ("speed",)
 
 
-def environment(setting: Setting, command: str) -> Record:
+def environment(config: BenchmarkConfig, command: str) -> Record:
+    """Return the columns that all rows of a run share."""
     version = results.version_of("triton") or ""
-    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[config.dtype]
     return {"dtype": name, "triton": version, "command": command, **results.environment()}

@@ -1,4 +1,4 @@
-"""Times and memory of one call, forward and with all gradients. Times are medians in milliseconds, after a warm-up."""
+"""Time and memory of a call, forward and with all gradients. Times are medians in milliseconds after a warm-up."""
 
 from __future__ import annotations
 
@@ -12,61 +12,71 @@ import torch
 from mgk.bench.implementations import BenchmarkCase
 
 PASSES = ("forward", "forward+backward")
-# How long the repeats of one median may take, and how many there are at least and at most.
-BUDGET_MS, FEWEST, MOST = 100.0, 5, 30
+# Time budget of the repeats of one median, and limits of their number.
+BUDGET_MS, MIN_REPEATS, MAX_REPEATS = 100.0, 5, 30
 
 
 @dataclass(frozen=True)
 class Timing:
-    device_ms: float  # replays of a CUDA graph: without Python and launches. Where there is no graph, as eager_ms
-    eager_ms: float  # plain calls
-    peak_mb: float | None  # the largest memory in use beyond the inputs; None on a CPU
+    """Times and peak memory of one pass."""
+
+    device_ms: float  # CUDA graph replay, without Python and launch overhead; eager_ms without a graph
+    eager_ms: float  # eager calls
+    peak_mb: float | None  # peak memory beyond the inputs; None on a CPU
 
 
 @dataclass(frozen=True)
 class Memory:
+    """Peak memory of one pass."""
+
     peak_mb: float  # beyond the inputs
     extra_mb: float  # beyond inputs, outputs and gradients
 
 
-def passes(problem: BenchmarkCase, backward: bool = True) -> dict[str, Callable[[], object]]:
-    def without_gradients() -> object:
-        with torch.no_grad():
-            return problem.forward()
+def make_passes(case: BenchmarkCase, backward: bool = True) -> dict[str, Callable[[], object]]:
+    """Return the functions to measure, by pass."""
 
-    found: dict[str, Callable[[], object]] = {"forward": without_gradients}
+    def forward() -> object:
+        with torch.no_grad():
+            return case.forward()
+
+    passes: dict[str, Callable[[], object]] = {"forward": forward}
     if backward:
         with torch.no_grad():
-            grad = torch.randn_like(problem.forward())
+            grad = torch.randn_like(case.forward())
 
-        def with_gradients() -> object:
-            output = problem.forward()
-            return output, torch.autograd.grad(output, problem.inputs, grad)
+        def forward_backward() -> object:
+            output = case.forward()
+            return output, torch.autograd.grad(output, case.inputs, grad)
 
-        found["forward+backward"] = with_gradients
-    return found
+        passes["forward+backward"] = forward_backward
+    return passes
 
 
-def on_cpu(f: Callable[[], object]) -> float:
-    def once() -> float:
+def time_on_cpu(function: Callable[[], object]) -> float:
+    """Return the median time of a call on the CPU."""
+
+    def time_once() -> float:
         start = time.perf_counter()
-        f()
+        function()
         return 1e3 * (time.perf_counter() - start)
 
-    once()
-    return statistics.median(once() for _ in range(_repeats(once())))
+    time_once()
+    return statistics.median(time_once() for _ in range(_repeats(time_once())))
 
 
 def _repeats(ms: float) -> int:
-    return max(FEWEST, min(MOST, int(BUDGET_MS / max(ms, 1e-3))))
+    return max(MIN_REPEATS, min(MAX_REPEATS, int(BUDGET_MS / max(ms, 1e-3))))
 
 
-def on_gpu(f: Callable[[], object]) -> float:
+def time_on_gpu(function: Callable[[], object]) -> float:
+    """Return the median time of a call between CUDA events."""
+
     def run(repeats: int) -> float:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for begin, end in events:
             begin.record()
-            f()
+            function()
             end.record()
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events)
@@ -75,49 +85,60 @@ def on_gpu(f: Callable[[], object]) -> float:
     return run(_repeats(run(1)))
 
 
-def graph_of(f: Callable[[], object]) -> Callable[[], None]:
-    """A replay of f's kernels, recorded once."""
+def capture_graph(function: Callable[[], object]) -> Callable[[], None]:
+    """Capture the kernels of a call in a CUDA graph and return its replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            f()
+            function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        f()
+        function()
     return graph.replay
 
 
-def measure(problem: BenchmarkCase, device: str, backward: bool = True, graph: bool = True) -> dict[str, Timing]:
-    found = {}
-    for name, f in passes(problem, backward).items():
+def measure_time(case: BenchmarkCase, device: str, backward: bool = True, graph: bool = True) -> dict[str, Timing]:
+    """Measure time and peak memory of a case.
+
+    Args:
+        case: The call to measure.
+        device: "cuda" or "cpu".
+        backward: Also measure the backward pass.
+        graph: Measure device times by CUDA graph replay.
+
+    Returns:
+        Timings by pass.
+    """
+    timings = {}
+    for name, function in make_passes(case, backward).items():
         if device == "cpu":
-            ms = on_cpu(f)
-            found[name] = Timing(ms, ms, None)
+            ms = time_on_cpu(function)
+            timings[name] = Timing(ms, ms, None)
             continue
-        f()
+        function()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        eager = on_gpu(f)
+        eager = time_on_gpu(function)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        found[name] = Timing(on_gpu(graph_of(f)) if graph else eager, eager, peak)
-    return found
+        timings[name] = Timing(time_on_gpu(capture_graph(function)) if graph else eager, eager, peak)
+    return timings
 
 
-def memory(problem: BenchmarkCase) -> dict[str, Memory]:
-    """Of one call each, on a GPU."""
-    found = {}
-    for name, f in passes(problem).items():
-        f()
+def measure_memory(case: BenchmarkCase) -> dict[str, Memory]:
+    """Measure the peak memory of one call per pass, on a GPU."""
+    measured = {}
+    for name, function in make_passes(case).items():
+        function()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        kept = f()  # what is given back counts as output, so it must live when the peak is read
+        outputs = function()  # alive until the peak is read: outputs and gradients are subtracted from it
         torch.cuda.synchronize()
         peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        found[name] = Memory((peak - before) / 2**20, (peak - after) / 2**20)
-        del kept
-    return found
+        measured[name] = Memory((peak - before) / 2**20, (peak - after) / 2**20)
+        del outputs
+    return measured

@@ -62,7 +62,7 @@ def bench(
     import torch
 
     from mgk.bench import suite
-    from mgk.bench.implementations import Shape, variant_and_components
+    from mgk.bench.implementations import Shape, parse_variant
     from mgk.training import results
 
     has_gpu = torch.cuda.is_available()
@@ -71,8 +71,8 @@ def bench(
         fail("--only", f"{only} needs a CUDA GPU; without one, only {', '.join(suite.CPU_PARTS)} can run")
     variant_names = tuple(name for name in variants.split(",") if name)
     for name in variant_names:
-        variant_and_components(name)
-    setting = suite.Setting(
+        parse_variant(name)
+    config = suite.BenchmarkConfig(
         "cuda" if has_gpu else "cpu",
         torch.bfloat16 if has_gpu else torch.float32,
         tuple(Shape.parse(text) for text in shapes.split(",") if text),
@@ -84,26 +84,26 @@ def bench(
     if out is not None:
         check_output_file("--out", out)
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
-    common_columns = suite.environment(setting, command)
+    common_columns = suite.environment(config, command)
     torch.seed()
     parts = selected or [name for name in suite.PARTS if has_gpu or name in suite.CPU_PARTS]
-    implementations = {name: suite.PARTS[name].ours(setting) for name in parts}
+    implementations = {name: suite.PARTS[name].implementations(config) for name in parts}
     measured = {
         (implementation.variant, implementation.components)
         for by_shape in implementations.values()
         for of_shape in by_shape.values()
         for implementation in of_shape
     }
-    if unused := [name for name in variant_names if variant_and_components(name) not in measured]:
+    if unused := [name for name in variant_names if parse_variant(name) not in measured]:
         fail("--variants", f"{', '.join(unused)} is in none of the parts measured: {', '.join(parts)}")
     print("checking outputs and gradients" + (", which compiles every kernel" if has_gpu else ""), file=sys.stderr)
-    correct, wrong = suite.without_the_wrong(setting, implementations)
-    print(f"{LEGENDS[setting.device]}\n{HEADERS[setting.device]}")
+    correct, wrong = suite.select_correct(config, implementations)
+    print(f"{LEGENDS[config.device]}\n{HEADERS[config.device]}")
     for name in parts:
-        for row in suite.PARTS[name].rows(setting, correct[name]):
+        for row in suite.PARTS[name].measure(config, correct[name]):
             row = {column: str(value) for column, value in (row | common_columns).items()}
             if out is not None:
-                results.append(out, [row], suite.EXTRA)
+                results.append(out, [row], suite.EXTRA_COLUMNS)
     if out is not None:
         print(f"results: {out}")
     if wrong:

@@ -1,4 +1,4 @@
-"""mgk bench: it refuses to time what is wrong, writes the columns of all results, and says which goals are reached."""
+"""`mgk bench`: checks before timing, columns of the results, and goals."""
 
 import importlib.util
 from dataclasses import replace
@@ -19,21 +19,21 @@ SMALL = ["--shapes", "1x2x40x8,1x2x40x8xcausal", "--variants", "smgk,smgk:3,mgk-
 
 
 @pytest.fixture(autouse=True)
-def without_a_gpu(monkeypatch):
+def cpu_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "MOST", 2)
-    monkeypatch.setattr(timing, "FEWEST", 1)
+    monkeypatch.setattr(timing, "MAX_REPEATS", 2)
+    monkeypatch.setattr(timing, "MIN_REPEATS", 1)
 
 
 def bench(*arguments):
     return CliRunner().invoke(commands.app, ["bench", *arguments])
 
 
-def test_it_measures_everybody_on_the_processor(tmp_path):
+def test_bench_measures_all_implementations_on_the_cpu(tmp_path):
     result = bench(*SMALL, "--out", str(tmp_path / "new" / "times.csv"))
     assert result.exception is None, result.output
     rows = results.read([tmp_path / "new" / "times.csv"])
-    assert list(rows[0]) == [*results.COLUMNS, *suite.EXTRA]
+    assert list(rows[0]) == [*results.COLUMNS, *suite.EXTRA_COLUMNS]
     ours = {(r["variant"], r["components"], r["pass"], r["causal"]) for r in rows if r["variant"] != "softmax"}
     variants = [("smgk", "2"), ("smgk", "3"), ("mgk-hard", "2")]
     assert ours == {(*v, p, c) for v in variants for p in timing.PASSES for c in ("True", "False")}
@@ -47,7 +47,7 @@ def test_it_measures_everybody_on_the_processor(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["output", "value", "shift", "log_prior"])
-def test_what_is_wrong_is_not_timed(name, monkeypatch, tmp_path):
+def test_wrong_results_are_not_timed(name, monkeypatch, tmp_path):
     right = implementations.OPERATORS["smgk"]
 
     def slightly_wrong(*, backend, **x):
@@ -68,12 +68,12 @@ def test_what_is_wrong_is_not_timed(name, monkeypatch, tmp_path):
     assert timed == {"softmax", "mgk"}
 
 
-def test_what_is_right_is_never_called_wrong():
-    """Also where next to nothing is left of the sum that is the prior's gradient: it was, in 6 of these 300 draws."""
-    contender, shape = Implementation("smgk", "auto", 1, 1, 2), Shape(1, 2, 40, 8, False)
+def test_correct_results_are_never_called_wrong():
+    """Without SUM_ROUNDING 6 of these 300 draws fail, because the terms of the prior's gradient cancel."""
+    implementation, shape = Implementation("smgk", "auto", 1, 1, 2), Shape(1, 2, 40, 8, False)
     for seed in range(300):
         torch.manual_seed(seed)
-        assert implementations.wrong(contender, shape, "cpu", torch.float32) == []
+        assert implementations.find_errors(implementation, shape, "cpu", torch.float32) == []
 
 
 @pytest.mark.parametrize(
@@ -90,24 +90,28 @@ def test_what_is_right_is_never_called_wrong():
     ],
     ids=str,
 )
-def test_wrong_options_are_refused(arguments, word):
+def test_wrong_options_are_rejected(arguments, word):
     result = bench(*arguments)
     assert isinstance(result.exception, ValueError)
     assert word in str(result.exception)
 
 
-def test_shapes_are_read_as_they_are_written():
+def test_shapes_are_parsed_as_they_are_printed():
     for text in ("8x8x4096x64", "2x16x16384x128xcausal"):
         assert str(Shape.parse(text)) == text
     assert Shape.parse("2x4x6x8xcausal") == Shape(2, 4, 6, 8, True)
 
 
-def rows_of(ratio, task="speed", shapes=None, **contender):
-    contender = Implementation(
-        **{"variant": "smgk", "backend": "triton", "heads": 4, "kv_heads": 4, "components": 2} | contender
-    )
+def rows_of(ratio, task="speed", shapes=None, **fields):
+    defaults = {"variant": "smgk", "backend": "triton", "heads": 4, "kv_heads": 4, "components": 2}
+    implementation = Implementation(**defaults | fields)
     return [
-        {k: str(v) for k, v in suite.row(task, contender, shape, p, "device_ms", 100 * ratio, ratio=ratio).items()}
+        {
+            column: str(value)
+            for column, value in suite.result_row(
+                task, implementation, shape, p, "device_ms", 100 * ratio, ratio=ratio
+            ).items()
+        }
         | {"dtype": "bf16", "step_ms": str(ratio)}
         for shape in shapes or suite.SHAPES
         for p in timing.PASSES
@@ -151,13 +155,13 @@ def test_goals_of_the_other_parts():
     assert not got(rows_of(1.3, "memory", [Shape(1, 8, 4096, 64, True)]), "memory")[0].reached
 
 
-def test_the_last_measurement_counts():
+def test_goals_use_the_last_measurement():
     rows = rows_of(0.9) + rows_of(0.5)
     assert {row["ratio"] for row in speed_goals.latest(rows)} == {"0.5"}
 
 
-def test_the_table_is_made_from_the_file():
-    """results/attention.md is what benchmarks/report.py makes of results/attention.csv."""
+def test_attention_table_matches_its_csv():
+    """Compare results/attention.md with the output of benchmarks/report.py for results/attention.csv."""
     spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
@@ -165,21 +169,23 @@ def test_the_table_is_made_from_the_file():
     assert report.report(rows) == (ROOT / "results" / "attention.md").read_text(encoding="utf-8")
 
 
-def test_the_check_takes_the_kernels_that_are_timed(monkeypatch):
-    """Short calls have kernels of their own, unless what is timed is as short."""
+def test_check_runs_the_kernels_of_the_timed_shape(monkeypatch):
+    """Small calls have other kernels."""
     launch = pytest.importorskip("mgk.kernels.mixture.launch")
     seen, before = [], launch.SMALL_PAIRS
 
-    def attend(contender, shape, x, backend):
+    def run_operator(implementation, shape, x, backend):
         if backend == "triton":
             seen.append(launch.SMALL_PAIRS)
-        return original(contender, shape, x, "eager")
+        return original(implementation, shape, x, "eager")
 
-    original = implementations.attend
-    monkeypatch.setattr(implementations, "attend", attend)
+    original = implementations.run_operator
+    monkeypatch.setattr(implementations, "run_operator", run_operator)
     ours = implementations.Implementation("smgk", "triton", 2, 2, 2)
     for length in (1 << 14, 16):
-        assert implementations.wrong(ours, implementations.Shape(1, 4, length, 8, True), "cpu", torch.float32) == []
+        assert (
+            implementations.find_errors(ours, implementations.Shape(1, 4, length, 8, True), "cpu", torch.float32) == []
+        )
     assert seen == [0, before]
     assert before == launch.SMALL_PAIRS
 
@@ -187,14 +193,14 @@ def test_the_check_takes_the_kernels_that_are_timed(monkeypatch):
 def test_decoding_is_checked_without_gradients(monkeypatch):
     enabled = []
 
-    def attend(contender, shape, x, backend):
+    def run_operator(implementation, shape, x, backend):
         enabled.append(torch.is_grad_enabled())
-        return original(contender, shape, x, "eager") * (1 if backend == "eager" else 1.5)
+        return original(implementation, shape, x, "eager") * (1 if backend == "eager" else 1.5)
 
-    original = implementations.attend
-    monkeypatch.setattr(implementations, "attend", attend)
+    original = implementations.run_operator
+    monkeypatch.setattr(implementations, "run_operator", run_operator)
     shape = implementations.Shape(1, 4, 64, 8, False, 1)
-    (line,) = implementations.wrong(
+    (line,) = implementations.find_errors(
         implementations.Implementation("smgk", "plain", 2, 2, 2), shape, "cpu", torch.float32
     )
     assert "output" in line
@@ -205,13 +211,15 @@ def test_decoding_is_checked_without_gradients(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_expresses_smgk(causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    contender, shape = Implementation("smgk", "flex", 2, 2, 2), Shape(2, 4, 40, 16, causal)
-    x = implementations.draw(contender, shape, "cpu", torch.float32, gradients=False)  # it has no gradients on a CPU
-    flex, ours = (implementations.call_of(c, shape, x)() for c in (contender, replace(contender, backend="eager")))
+    implementation, shape = Implementation("smgk", "flex", 2, 2, 2), Shape(2, 4, 40, 16, causal)
+    # FlexAttention has no gradients on a CPU.
+    x = implementations.random_inputs(implementation, shape, "cpu", torch.float32, gradients=False)
+    pair = (implementation, replace(implementation, backend="eager"))
+    flex, ours = (implementations.make_forward(i, shape, x)() for i in pair)
     torch.testing.assert_close(flex, ours, rtol=1e-5, atol=1e-5)
 
 
 def test_flex_attention_is_checked_before_it_is_timed():
-    setting = suite.Setting("cuda", torch.bfloat16, (Shape(8, 8, 512, 64, True),), (), lambda text: None)
-    (shape, (contender,)), *others = suite.PARTS["flex"].ours(setting).items()
-    assert (contender.backend, contender.heads, shape.causal, others) == ("flex", 4, True, [])
+    config = suite.BenchmarkConfig("cuda", torch.bfloat16, (Shape(8, 8, 512, 64, True),), (), lambda text: None)
+    (shape, (implementation,)), *more = suite.PARTS["flex"].implementations(config).items()
+    assert (implementation.backend, implementation.heads, shape.causal, more) == ("flex", 4, True, [])

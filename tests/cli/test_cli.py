@@ -373,8 +373,8 @@ def test_all_data_is_prepared_and_what_is_missing_is_said(tmp_path, monkeypatch,
 
 
 def test_the_columns_of_bench_have_names_that_stand_above_them(monkeypatch):
-    monkeypatch.setattr("mgk.bench.timing.MOST", 2)
-    monkeypatch.setattr("mgk.bench.timing.FEWEST", 1)
+    monkeypatch.setattr("mgk.bench.timing.MAX_REPEATS", 2)
+    monkeypatch.setattr("mgk.bench.timing.MIN_REPEATS", 1)
     # A prior's gradient that is near 0 by chance would be refused.
     torch.manual_seed(0)
     result = CliRunner().invoke(

@@ -50,7 +50,7 @@ def test_blocks_of_the_tables(variant, hard, M, D, poisoned):
 def test_walks_of_more_steps_than_stages(variant, M, D):
     """Not causal, where nearly all steps are whole: what a block gets wrong by waiting too little shows here."""
     shape = implementations.Shape(8, 8, 4096, D, False)
-    assert not implementations.wrong(
+    assert not implementations.find_errors(
         implementations.Implementation(variant, "triton", 4, 4, M), shape, DEVICE, torch.bfloat16
     )
 
