@@ -1,9 +1,11 @@
 """Attention with mixtures of Gaussian keys: half the heads do the work.
 
 Operators: mgk_attention, smgk_attention (Eq. 8–12), mlk_attention, smlk_attention (Eq. 14), explain_backend.
-Layers: Attention, MultiheadAttention, with Variant, VARIANTS and PRESETS to say which kind, and Cache for decoding.
+Layers: Attention and MultiheadAttention, configured by Variant, VARIANTS and PRESETS; Cache for decoding.
+Parts of layers: the feature maps FAVOR and DPFP, the position embedding Rotary.
 """
 
+from mgk._core.deprecated_paths import install as _install_deprecated_paths
 from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.features import DPFP, FAVOR
@@ -32,3 +34,5 @@ __all__ = [
     "smgk_attention",
     "smlk_attention",
 ]
+
+_install_deprecated_paths()

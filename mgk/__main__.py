@@ -2,6 +2,6 @@
 
 from mgk.cli import main
 
-# Worker processes of the profiler import this module under another name.
+# Worker processes import this file under another name.
 if __name__ == "__main__":
     main()
