@@ -41,7 +41,7 @@ class FakeData:
 @pytest.mark.parametrize("name", EXPECTED["setups"])
 def test_setup_hashes_are_stable(name):
     """The hash identifies results: a new value would train every model again."""
-    recipe = config.load(name)
+    recipe = config.load_recipe(name)
     task = FakeData(tasks.task(recipe.task), 1000)
     hashes = {
         f"{row} {preset}": Run(recipe, row, preset, 0, Path("data"), Path("run")).setup(task)
@@ -166,7 +166,7 @@ def test_command_options_are_stable(name):
 
 def test_names_are_stable():
     assert set(CONTRACT["presets"]) <= set(mgk.PRESETS)
-    assert set(CONTRACT["recipes"]) <= set(config.names())
+    assert set(CONTRACT["recipes"]) <= set(config.recipe_names())
     assert set(CONTRACT["tasks"]) <= set(tasks.TASKS)
     assert CONTRACT["results"] == results.COLUMNS
     assert list(results.read([FIXTURES / "results.csv"])[0]) == CONTRACT["results"]
