@@ -1,6 +1,8 @@
-"""Our models as models of the Transformers library, and its models with mixture keys.
+"""Integration with Transformers: the models of mgk.models as its classes, and its models with mixture keys.
 
-Importing this package makes its Auto classes know our models.
+Importing this package registers the classes with AutoConfig, AutoModelForCausalLM and
+AutoModelForSequenceClassification. Shapes: B batch size, H query heads, Hk key heads, M components, L queries, S keys,
+D width of a head, E width of a value, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -10,10 +12,9 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("mgk.hf needs the extra 'hf': pip install 'mgk[hf]'", name=error.name) from error
 
-from mgk.hf.cache import MGKCache
 from mgk.hf.configuration import MGKConfig
 from mgk.hf.convert import convert, load_converted
-from mgk.hf.modeling import MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
+from mgk.hf.modeling import MGKCache, MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
 from mgk.hf.tokenizer import tokenizer_of_run
 
 __all__ = [

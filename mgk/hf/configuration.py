@@ -1,4 +1,4 @@
-"""The settings of our models under Transformers' names."""
+"""Configuration of the models under the names that Transformers uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgk._core.validation import fail, nearest, one_of
 from mgk.models import DecoderConfig, EncoderConfig
 from mgk.models.checkpoint import KINDS
 
-# What Transformers calls those of our settings for which it has a name.
+# Transformers' names of the fields of DecoderConfig and EncoderConfig.
 NAMES = {
     "max_length": "max_position_embeddings",
     "embed_dim": "hidden_size",
@@ -25,10 +25,14 @@ NAMES = {
 
 
 class MGKConfig(PreTrainedConfig):
-    """The settings of a model under Transformers' names: those of DecoderConfig, or for a classifier EncoderConfig.
+    """Configuration of a language model or classifier.
 
-    kind: "language-model" or "classifier". The settings that Transformers has no name for keep ours. `of` makes one
-    from our configuration, `settings` gives that back.
+    It has the fields of DecoderConfig or EncoderConfig, under Transformers' names where it has one (hidden_size for
+    embed_dim, ...).
+
+    Attributes:
+        kind: "language-model" or "classifier".
+        tie_word_embeddings: Must be True for language models.
     """
 
     model_type = "mgk"
@@ -36,33 +40,33 @@ class MGKConfig(PreTrainedConfig):
     kind: str = "language-model"
     tie_word_embeddings: bool = True
 
-    def __post_init__(self, **given: Any) -> None:
+    def __post_init__(self, **kwargs: Any) -> None:
         for field in dataclasses.fields(KINDS[one_of("kind", self.kind, KINDS)][0]):
             name = NAMES.get(field.name, field.name)
-            if name != field.name and field.name in given:
+            if name != field.name and field.name in kwargs:
                 fail(field.name, f"is called {name} here")
-            # The number of labels is Transformers' own: it follows from their names, or is 2.
+            # Transformers sets num_labels itself: the number of label names, or 2.
             if name != "num_labels":
-                if name not in given and field.default is dataclasses.MISSING:
+                if name not in kwargs and field.default is dataclasses.MISSING:
                     fail(name, f"is needed for a {self.kind}")
-                setattr(self, name, given.pop(name, field.default))
-        for name in given:
-            # Transformers takes any setting. One that is nearly ours is a slip.
-            instead = nearest(name, self.__dict__, cutoff=0.85)
-            if instead and not hasattr(type(self), name):
-                warnings.warn(f"{name} is no setting of MGKConfig{instead}", stacklevel=2)
-        super().__post_init__(**given)
+                setattr(self, name, kwargs.pop(name, field.default))
+        for name in kwargs:
+            # Transformers accepts any name; one that is close to a field is probably a typo.
+            suggestion = nearest(name, self.__dict__, cutoff=0.85)
+            if suggestion and not hasattr(type(self), name):
+                warnings.warn(f"{name} is not a setting of MGKConfig{suggestion}", stacklevel=2)
+        super().__post_init__(**kwargs)
         self.settings()
 
     @classmethod
     def of(cls, config: DecoderConfig | EncoderConfig) -> MGKConfig:
-        """From the configuration of one of our models."""
+        """Convert the configuration of a LanguageModel or Classifier."""
         kind = next(name for name, (config_class, _) in KINDS.items() if isinstance(config, config_class))
         fields = dataclasses.fields(config)
         return cls(kind=kind, **{NAMES.get(field.name, field.name): getattr(config, field.name) for field in fields})
 
     def settings(self) -> DecoderConfig | EncoderConfig:
-        """The configuration of our model; a ValueError names what is wrong in it."""
+        """Return the DecoderConfig or EncoderConfig; raise a ValueError that names a wrong field."""
         config_class = KINDS[self.kind][0]
         names = [field.name for field in dataclasses.fields(config_class)]
         config: DecoderConfig | EncoderConfig = config_class(**{n: getattr(self, NAMES.get(n, n)) for n in names})

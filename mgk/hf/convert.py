@@ -1,4 +1,4 @@
-"""A pretrained Transformers model becomes one with mixture keys that computes the same and learns from there."""
+"""Conversion of pretrained Transformers models to mixture keys, with unchanged outputs at first."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.hf.attention_interface import find_model_class
-from mgk.hf.mixture import NAME, MixtureKeys, install, remove, renamed
+from mgk.hf.mixture_keys import NAME, MixtureKeys, install, remove, with_attention
 from mgk.variants import VARIANTS
 
 PROBE = "mgk_probe"
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-# Why not each of the variants that are not shifted, soft and with a learned prior.
+# Reasons against variants other than smgk, by similarity, keys, assignment or prior.
 REASONS = {
     "linear": "softmax attention has no exact linear form",
-    "dot": "the model is that already",
-    "independent": "components with keys of their own need projections that the model does not have",
-    "hard": "a hard assignment is not offered for these models",
-    "em": "a prior from EM is not offered for these models",
+    "dot": "the model already is a softmax model",
+    "independent": "independent keys need projections that the model does not have",
+    "hard": "hard assignment is not supported for these models",
+    "em": "a prior from EM is not supported for these models",
 }
 
 
 @dataclass(frozen=True)
 class AttentionLayerInfo:
-    """A layer that looked its attention function up, and what it gave it."""
+    """A layer that uses the AttentionInterface, with the sizes, device and dtype of its keys."""
 
     module: nn.Module
     key_heads: int
     head_dim: int
-    place: dict[str, Any]
+    factory: dict[str, Any]
 
 
 def convert(
@@ -50,23 +50,24 @@ def convert(
     shift_std: float = 1.0,
     example: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Gives a model's softmax attention mixture keys, in place: the same outputs, and it can learn from there.
+    """Replace the keys of a model's softmax attention by mixture keys, in place. The outputs stay the same at first.
 
-    Each layer gets a module `mgk` with shifts [Hk, M, D], a prior over components and τ [Hk], which is 0 at first; the
-    projections stay. The layers are those that take their attention function from Transformers' AttentionInterface
-    while the model runs the example. Caches, `generate` and masks stay Transformers' own.
+    Each layer gets a submodule `mgk` with shifts [Hk, M, D], a prior over the components, and τ [Hk], which is 0
+    initially; the projections stay. Layers are converted if they get their attention function from Transformers'
+    AttentionInterface while the model runs on the example. Caches, `generate` and masks stay those of Transformers.
 
     Args:
-        variant: "smgk", the one that needs no new projections.
-        num_components: Gaussians a key, M.
-        layers: which of them: numbers (counted in the order of the modules), or patterns for their names in
-            model.base_model, as "layers.0.*". Default: all. The others keep the attention that they have.
-        shift_std: of the random shifts.
-        example: inputs to run the model on, to see its layers and that nothing has changed. Default:
+        model: A Transformers model.
+        variant: "smgk", the only variant that needs no new projections.
+        num_components: Number of Gaussians per key, M.
+        layers: Layers to convert: indices in the order of the modules, or patterns for names in model.base_model such
+            as "layers.0.*". Default: all. The others keep their attention.
+        shift_std: Standard deviation of the initial shifts.
+        example: Inputs of the model, used to find its layers and to check that the outputs do not change. Default:
             model.dummy_inputs, a few tokens.
 
     Returns:
-        The model. `save_pretrained` saves it; mgk.hf.load_converted reads it.
+        The model. Save it with `save_pretrained` and load it with `mgk.hf.load_converted`.
     """
     _check_variant(variant)
     positive_integer("num_components", num_components)
@@ -77,26 +78,26 @@ def convert(
         fail("model", "has been converted already")
     if getattr(model.config, NAME, None) is not None:
         fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
-    example = _example(model) if example is None else example
+    example = _default_example(model) if example is None else example
     try:
-        before = _outputs(model, example)
+        before = _run_example(model, example)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"example is nothing that {type(model).__name__} runs on: {reason}") from error
-    seen = _seen(model, example)
-    if not seen:
+        raise ValueError(f"example is not an input that {type(model).__name__} accepts: {reason}") from error
+    attention_layers = _find_attention_layers(model, example)
+    if not attention_layers:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
-    chosen = {name: seen[name] for name in _chosen(list(seen), layers)}
-    for layer in chosen.values():
+    selected = {name: attention_layers[name] for name in _select_layers(list(attention_layers), layers)}
+    for layer in selected.values():
         sizes = (layer.key_heads, num_components, layer.head_dim)
-        install(layer.module, MixtureKeys(*sizes, layer.module.config, shift_std=shift_std, **layer.place))
+        install(layer.module, MixtureKeys(*sizes, layer.module.config, shift_std=shift_std, **layer.factory))
     try:
-        _check_unchanged(model, before, _outputs(model, example))
+        _check_unchanged(model, before, _run_example(model, example))
     except Exception:
-        for layer in chosen.values():
+        for layer in selected.values():
             remove(layer.module)
         raise
-    shapes = {name: [layer.key_heads, num_components, layer.head_dim] for name, layer in chosen.items()}
+    shapes = {name: [layer.key_heads, num_components, layer.head_dim] for name, layer in selected.items()}
     setattr(model.config, NAME, {"variant": variant, "layers": shapes})
     return model
 
@@ -109,42 +110,49 @@ def load_converted(
     device_map: Any = None,
     attn_implementation: str | None = None,
 ) -> Any:
-    """A converted model from where `save_pretrained` has put it, a folder or a hub.
+    """Load a converted model that `save_pretrained` wrote. `from_pretrained` would ignore the mixture keys.
 
-    model_class is by default the class that was saved; dtype, device_map and attn_implementation ("sdpa" or "eager")
-    are those of `from_pretrained`, which alone would leave the mixture keys out.
+    Args:
+        folder: A folder, or the name of a model on the hub.
+        model_class: Class of the model. Default: the class that was saved.
+        dtype: As in `from_pretrained`.
+        device_map: As in `from_pretrained`.
+        attn_implementation: "sdpa" or "eager", as in `from_pretrained`.
+
+    Returns:
+        The model.
     """
     if not Path(folder).is_dir() and str(folder).count("/") != 1:
-        fail("folder", f"{folder} is neither a folder nor the name of a hub's model, owner/name")
+        fail("folder", f"{folder} is neither a folder nor a model on the hub (owner/name)")
     config = AutoConfig.from_pretrained(folder)
     saved = getattr(config, NAME, None)
     if saved is None:
         fail("folder", f"{folder} holds no converted model: use from_pretrained, then mgk.hf.convert")
-    origin: Any = find_model_class(config) if model_class is None else model_class
-    if origin is None:
+    original: Any = find_model_class(config) if model_class is None else model_class
+    if original is None:
         fail("model_class", f"is needed: Transformers has no {(config.architectures or ['?'])[0]}")
 
     def build(self: Any, config: PreTrainedConfig) -> None:
-        origin.__init__(self, config)
+        original.__init__(self, config)
         _restore(self, saved)
 
-    # Under the name and in the module of the original, from which Transformers reads what a class can do.
-    converted: Any = type(origin.__name__, (origin,), {"__init__": build, "__module__": origin.__module__})
+    # With name and module of the original class, from which Transformers infers capabilities.
+    converted: Any = type(original.__name__, (original,), {"__init__": build, "__module__": original.__module__})
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
-    model, found = converted.from_pretrained(
+    model, loading_info = converted.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         use_safetensors=True,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused below
+        ignore_mismatched_sizes=True,  # an error is raised below
         **{name: value for name, value in options.items() if value is not None},
     )
-    wrong = {str(key) for keys in found.values() for key in keys if f".{NAME}." in str(key)}
-    wrong |= set(map(str, found["mismatched_keys"]))
+    wrong = {str(key) for keys in loading_info.values() for key in keys if f".{NAME}." in str(key)}
+    wrong |= set(map(str, loading_info["mismatched_keys"]))
     if wrong:
-        fail("folder", f"{folder} does not hold what its config.json says: {', '.join(sorted(wrong))}")
-    model.__class__ = origin
+        fail("folder", f"{folder} has weights that do not match its config.json: {', '.join(sorted(wrong))}")
+    model.__class__ = original
     return model
 
 
@@ -156,7 +164,7 @@ def _check_variant(variant: Any) -> None:
 
 
 def _restore(model: PreTrainedModel, saved: Any) -> None:
-    """Empty mixture keys in the layers that had them."""
+    """Install new mixture keys in the layers that `convert` has changed, before their weights are loaded."""
     try:
         _check_variant(saved["variant"])
         layers = {name: [positive_integer(name, size) for size in shape] for name, shape in saved["layers"].items()}
@@ -167,37 +175,37 @@ def _restore(model: PreTrainedModel, saved: Any) -> None:
         raise ValueError(f"folder holds a config.json whose {NAME!r} does not fit {type(model).__name__}") from error
 
 
-def _example(model: PreTrainedModel) -> dict[str, Any]:
+def _default_example(model: PreTrainedModel) -> dict[str, Any]:
     example = model.dummy_inputs
     if model.main_input_name not in example:
         fail("example", f"is needed: {type(model).__name__} takes {model.main_input_name}")
     return {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in example.items()}
 
 
-def _outputs(model: PreTrainedModel, example: Mapping[str, Any]) -> list[Tensor]:
-    """What the model makes of the example, the same whenever it is asked."""
+def _run_example(model: PreTrainedModel, example: Mapping[str, Any]) -> list[Tensor]:
+    """Return all floating-point outputs in eval mode, with a fixed seed."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     with eval_mode(model), torch.random.fork_rng(devices):
         torch.manual_seed(0)
         output = model(**example)
-    parts = output.values() if isinstance(output, Mapping) else output
-    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+    values = output.values() if isinstance(output, Mapping) else output
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
-def _seen(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, AttentionLayerInfo]:
-    """The layers that look their attention function up, by name, in the order of the modules."""
-    seen: dict[nn.Module, AttentionLayerInfo] = {}
+def _find_attention_layers(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, AttentionLayerInfo]:
+    """Return the layers that use the AttentionInterface by name, in the order of the modules."""
+    layers: dict[nn.Module, AttentionLayerInfo] = {}
 
-    def note(
+    def probe(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **extras: Any
     ) -> tuple[Tensor, None]:
         layer = AttentionLayerInfo(module, key.shape[1], key.shape[3], {"device": key.device, "dtype": key.dtype})
-        first = seen.setdefault(module, layer)
+        first = layers.setdefault(module, layer)
         if (first.key_heads, first.head_dim) != (layer.key_heads, layer.head_dim):
-            fail("model", f"has a {type(module).__name__} whose keys change their shape from call to call")
+            fail("model", f"has a {type(module).__name__} whose keys have different shapes in different calls")
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    AttentionInterface.register(PROBE, note)
+    AttentionInterface.register(PROBE, probe)
     configs = {
         module: module.config
         for module in model.base_model.modules()
@@ -205,40 +213,42 @@ def _seen(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, Atten
     }
     try:
         for module, config in configs.items():
-            module.config = renamed(config, PROBE)
-        _outputs(model, example)
+            module.config = with_attention(config, PROBE)
+        _run_example(model, example)
     finally:
         for module, config in configs.items():
             module.config = config
-    return {name: seen[module] for name, module in model.base_model.named_modules() if module in seen}
+    return {name: layers[module] for name, module in model.base_model.named_modules() if module in layers}
 
 
-def _chosen(names: list[str], layers: Any) -> list[str]:
+def _select_layers(names: list[str], layers: Any) -> list[str]:
     if layers is None:
         return names
-    chosen: set[str] = set()
-    for wanted in [layers] if isinstance(layers, int | str) else layers:
-        if isinstance(wanted, str):
-            found = [name for name in names if fnmatch.fnmatchcase(name, wanted)]
-        elif isinstance(wanted, int) and not isinstance(wanted, bool) and -len(names) <= wanted < len(names):
-            found = [names[wanted]]
+    selected: set[str] = set()
+    for item in [layers] if isinstance(layers, int | str) else layers:
+        if isinstance(item, str):
+            matches = [name for name in names if fnmatch.fnmatchcase(name, item)]
+        elif isinstance(item, int) and not isinstance(item, bool) and -len(names) <= item < len(names):
+            matches = [names[item]]
         else:
-            found = []
-        if not found:
-            fail("layers", f"has {wanted!r}; the model has {len(names)}, from {names[0]!r} to {names[-1]!r}")
-        chosen.update(found)
-    if not chosen:
+            matches = []
+        if not matches:
+            fail("layers", f"has {item!r}; the model has {len(names)}, from {names[0]!r} to {names[-1]!r}")
+        selected.update(matches)
+    if not selected:
         fail("layers", "must name at least one")
-    return [name for name in names if name in chosen]
+    return [name for name in names if name in selected]
 
 
 def _check_unchanged(model: PreTrainedModel, before: list[Tensor], after: list[Tensor]) -> None:
-    """Whatever a layer computes that its attention function was not told of ends here."""
+    """Raise if the outputs have changed: a layer then does more than softmax attention."""
     for old, new in zip(before, after, strict=True):
-        limit = torch.finfo(old.dtype).eps ** 0.5
-        size = float(old.abs().nan_to_num(0, 0, 0).max()) if old.numel() else 0.0
-        if not torch.isclose(new, old, rtol=limit, atol=limit * size, equal_nan=True).all():
-            off = float((new - old).abs().max())
+        tolerance = torch.finfo(old.dtype).eps ** 0.5
+        largest = float(old.abs().nan_to_num(0, 0, 0).max()) if old.numel() else 0.0
+        if not torch.isclose(new, old, rtol=tolerance, atol=tolerance * largest, equal_nan=True).all():
+            difference = float((new - old).abs().max())
             fail(
-                "model", f"is a {type(model).__name__} whose attention is not softmax alone: outputs change by {off:g}"
+                "model",
+                f"is a {type(model).__name__} whose attention is not pure softmax attention: "
+                f"its outputs change by {difference:g}",
             )

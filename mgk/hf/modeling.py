@@ -1,25 +1,26 @@
-"""The shells: each has one of our models as its attribute `model` and computes nothing itself.
+"""Transformers classes around the models of mgk.models.
 
-It turns attention masks into padding and positions, keeps caches for `generate`, and makes the loss from labels.
-B batch, L length, V vocabulary.
+Each wraps a model as its attribute `model`. It converts attention masks to padding masks and positions, manages caches
+for `generate`, and computes the loss from labels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
+import mgk
 from mgk._core.validation import fail, positive_integer
-from mgk.hf.cache import MGKCache
+from mgk.cache import KeyValueCache
 from mgk.hf.configuration import MGKConfig
 from mgk.models import Classifier, LanguageModel
 from mgk.models.adaptive_softmax import TiedEmbedding
@@ -28,23 +29,87 @@ from mgk.models.decoder import DecoderLayer
 from mgk.models.encoder import EncoderLayer
 from mgk.models.run_directory import RunDirectory
 
-IGNORED = -100  # the label of positions that are not to be learned
+IGNORED = -100  # label of positions without a loss
+
+
+class MGKCache(Cache):
+    """Caches of all layers, with the interface that `generate` uses. They grow as needed.
+
+    Args:
+        caches: One cache per layer, from `LanguageModel.make_caches`.
+    """
+
+    def __init__(self, caches: Sequence[mgk.Cache]) -> None:
+        super().__init__(layers=[])
+        self.caches = list(caches)
+
+    def __len__(self) -> int:
+        return len(self.caches)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all caches in bytes."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be removed; the states of linear attention do not allow it."""
+        return all(isinstance(cache, KeyValueCache) for cache in self.caches)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.caches[layer_idx].length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make sure that `num_tokens` more tokens fit; a full cache at least doubles, so that copies are rare."""
+        for cache in self.caches:
+            if cache.length + num_tokens > cache.max_length:
+                cache.enlarge(max(cache.length + num_tokens, 2 * cache.max_length))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for cache in self.caches:
+            cache.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for cache in self.caches:
+            cache.take(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for cache in self.caches:
+            cache.take(torch.arange(cache.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; their number is negative, as in Transformers."""
+        if tokens_to_remove > 0:
+            fail("tokens_to_remove", f"must be 0 or less, got {tokens_to_remove}")
+        for cache in self.caches:
+            cache.crop(cache.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        for cache in self.caches:
+            cache.reset()
 
 
 class CheckpointedDecoderLayer(GradientCheckpointingLayer, DecoderLayer):
-    """Recomputed in the backward, if Transformers is told to."""
+    """Decoder layer that supports the gradient checkpointing of Transformers."""
 
 
 class CheckpointedEncoderLayer(GradientCheckpointingLayer, EncoderLayer):
-    """Recomputed in the backward, if Transformers is told to."""
+    """Encoder layer that supports the gradient checkpointing of Transformers."""
 
 
 CHECKPOINTED: dict[type, type] = {DecoderLayer: CheckpointedDecoderLayer, EncoderLayer: CheckpointedEncoderLayer}
-Shell = TypeVar("Shell", bound="MGKPreTrainedModel")
+Wrapper = TypeVar("Wrapper", bound="MGKPreTrainedModel")
 
 
 class MGKPreTrainedModel(PreTrainedModel):
-    """What both shells share: one of our models as `model`, checkpointing of its layers, and where it comes from."""
+    """Base class of the wrappers.
+
+    Args:
+        config: Configuration of the kind that the class wraps.
+    """
 
     config_class = MGKConfig
     base_model_prefix = ""
@@ -62,19 +127,35 @@ class MGKPreTrainedModel(PreTrainedModel):
         self.model = KINDS[self.kind][1](config.settings())
         for layer in self.model.layers:
             layer.__class__ = CHECKPOINTED[type(layer)]
-        _mark_as_initialised(self.state_dict(keep_vars=True).values())
+        _mark_as_initialized(self.state_dict(keep_vars=True).values())
         self.post_init()
 
     @classmethod
-    def of(cls: type[Shell], model: LanguageModel | Classifier) -> Shell:
-        """A shell with a copy of the weights of one of our models; in eval mode if the model is."""
-        shell = cls(MGKConfig.of(model.config)).to(next(model.parameters()).dtype)
-        shell.model.load_state_dict(model.state_dict())
-        return shell.to(next(model.parameters()).device).train(model.training)
+    def of(cls: type[Wrapper], model: LanguageModel | Classifier) -> Wrapper:
+        """Wrap a copy of a model.
+
+        Args:
+            model: A model of mgk.models.
+
+        Returns:
+            A wrapper on the same device, with the same dtype and mode.
+        """
+        wrapper = cls(MGKConfig.of(model.config)).to(next(model.parameters()).dtype)
+        wrapper.model.load_state_dict(model.state_dict())
+        return wrapper.to(next(model.parameters()).device).train(model.training)
 
     @classmethod
-    def from_run(cls: type[Shell], directory: str | Path) -> Shell:
-        """The best model of a run of `mgk train`. Back: `mgk.models.save_model(shell.model, directory)`."""
+    def from_run(cls: type[Wrapper], directory: str | Path) -> Wrapper:
+        """Wrap the best model of a training run.
+
+        `mgk.models.save_model(wrapper.model, directory)` writes it back.
+
+        Args:
+            directory: Run directory of `mgk train`.
+
+        Returns:
+            A wrapper in eval mode.
+        """
         run = RunDirectory(directory)
         run.read_description()
         model: Any = run.load_best_model()
@@ -82,18 +163,18 @@ class MGKPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Our modules have initialised themselves. What a loaded file lacks starts as in a new model."""
-        held = self.state_dict(keep_vars=True)
-        missing = [name for name, tensor in held.items() if not getattr(tensor, "_is_hf_initialized", False)]
+        """Initialize the weights that a checkpoint lacks as in a new model; all others are initialized already."""
+        state = self.state_dict(keep_vars=True)
+        missing = [name for name, tensor in state.items() if not getattr(tensor, "_is_hf_initialized", False)]
         if missing:
-            new = type(self.model)(self.model.config).state_dict()
+            new_state = type(self.model)(self.model.config).state_dict()
             for name in missing:
-                held[name].copy_(new[name.removeprefix("model.")])
-            _mark_as_initialised(held[name] for name in missing)
+                state[name].copy_(new_state[name.removeprefix("model.")])
+            _mark_as_initialized(state[name] for name in missing)
 
 
 class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
-    """The language model: input_ids [B, L] to logits [B, L, V], and with labels the loss."""
+    """Language model: input_ids [B, L] to logits [B, L, V] and, with labels, the loss."""
 
     kind = "language-model"
     accepts_loss_kwargs = True
@@ -106,11 +187,11 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """Then `generate` leaves it to `forward` to make a cache: keys of mixtures do not fit Transformers' own."""
+        # `forward` makes the cache: keys of mixtures do not fit Transformers' caches.
         return False
 
     def make_cache(self, batch_size: int, max_length: int = 64) -> MGKCache:
-        """An empty cache with room for max_length tokens at first."""
+        """Make an empty cache with an initial capacity of max_length tokens."""
         return MGKCache(self.model.make_caches(batch_size, max_length))
 
     def forward(
@@ -127,29 +208,36 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Scores of the next token, and the loss.
+        """Compute logits of the next token, and the loss if labels are given.
 
         Args:
-            attention_mask: [B, S], 0 = padding, left or right. With a cache: of all tokens held and these.
-            position_ids: [B, L]; by default they count real tokens.
-            past_key_values: from `make_cache`, or from the output of an earlier call.
-            labels: [B, L], input_ids themselves or -100 where nothing is to be learned; shifted here. In training
-                mode the output then has no logits: [B, L, V] of them would be the largest tensor of a step.
-            use_cache: make a cache where none is given, and return it. Not in training.
-            logits_to_keep: how many of the last positions to score, 0 for all, or which ones.
-            num_items_in_batch: what the summed loss is divided by, instead of the number of labels.
+            input_ids: Token ids [B, L].
+            attention_mask: [B, S], 0 = padding, left or right; with a cache, S includes the cached tokens.
+            position_ids: [B, L]. Default: consecutive, without padding.
+            past_key_values: Cache of `make_cache` or of an earlier output.
+            labels: [B, L], the input_ids or -100 for no loss; shifted here. In training mode the output then has no
+                logits, which would be the largest tensor of a step.
+            use_cache: Make and return a cache if none is given. Not in training.
+            logits_to_keep: Number of last positions with logits (0 for all), or their indices.
+            num_items_in_batch: Divisor of the summed loss. Default: the number of labels.
+            output_hidden_states: Whether to return the inputs of all layers and the final output.
+            output_attentions: Not supported.
+            return_dict: False returns a tuple.
+
+        Returns:
+            A CausalLMOutputWithPast.
         """
         if output_attentions:
-            fail("output_attentions", "is not offered: mgk.Attention's need_weights returns a layer's weights")
+            fail("output_attentions", "is not supported: mgk.Attention's need_weights returns a layer's weights")
         if past_key_values is not None and not isinstance(past_key_values, MGKCache):
             fail("past_key_values", f"must come from make_cache, got {type(past_key_values).__name__}")
         batch, length = input_ids.shape
         if past_key_values is None and use_cache:
             past_key_values = self.make_cache(batch, length + 64)
-        held = 0 if past_key_values is None else past_key_values.get_seq_length()
-        padding, position_ids = _padding_and_positions(attention_mask, position_ids, batch, held, length)
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        padding, position_ids = _padding_and_positions(attention_mask, position_ids, batch, cached, length)
         if past_key_values is not None:
-            past_key_values.make_room(length)
+            past_key_values.reserve(length)
         with _layer_inputs(self.model, bool(output_hidden_states)) as inputs:
             hidden = self.model.hidden(
                 input_ids,
@@ -160,8 +248,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         loss = None if labels is None else self._loss(hidden, labels, num_items_in_batch)
         logits = None
         if labels is None or not self.training:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.model.table.logits(hidden[:, kept])
+            indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.model.table.logits(hidden[:, indices])
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -172,9 +260,9 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden: Tensor, labels: Tensor, count: int | Tensor | None) -> Tensor:
         targets = labels[:, 1:]
-        real = targets != IGNORED
-        total = self.model.table.losses(hidden[:, :-1][real], targets[real]).sum()
-        return total / (real.sum().clamp(min=1) if count is None else count)
+        has_loss = targets != IGNORED
+        total = self.model.table.losses(hidden[:, :-1][has_loss], targets[has_loss]).sum()
+        return total / (has_loss.sum().clamp(min=1) if count is None else count)
 
     def get_input_embeddings(self) -> TiedEmbedding:
         return self.model.table
@@ -182,33 +270,41 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> TiedEmbedding:
-        """Tokens are added or left out at the end: with an adaptive softmax, in its last cluster.
+        """Add or remove tokens at the end of the vocabulary, in the last cluster of an adaptive softmax.
 
-        New ones start as the mean of the old, or with mean_resizing False as in a new model.
+        Args:
+            new_num_tokens: New size of the vocabulary. Default: the current size.
+            pad_to_multiple_of: Round the size up to a multiple of this.
+            mean_resizing: Initialize new tokens with the mean of the old ones; False initializes as in a new model.
+
+        Returns:
+            The new table, or the old one if the size is unchanged.
         """
-        old, settings = self.model.table, self.model.config
+        old_table, config = self.model.table, self.model.config
         multiple = 1 if pad_to_multiple_of is None else positive_integer("pad_to_multiple_of", pad_to_multiple_of)
-        wanted = old.vocab_size if new_num_tokens is None else positive_integer("new_num_tokens", new_num_tokens)
-        size = -(-wanted // multiple) * multiple
-        if size == old.vocab_size:
-            return old
-        settings = dataclasses.replace(settings, vocab_size=size)
-        table = TiedEmbedding(size, settings.embed_dim, settings.cutoffs, bias=settings.head_bias).to(old.weight)
+        requested = (
+            old_table.vocab_size if new_num_tokens is None else positive_integer("new_num_tokens", new_num_tokens)
+        )
+        size = -(-requested // multiple) * multiple
+        if size == old_table.vocab_size:
+            return old_table
+        config = dataclasses.replace(config, vocab_size=size)
+        table = TiedEmbedding(size, config.embed_dim, config.cutoffs, bias=config.head_bias).to(old_table.weight)
         with torch.no_grad():
-            for new, before in zip(table.parameters(), old.parameters(), strict=True):
-                # What belongs to the clusters stays as it is.
-                if new.shape != before.shape and mean_resizing:
-                    new.copy_(before.mean(0).expand_as(new))
-                common = min(len(new), len(before))
-                new[:common] = before[:common]
-                new.requires_grad_(before.requires_grad)
-        _mark_as_initialised(table.parameters())
-        self.model.table, self.model.config, self.config.vocab_size = table, settings, size
+            for new, old in zip(table.parameters(), old_table.parameters(), strict=True):
+                # Parameters of the clusters keep their shape.
+                if new.shape != old.shape and mean_resizing:
+                    new.copy_(old.mean(0).expand_as(new))
+                common = min(len(new), len(old))
+                new[:common] = old[:common]
+                new.requires_grad_(old.requires_grad)
+        _mark_as_initialized(table.parameters())
+        self.model.table, self.model.config, self.config.vocab_size = table, config, size
         return table
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):
-    """The classifier: input_ids [B, L], of two documents [B, 2, L], to logits [B, num_labels], and the loss."""
+    """Classifier: input_ids [B, L], or [B, 2, L] for two documents, to logits [B, num_labels] and the loss."""
 
     kind = "classifier"
     model: Classifier
@@ -220,12 +316,22 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         labels: Tensor | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """attention_mask: as input_ids, 0 = padding, anywhere. labels: as config.problem_type has them."""
+        """Compute logits, and the loss if labels are given.
+
+        Args:
+            input_ids: Token ids [B, L], or [B, 2, L] for two documents.
+            attention_mask: Same shape as input_ids, 0 = padding, at any position.
+            labels: Labels of the form that config.problem_type requires.
+            return_dict: False returns a tuple.
+
+        Returns:
+            A SequenceClassifierOutput.
+        """
         lengths = None
         if attention_mask is not None:
             if attention_mask.shape != input_ids.shape:
                 fail("attention_mask", f"must have input_ids' shape {list(input_ids.shape)}")
-            # Real tokens to the start of each row: there the model has its positions.
+            # Move padding to the end of each row, as the model expects it.
             attention_mask = (attention_mask != 0).long()
             input_ids = input_ids.gather(-1, attention_mask.argsort(dim=-1, descending=True, stable=True))
             lengths = attention_mask.sum(-1)
@@ -245,29 +351,29 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
 
 
 def _padding_and_positions(
-    mask: Tensor | None, positions: Tensor | None, batch: int, held: int, length: int
+    mask: Tensor | None, positions: Tensor | None, batch: int, cached: int, length: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What `LanguageModel.hidden` takes, from Transformers' mask [B, held + L] and positions."""
+    """Convert Transformers' mask [B, cached + L] and positions to the arguments of `LanguageModel.hidden`."""
     if mask is None:
         return None, positions
-    if mask.shape != (batch, held + length):
-        fail("attention_mask", f"must have shape [{batch}, {held + length}], all tokens, got {list(mask.shape)}")
-    real = mask != 0
-    # Without padding attention is faster.
-    if not torch.compiler.is_compiling() and bool(real.all()):
+    if mask.shape != (batch, cached + length):
+        fail("attention_mask", f"must have shape [{batch}, {cached + length}], all tokens, got {list(mask.shape)}")
+    is_token = mask != 0
+    # Attention is faster without a mask.
+    if not torch.compiler.is_compiling() and bool(is_token.all()):
         return None, positions
     if positions is None:
-        positions = (real.long().cumsum(-1) - 1).clamp(min=0)[:, held:]
-    return ~real, positions
+        positions = (is_token.long().cumsum(-1) - 1).clamp(min=0)[:, cached:]
+    return ~is_token, positions
 
 
 @contextmanager
-def _layer_inputs(model: LanguageModel, wanted: bool) -> Iterator[list[Tensor]]:
-    """A list to which each layer adds its input, if wanted."""
+def _layer_inputs(model: LanguageModel, enabled: bool) -> Iterator[list[Tensor]]:
+    """Collect the input of each layer in the list that is yielded, if enabled."""
     inputs: list[Tensor] = []
     hooks = [
-        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-        for layer in (model.layers if wanted else [])
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        for layer in (model.layers if enabled else [])
     ]
     try:
         yield inputs
@@ -276,7 +382,7 @@ def _layer_inputs(model: LanguageModel, wanted: bool) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def _mark_as_initialised(tensors: Any) -> None:
-    """Transformers would draw them anew."""
+def _mark_as_initialized(tensors: Iterable[Any]) -> None:
+    # Transformers would initialize them again.
     for tensor in tensors:
         tensor._is_hf_initialized = True

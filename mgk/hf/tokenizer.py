@@ -1,4 +1,4 @@
-"""Our vocabularies as tokenizers of Transformers."""
+"""Transformers tokenizers of the vocabularies of mgk.models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from mgk.models.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, Word
 
 
 def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
-    """What turns text into the tokens of a run's language model; words also pad, on the left."""
+    """Make the tokenizer of a language model's training run.
+
+    Args:
+        directory: Run directory of `mgk train`.
+
+    Returns:
+        A tokenizer with the token ids of the run. Words are padded on the left; bytes have no padding token.
+    """
     run = RunDirectory(directory)
     run.read_description()
     config = run.load_language_model().config
@@ -28,28 +35,28 @@ def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:
-    """A tokenizer that gives the vocabulary's ids, and which tokens have a part of their own."""
+    """Make a tokenizer with the ids of a vocabulary, and return it with its special tokens."""
     result: tuple[Tokenizer, dict[str, str]] = TOKENIZERS[type(vocabulary)](vocabulary)
     return result
 
 
-def _of_words(vocabulary: Any) -> tuple[Tokenizer, dict[str, str]]:
+def _word_tokenizer(vocabulary: Any) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer = Tokenizer(models.WordLevel(vocabulary.index, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Replace("\n", f" {EOS} ")
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer, {"unk_token": UNKNOWN, "eos_token": EOS, "pad_token": EOS}
 
 
-def _of_bytes(vocabulary: Any) -> tuple[Tokenizer, dict[str, str]]:
-    # The library writes a byte as itself where that is a visible letter, the others as letters from 256 on.
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    letters = {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
-    tokenizer = Tokenizer(models.BPE(letters, []))
+def _byte_tokenizer(vocabulary: Any) -> tuple[Tokenizer, dict[str, str]]:
+    # `tokenizers` represents a byte by the same code point if that is printable, else by one from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
+    tokenizer = Tokenizer(models.BPE(characters, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # No byte is left over for padding.
+    # All 256 ids are bytes: there is no special token.
     return tokenizer, {}
 
 
-TOKENIZERS: dict[type[Vocabulary], Any] = {WordVocabulary: _of_words, ByteVocabulary: _of_bytes}
+TOKENIZERS: dict[type[Vocabulary], Any] = {WordVocabulary: _word_tokenizer, ByteVocabulary: _byte_tokenizer}

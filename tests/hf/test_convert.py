@@ -18,7 +18,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 
 import mgk.analysis.hf_models  # noqa: E402
 from mgk.hf import MGKConfig, MGKForCausalLM, convert, load_converted  # noqa: E402
-from mgk.hf.mixture import MixtureKeys  # noqa: E402
+from mgk.hf.mixture_keys import MixtureKeys  # noqa: E402
 
 LENGTH = 9
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -315,7 +315,7 @@ def test_a_folder_that_does_not_hold_it_all(folder):
         {**held, "model.layers.0.self_attn.mgk.other": torch.zeros(3)},
     ):
         save_file(broken, weights, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"does not hold what its config.json says: .*mgk\."):
+        with pytest.raises(ValueError, match=r"has weights that do not match its config.json: .*mgk\."):
             load_converted(folder)
     settings = json.loads((folder / "config.json").read_text())
     for wrong in ({"variant": "smgk"}, {"variant": "smgk", "layers": {"layers.7.self_attn": [2, 2, 8]}}, "smgk"):
@@ -388,7 +388,7 @@ REFUSED = {
         "MGKForCausalLM, none of whose layers",
     ),
     "images": (lambda: small("ViTModel", "ViTConfig", image_size=16, patch_size=8), "example is needed: ViTModel"),
-    "something else": (own_attention, "attention is not softmax alone"),
+    "something else": (own_attention, "attention is not pure softmax"),
     "other masks": (lambda: with_other_masks(make("llama")), "runs 'other masks' attention"),
     "converted": (lambda: convert(make("llama")), "converted already"),
     "no model": (lambda: torch.nn.Linear(2, 2), "model must be a Transformers model"),
@@ -415,14 +415,14 @@ def test_models_that_are_refused(name):
         ({"variant": "smlk"}, "no exact linear form"),
         ({"variant": "smgk-hard"}, "hard assignment"),
         ({"variant": "smgk-em"}, "prior from EM"),
-        ({"variant": "softmax"}, "is that already"),
+        ({"variant": "softmax"}, "already is a softmax model"),
         ({"variant": "sgmk"}, "did you mean 'smgk'"),
         ({"num_components": 0}, "num_components must be a positive integer"),
         ({"shift_std": 0}, "shift_std must be more than 0"),
         ({"layers": 2}, "layers has 2; the model has 2, from 'layers.0.self_attn' to 'layers.1.self_attn'"),
         ({"layers": "h.*"}, r"layers has 'h\.\*'"),
         ({"layers": []}, "at least one"),
-        ({"example": {"pixels": torch.zeros(2)}}, "example is nothing that LlamaForCausalLM runs on"),
+        ({"example": {"pixels": torch.zeros(2)}}, "example is not an input that LlamaForCausalLM accepts"),
     ],
 )
 def test_settings_that_are_refused(settings, message):

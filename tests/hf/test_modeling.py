@@ -401,7 +401,8 @@ WRONG = {
 
 
 def test_a_setting_that_is_nearly_ours_is_asked_about():
-    with pytest.warns(UserWarning, match="num_atention_heads is no setting of MGKConfig; did you mean 'num_attention"):
+    message = "num_atention_heads is not a setting of MGKConfig; did you mean 'num_attention"
+    with pytest.warns(UserWarning, match=message):
         MGKConfig(vocab_size=30, num_atention_heads=4)
     # Transformers' own, and anybody's.
     MGKConfig(vocab_size=30, num_labels=3, id2label={0: "a"}, output_hidden_states=True, my_own_setting=1)

@@ -1,7 +1,4 @@
-"""Mixture keys inside the attention layers of a Transformers model, which look their attention function up by name.
-
-B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width.
-"""
+"""Mixture keys in the attention layers of a Transformers model, as an attention function of its AttentionInterface."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from mgk.functional import smgk_attention
 from mgk.hf.attention_interface import with_infinite_mask
 from mgk.variants import PRESETS, VARIANTS
 
-NAME = "mgk"  # of the attention function, and of what a converted layer holds
+NAME = "mgk"  # of the attention function, the submodule of a converted layer, and the entry in config.json
 
-# What a layer may hand to its attention function beside query, key, value and mask that changes the weights.
-FEATURES = {
+# Arguments of attention functions that change the weights and are not supported.
+UNSUPPORTED = {
     "softcap": "capped logits",
     "s_aux": "learned sinks",
     "position_bias": "a position bias",
@@ -33,10 +30,18 @@ FEATURES = {
 
 
 class MixtureKeys(nn.Module):
-    """What makes sMGK of a layer's softmax attention: M shifts, a learned prior and a learned τ for each key head.
+    """Parameters that turn a layer's softmax attention into sMGK: M shifts, a prior and τ for each key head.
 
-    At τ = 0, where it starts, shifts and prior cancel (Eq. 8 with a prior shared over positions is softmax attention);
-    τ has a gradient there, and once it has moved they have one too. Keys are cached without their shifts.
+    Initially τ = 0, where shifts and prior cancel: Eq. 8 with a prior shared over positions is softmax attention. τ has
+    a gradient there; shifts and prior have one as soon as τ is not 0. Keys are cached without their shifts.
+
+    Args:
+        heads: Number of key heads Hk.
+        components: Number of components M.
+        head_dim: Width D of a head.
+        config: Configuration of the layer, whose attention implementation determines the masks.
+        shift_std: Standard deviation of the initial shifts.
+        **factory: `device` and `dtype` of the parameters.
     """
 
     def __init__(
@@ -47,14 +52,14 @@ class MixtureKeys(nn.Module):
         config: PreTrainedConfig,
         *,
         shift_std: float = 1.0,
-        **place: Any,
-    ):
+        **factory: Any,
+    ) -> None:
         super().__init__()
         self.shift_std = shift_std
-        self.config = config  # the model's own: it says which masks the model makes
-        self.shift = nn.Parameter(torch.empty(heads, components, head_dim, **place))
-        self.prior = LearnedPrior(heads, components, VARIANTS["smgk"], PRESETS["paper"], None, **place)
-        self.tau = nn.Parameter(torch.empty(heads, **place))
+        self.config = config
+        self.shift = nn.Parameter(torch.empty(heads, components, head_dim, **factory))
+        self.prior = LearnedPrior(heads, components, VARIANTS["smgk"], PRESETS["paper"], None, **factory)
+        self.tau = nn.Parameter(torch.empty(heads, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -95,65 +100,68 @@ class MixtureKeys(nn.Module):
 
 
 def install(module: nn.Module, mixture: MixtureKeys) -> None:
-    """The layer looks its attention function up under our name from now on, whatever the other layers do."""
+    """Make a layer use the attention function NAME, independently of the other layers."""
     assert isinstance(module.config, PreTrainedConfig)
-    module.config = renamed(module.config, NAME)
+    module.config = with_attention(module.config, NAME)
     module.add_module(NAME, mixture)
 
 
 def remove(module: nn.Module) -> None:
+    """Undo `install`."""
     mixture = module.get_submodule(NAME)
     assert isinstance(mixture, MixtureKeys)
     module.config = mixture.config
     delattr(module, NAME)
 
 
-def renamed(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """The same configuration with another attention function. Its parts are shared: they keep theirs."""
+def with_attention(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """Copy a configuration with another attention function; its sub-configurations keep theirs."""
     changed = copy.copy(config)
-    # The property would set it in the parts too.
+    # The setter of the property would change the sub-configurations too.
     changed._attn_implementation_internal = name
     return changed
 
 
-def refuse_features(module: nn.Module, given: dict[str, Any]) -> None:
-    for name, feature in FEATURES.items():
-        if given.get(name) is not None:
-            fail("model", f"has {feature} ({name}) in its {type(module).__name__}, which mixture keys do not have")
+def check_supported(module: nn.Module, extras: dict[str, Any]) -> None:
+    """Raise a ValueError if a layer passes an argument that mixture keys do not support."""
+    for name, feature in UNSUPPORTED.items():
+        if extras.get(name) is not None:
+            fail("model", f"has {feature} ({name}) in its {type(module).__name__}, which mixture keys do not support")
 
 
-def masks_hold_causality(config: PreTrainedConfig) -> bool:
-    """Whether no mask means that all is seen; else it means whatever the layer's is_causal says."""
+def masks_include_causality(config: PreTrainedConfig) -> bool:
+    """Return whether a missing mask means full attention; otherwise the layer's is_causal applies."""
     name = config._attn_implementation
-    made_by = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if made_by is not eager_mask and made_by is not sdpa_mask:
+    mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if mask_function is not eager_mask and mask_function is not sdpa_mask:
         fail(
             "model",
-            f"runs {name!r} attention, whose masks mixture keys do not read: model.set_attn_implementation('sdpa')",
+            f"runs {name!r} attention, whose masks mixture keys do not support: "
+            "call model.set_attn_implementation('sdpa')",
         )
-    return made_by is eager_mask
+    return mask_function is eager_mask
 
 
 def attend(
     module: nn.Module,
     query: Tensor,  # [B, H, L, D]
-    key: Tensor,  # [B, Hk, S, D], without shifts
+    key: Tensor,  # [B, Hk, S, D] without shifts
     value: Tensor,  # [B, Hk, S, E]
-    attention_mask: Tensor | None,  # broadcastable to [B, H, L, S], True = attend, or added
+    attention_mask: Tensor | None,  # broadcastable to [B, H, L, S]: bool (True = attend) or additive
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **extras: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function of converted layers: [B, L, H, E] and, where the model runs `eager`, the weights."""
+    """Attend with mixture keys: return [B, L, H, E] and, if the model runs `eager`, the weights."""
     mixture = getattr(module, NAME, None)
     if not isinstance(mixture, MixtureKeys):
         fail(
             "model", f"has a {type(module).__name__} without mixture keys: use mgk.hf.convert, not attn_implementation"
         )
-    refuse_features(module, extras)
+    check_supported(module, extras)
     mask = attention_mask
-    if masks_hold_causality(mixture.config) or mask is not None or query.shape[2] == 1:
+    if masks_include_causality(mixture.config) or mask is not None or query.shape[2] == 1:
         is_causal = False
     elif is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
@@ -173,5 +181,5 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
-# The mask with the function: under a name without one, causal models would see the future.
+# Without a mask function of the same name, causal models would attend to later tokens.
 AttentionMaskInterface.register(NAME, sdpa_mask)
