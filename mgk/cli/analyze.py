@@ -22,54 +22,63 @@ if TYPE_CHECKING:
     from mgk.analysis.capture import Progress
     from mgk.analysis.report.html import AnalyzedModel
 
-# Longer sequences without a GPU: fewer matrices are ranked unless more are asked for.
+# Sequence length above which fewer matrices are ranked by default without a GPU.
 LONG = 512
-# More heads than these get smaller maps.
-MANY = 48
-# Seconds between two lines where there is no terminal.
+# Number of heads above which attention maps are smaller by default.
+MANY_HEADS = 48
+# Seconds between two lines of progress if stderr is not a terminal.
 LINE_EVERY = 10.0
-# Samples that go through the model in one call while its heads are silenced one by one.
-TOGETHER = 16
+# Samples per batch while heads are ablated one by one.
+ABLATION_BATCH = 16
 
 
 @app.command()
 def analyze(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Directories of runs; several are shown side by side.")
+        list[Path] | None, typer.Argument(help="Run directories; the report shows several side by side.")
     ] = None,
     hf: Annotated[
-        str | None, typer.Option(help="A Transformers model instead: a directory, or a name on the hub.")
+        str | None, typer.Option(help="Transformers model to analyze instead: a directory or a name on the hub.")
     ] = None,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Text to run it on, or a file of text; may be repeated.")
+    text: Annotated[list[str] | None, typer.Option(help="Input text, or a text file; may be repeated.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Input token ids: a .npy file, or a text file with one sample per line.")
     ] = None,
-    ids: Annotated[Path | None, typer.Option(help="Token ids: .npy, or a text file with a sample a line.")] = None,
-    images: Annotated[list[Path] | None, typer.Option(help="An image for a model of images; may be repeated.")] = None,
-    split: Annotated[str, typer.Option(help="Of a run's own data, where nothing else is given.")] = "test",
-    length: Annotated[int | None, typer.Option(help="Cut samples to so many tokens, and take none shorter.")] = None,
+    images: Annotated[list[Path] | None, typer.Option(help="Input image of a vision model; may be repeated.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the run's data, if no other input is given.")] = "test",
+    length: Annotated[
+        int | None, typer.Option(help="Truncate samples to this number of tokens and skip shorter ones.")
+    ] = None,
     matrices: Annotated[
-        int | None, typer.Option(help="To rank in each layer; default 200, for long sequences on a CPU 8; paper: 1000.")
+        int | None,
+        typer.Option(
+            help="Attention matrices to rank per layer; default: 200, or 8 for long sequences on a CPU; paper: 1000."
+        ),
     ] = None,
-    threshold: Annotated[float, typer.Option(help="Singular values above it count for the rank.")] = 1e-6,
-    memory: Annotated[float, typer.Option(help="GiB to work in, beside the model.")] = 2.0,
+    threshold: Annotated[float, typer.Option(help="The rank counts the singular values above this threshold.")] = 1e-6,
+    memory: Annotated[float, typer.Option(help="Working memory in GiB, besides the model.")] = 2.0,
     map_size: Annotated[
         int | None,
-        typer.Option(help="Pixels of a map, default 256 or 128; longer ones are pooled, and shown as tiles."),
+        typer.Option(help="Pixels per side of a map; default: 256 or 128. Longer maps are pooled and shown as tiles."),
     ] = None,
-    removal: Annotated[int, typer.Option(min=0, help="Samples to try without each head; 0: leave it out.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the choice of samples.")] = 0,
+    removal: Annotated[
+        int, typer.Option(min=0, help="Samples on which to ablate each head; 0 skips the ablation.")
+    ] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the selection of samples.")] = 0,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="Default: RUN/analysis, or analysis/MODEL.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the report; default: RUN/analysis, or analysis/MODEL.")
+    ] = None,
 ) -> None:
-    """Are my heads redundant, and what would fewer cost? Ranks, redundancy, maps, mixtures, costs: one HTML report."""
+    """Analyze the attention heads of models: ranks, redundancy, maps, mixtures and costs.
+
+    Writes an HTML report with figures and tables.
+    """
     if bool(runs) == (hf is not None):
-        raise ValueError("give the directory of one or more runs, or --hf MODEL")
-    if length is not None:
-        positive_integer("--length", length)
-    if matrices is not None:
-        positive_integer("--matrices", matrices)
-    if map_size is not None:
-        positive_integer("--map-size", map_size)
+        raise ValueError("give one or more run directories, or --hf MODEL")
+    for option, value in (("--length", length), ("--matrices", matrices), ("--map-size", map_size)):
+        if value is not None:
+            positive_integer(option, value)
     number("--memory", memory, 0, above=True)
     number("--threshold", threshold, 0, above=True)
     number("--seed", seed, 0)
@@ -82,37 +91,36 @@ def analyze(
     check_output_directory("--out", directory)
     settings: dict[str, Any] = {"threshold": threshold, "memory": int(memory * 2**30), "removal": removal}
     if sum(map(bool, (text, ids, images))) > 1:
-        raise ValueError("give one of --text, --ids and --images")
-    texts = [_read(part) for part in text or []]
-    given = _Given(texts, ids, images or [], length, split, seed, data_dir, map_size)
-    with _bar() as tell:
+        raise ValueError("give only one of --text, --ids and --images")
+    texts = [_read_text(part) for part in text or []]
+    options = _InputOptions(texts, ids, images or [], length, split, seed, data_dir, matrices, map_size)
+    with _progress_bar() as progress:
         if hf is not None:
-            subjects = [_transformers(hf, given, matrices, settings, _tiles(directory, Path(hf).name), tell)]
+            tiles = _tile_directory(directory, Path(hf).name)
+            models = [_analyze_transformers_model(hf, options, settings, tiles, progress)]
         else:
-            subjects = [
-                _run(run, given, matrices, settings, _tiles(directory, f"{n + 1}-{run.resolve().name}"), tell)
-                for n, run in enumerate(runs or [])
-            ]
-            subjects = _named_apart(subjects, runs or [])
+            models = []
+            for n, run in enumerate(runs or []):
+                tiles = _tile_directory(directory, f"{n + 1}-{run.resolve().name}")
+                models.append(_analyze_run(run, options, settings, tiles, progress))
+            models = _make_names_unique(models, runs or [])
         curves = [
-            curve
-            for run, subject in zip(runs or [], subjects, strict=False)
-            for curve in read_curves(run, subject.name)
+            curve for run, model in zip(runs or [], models, strict=False) for curve in read_curves(run, model.name)
         ]
-        tell("writing", 0, 1)
-        analyses = {subject.name: subject.analysis for subject in subjects}
-        costs = {subject.name: subject.costs for subject in subjects}
+        progress("writing", 0, 1)
+        analyses = {model.name: model.analysis for model in models}
+        costs = {model.name: model.costs for model in models}
         files = draw_all(directory, analyses, curves) + write_tables(directory, analyses, costs, curves)
         command = shlex.join(["mgk", *sys.argv[1:]])
-        write_report(directory / "report.html", subjects, curves, sorted(files), command)
-        tell("writing", 1, 1)
-    _say(subjects)
-    print(f"report: {directory / 'report.html'}   figures and numbers: {directory}")
+        write_report(directory / "report.html", models, curves, sorted(files), command)
+        progress("writing", 1, 1)
+    _print_findings(models)
+    print(f"report: {directory / 'report.html'}   figures and tables: {directory}")
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the user gives a model to look at, and how to show it."""
+class _InputOptions:
+    """Options of the command that select the inputs and the size of the analysis."""
 
     texts: list[str]
     ids: Path | None
@@ -120,55 +128,55 @@ class _Given:
     length: int | None
     split: str
     seed: int
-    data: Path | None
+    data_dir: Path | None
+    matrices: int | None
     map_size: int | None
 
+    def resolve_matrices(self, length: int, device: str) -> int:
+        """Return --matrices, or its default for sequences of this length."""
+        return self.matrices or (200 if device == "cuda" or length <= LONG else 8)
 
-def _read(text: str) -> str:
-    """A file's text, if it names one."""
+    def resolve_map_size(self, config: Any) -> int:
+        """Return --map-size, or its default, which bounds the size of the page for models with many heads."""
+        heads = getattr(config, "num_layers", 0) or getattr(config, "num_hidden_layers", 1)
+        heads *= getattr(config, "num_heads", 0) or getattr(config, "num_attention_heads", 1)
+        return self.map_size or (256 if heads <= MANY_HEADS else 128)
+
+
+def _read_text(text: str) -> str:
+    """Return the contents of the file `text`, or `text` itself if it does not name a file."""
     try:
         if Path(text).is_file():
             return Path(text).read_text(encoding="utf-8")
     except OSError:
-        # Too long for the name of a file.
+        # Too long for a file name.
         return text
     except UnicodeDecodeError as error:
-        raise ValueError(f"--text: {text} is no UTF-8 text") from error
+        raise ValueError(f"--text: {text} is not UTF-8 text") from error
     if Path(text).suffix and not any(character.isspace() for character in text):
-        raise ValueError(f"--text: there is no file {text}")
+        raise ValueError(f"--text: {text} does not exist")
     return text
 
 
-def _tiles(out: Path, name: str) -> Path:
-    """Where the tiles of a model's maps go; those of an earlier analysis are removed."""
-    folder = out / "maps" / name
-    for old in folder.glob("layer*-head*-*.png"):
-        old.unlink()
-    return folder
+def _tile_directory(out: Path, name: str) -> Path:
+    """Return the directory for the tiles of a model's maps, after deleting those of an earlier analysis."""
+    directory = out / "maps" / name
+    for tile in directory.glob("layer*-head*-*.png"):
+        tile.unlink()
+    return directory
 
 
-def _named_apart(subjects: list[AnalyzedModel], runs: list[Path]) -> list[AnalyzedModel]:
-    """Runs that have the same row, recipe and seed are called by their directories too."""
-    names = [subject.name for subject in subjects]
+def _make_names_unique(models: list[AnalyzedModel], runs: list[Path]) -> list[AnalyzedModel]:
+    """Add the run directory to the names of models with the same row, recipe and seed."""
+    names = [model.name for model in models]
     return [
-        subject if names.count(subject.name) == 1 else dataclasses.replace(subject, name=f"{subject.name} ({run})")
-        for subject, run in zip(subjects, runs, strict=True)
+        model if names.count(model.name) == 1 else dataclasses.replace(model, name=f"{model.name} ({run})")
+        for model, run in zip(models, runs, strict=True)
     ]
 
 
-def _map_size(asked: int | None, config: Any) -> int:
-    """Smaller where there are many heads, so that the page stays small."""
-    heads = getattr(config, "num_layers", 0) or getattr(config, "num_hidden_layers", 1)
-    heads *= getattr(config, "num_heads", 0) or getattr(config, "num_attention_heads", 1)
-    return asked or (256 if heads <= MANY else 128)
-
-
-def _default_matrices(asked: int | None, longest: int, device: str) -> int:
-    return asked or (200 if device == "cuda" or longest <= LONG else 8)
-
-
-def _run(
-    run: Path, given: _Given, matrices: int | None, settings: dict[str, Any], tiles: Path, tell: Progress
+def _analyze_run(
+    run: Path, options: _InputOptions, settings: dict[str, Any], tiles: Path, progress: Progress
 ) -> AnalyzedModel:
     import torch
 
@@ -183,33 +191,34 @@ def _run(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = RunDirectory(run).load_best_model(device)
     config: Any = model.config
-    wanted = _default_matrices(matrices, given.length or config.max_length, device)
-    if given.images:
-        fail("--images", "goes with --hf")
+    matrices = options.resolve_matrices(options.length or config.max_length, device)
+    if options.images:
+        fail("--images", "requires --hf")
     task = tasks.task(description["task"])
     codec = text_codec(task, run)
-    if given.texts:
-        found = samples.from_ids(model, samples.read_text(model, given.texts, given.length, codec), codec)
-    elif given.ids is not None:
-        found = samples.from_ids(model, samples.read_ids(given.ids, given.length), codec)
+    if options.texts:
+        sampled = samples.from_ids(model, samples.read_text(model, options.texts, options.length, codec), codec)
+    elif options.ids is not None:
+        sampled = samples.from_ids(model, samples.read_ids(options.ids, options.length), codec)
     else:
-        one_of("--split", given.split, task.splits)
-        where = resolve_data_dir(given.data, description)
-        task.prepare(where, 1, print_progress)
-        check_same_data(run, description, task, where)
-        count = max(-(-wanted // config.num_heads), settings["removal"])
-        split, words = task.split(where, given.split), f"{description['task']}, {given.split}"
-        found = sample_split(model, split, words, count, given.length, given.seed, codec)
-    inputs = samples.to_device(found.inputs, device)
+        one_of("--split", options.split, task.splits)
+        data = resolve_data_dir(options.data_dir, description)
+        task.prepare(data, 1, print_progress)
+        check_same_data(run, description, task, data)
+        count = max(-(-matrices // config.num_heads), settings["removal"])
+        title = f"{description['task']}, {options.split}"
+        split = task.split(data, options.split)
+        sampled = sample_split(model, split, title, count, options.length, options.seed, codec)
+    inputs = samples.to_device(sampled.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
-    settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
-    analysis = analyse(model, inputs, matrices=wanted, together=TOGETHER, **settings)
-    costs, own = _costs(config)
-    return AnalyzedModel(name, found.about, analysis, found.tokens, costs, own, tiles=tiles)
+    settings = {**settings, "tiles": tiles, "progress": progress, "map_size": options.resolve_map_size(config)}
+    analysis = analyse(model, inputs, matrices=matrices, together=ABLATION_BATCH, **settings)
+    costs, own_cost = _count_costs(config)
+    return AnalyzedModel(name, sampled.about, analysis, sampled.tokens, costs, own_cost, tiles=tiles)
 
 
-def _costs(config: Any) -> tuple[list[Any], Any]:
-    """What the model costs with other variants and fewer heads, and as it is; nothing where it cannot be counted."""
+def _count_costs(config: Any) -> tuple[list[Any], Any]:
+    """Count the costs of other variants and fewer heads, and of the model itself."""
     from mgk.analysis.flops import ModelCost, count_costs, fewer_heads
     from mgk.training.evaluate import count_parameters, forward_flops
     from mgk.variants import VARIANTS
@@ -218,65 +227,65 @@ def _costs(config: Any) -> tuple[list[Any], Any]:
         return count_parameters(changed), forward_flops(changed, length)
 
     kinds = set(config.layer_variants)
-    mixed = len(kinds) > 1
-    linear = all(VARIANTS[kind].similarity == "linear" for kind in kinds)
-    family = ("linear", "mlk", "smlk") if linear else ("softmax", "mgk", "smgk")
-    variants = list(dict.fromkeys([*family, *(() if mixed else kinds)]))
-    own = ModelCost(
-        "mixed" if mixed else next(iter(kinds)), config.num_heads, config.max_length, *count(config, config.max_length)
-    )
-    return count_costs(config, variants, fewer_heads(config.num_heads), [config.max_length], count), own
+    is_mixed = len(kinds) > 1
+    is_linear = all(VARIANTS[kind].similarity == "linear" for kind in kinds)
+    family = ("linear", "mlk", "smlk") if is_linear else ("softmax", "mgk", "smgk")
+    variants = list(dict.fromkeys([*family, *(() if is_mixed else kinds)]))
+    variant = "mixed" if is_mixed else next(iter(kinds))
+    length = config.max_length
+    own_cost = ModelCost(variant, config.num_heads, length, *count(config, length))
+    return count_costs(config, variants, fewer_heads(config.num_heads), [length], count), own_cost
 
 
-def _transformers(
-    name: str, given: _Given, matrices: int | None, settings: dict[str, Any], tiles: Path, tell: Progress
+def _analyze_transformers_model(
+    name: str, options: _InputOptions, settings: dict[str, Any], tiles: Path, progress: Progress
 ) -> AnalyzedModel:
     import torch
 
     try:
-        import mgk.hf  # noqa: F401  (makes Transformers know our own models)
+        import mgk.hf  # noqa: F401  (registers the models of mgk with Transformers)
         from mgk.analysis import hf_models
     except ImportError as error:
         raise ValueError(
-            f"--hf needs the extra 'hf' ({error.name} is missing): pip install '.[hf]' in mgk's folder"
+            f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
         ) from error
     from mgk.analysis import analyse
     from mgk.analysis import inputs as samples
     from mgk.analysis.flops import per_head
     from mgk.analysis.report.html import AnalyzedModel
 
-    # It would tell of each time that it tries a hub it cannot reach.
+    # Suppresses a warning for each attempt to reach the hub without a network.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if not (given.texts or given.ids or given.images):
-        fail("--hf", "needs something to look at: --text, --ids or --images")
+    if not (options.texts or options.ids or options.images):
+        fail("--hf", "requires an input: --text, --ids or --images")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = hf_models.load(name, device)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    length = min(x for x in (given.length, positions, 1 << 30) if x is not None)
+    max_positions = getattr(model.config, "max_position_embeddings", None)
+    length = min(limit for limit in (options.length, max_positions, 1 << 30) if limit is not None)
     tokens: list[str] = []
-    if given.texts:
-        inputs, tokens = hf_models.from_text(name, given.texts, length, given.length or samples.MIN_LENGTH)
-        about = "text"
-    elif given.ids is not None:
-        rows = [row[:length] for row in samples.read_ids(given.ids, given.length)]
-        inputs, about = hf_models.from_ids(rows, model), f"token ids of {given.ids.name}"
-        tokens = [str(i) for i in rows[0]]
+    if options.texts:
+        inputs, tokens = hf_models.from_text(name, options.texts, length, options.length or samples.MIN_LENGTH)
+        title = "text"
+    elif options.ids is not None:
+        rows = [row[:length] for row in samples.read_ids(options.ids, options.length)]
+        inputs, title = hf_models.from_ids(rows, model), f"token ids of {options.ids.name}"
+        tokens = [str(token) for token in rows[0]]
     else:
-        inputs, about = hf_models.from_images(given.images, name, model), f"{len(given.images)} images"
+        inputs, title = hf_models.from_images(options.images, name, model), f"{len(options.images)} images"
     longest = max((sample["input_ids"].shape[1] for sample in inputs if "input_ids" in sample), default=LONG)
-    wanted = _default_matrices(matrices, longest, device)
+    matrices = options.resolve_matrices(longest, device)
     config = model.config.get_text_config()
-    settings = {**settings, "tiles": tiles, "progress": tell, "map_size": _map_size(given.map_size, config)}
+    settings = {**settings, "tiles": tiles, "progress": progress, "map_size": options.resolve_map_size(config)}
     inputs = samples.to_device(inputs, device)
-    analysis = analyse(model, inputs, matrices=wanted, capture=hf_models.capture_attention, **settings)
-    share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
-    one = per_head(config.hidden_size, analysis.layers[0].head_dim, share, analysis.longest)
-    return AnalyzedModel(Path(name).name, about, analysis, tokens, [], one_head=one, tiles=tiles)
+    analysis = analyse(model, inputs, matrices=matrices, capture=hf_models.capture_attention, **settings)
+    kv_share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
+    head_cost = per_head(config.hidden_size, analysis.layers[0].head_dim, kv_share, analysis.longest)
+    return AnalyzedModel(Path(name).name, title, analysis, tokens, [], one_head=head_cost, tiles=tiles)
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
-    """A progress bar on the terminal, one line a stage; elsewhere a plain line now and then."""
+def _progress_bar() -> Iterator[Progress]:
+    """Yield a progress callback: a bar per stage on a terminal, otherwise a line every `LINE_EVERY` seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -284,27 +293,27 @@ def _bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         stages: dict[str, Any] = {}
-        told, begun = time.monotonic(), ""
+        last_line, open_stage = time.monotonic(), ""
 
-        def tell(stage: str, done: int, total: int) -> None:
-            nonlocal told, begun
-            # A stage that has had a line also has one for its end.
-            due = time.monotonic() - told > LINE_EVERY or (stage == begun and done >= total)
-            if not console.is_terminal and due:
-                told, begun = time.monotonic(), stage if done < total else ""
+        def report(stage: str, done: int, total: int) -> None:
+            nonlocal last_line, open_stage
+            # A stage with a line of progress also gets a line when it is complete.
+            is_due = time.monotonic() - last_line > LINE_EVERY or (stage == open_stage and done >= total)
+            if not console.is_terminal and is_due:
+                last_line, open_stage = time.monotonic(), stage if done < total else ""
                 print(f"{stage}: {done:,} of {total:,}", file=sys.stderr, flush=True)
-            # A second model goes through the same stages again.
+            # A second model repeats the stages of the first.
             if stage not in stages or bar.tasks[stages[stage]].finished:
                 stages[stage] = bar.add_task(stage, total=total)
             bar.update(stages[stage], completed=done, total=total)
 
-        yield tell
+        yield report
 
 
-def _say(subjects: list[AnalyzedModel]) -> None:
+def _print_findings(models: list[AnalyzedModel]) -> None:
     from mgk.analysis.report import findings
 
-    for subject in subjects:
-        print(f"{subject.name}: {findings.headline(subject.analysis)}")
-        for sentence in findings.sentences(subject.analysis, subject.costs, subject.cost, subject.one_head):
+    for model in models:
+        print(f"{model.name}: {findings.headline(model.analysis)}")
+        for sentence in findings.sentences(model.analysis, model.costs, model.cost, model.one_head):
             print(f"  {sentence}")

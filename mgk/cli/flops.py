@@ -10,7 +10,7 @@ import typer
 
 from mgk._core.validation import fail, one_of
 from mgk.cli.app import DataDir, Settings, app, check_output_directory, resolve_data_dir
-from mgk.training import config as recipes
+from mgk.training.config import ModelSpec, load_recipe
 from mgk.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 
 class Series(NamedTuple):
+    """One line of a figure."""
+
     name: str
     variant: str
-    half: bool = False  # half the heads that stand below it
+    half: bool = False  # whether the model has half the heads of the x axis
 
 
-# The figures of the paper that need no training: file, title and lines of each panel.
+# Figures of the paper that need no training: file name, title and lines of each panel.
 FIGURES: dict[int, dict[str, tuple[str, list[Series]]]] = {
     3: {
         "figure-3a": (
@@ -57,27 +59,31 @@ FIGURES: dict[int, dict[str, tuple[str, list[Series]]]] = {
 }
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _parse_counts(option: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        fail(name, f"must be positive integers with commas between, got {text!r}")
+        fail(option, f"must be positive integers separated by commas, got {text!r}")
     return [int(part) for part in parts]
 
 
 @app.command()
 def flops(
-    recipe: Annotated[str, typer.Argument(help="The recipe whose model is counted.")] = "retrieval-aan",
-    variants: Annotated[str | None, typer.Option(help="softmax,smgk,…; default: all.")] = None,
-    heads: Annotated[str, typer.Option(help="Numbers of heads, of the same width.")] = "1,2,4,8",
-    lengths: Annotated[str | None, typer.Option(help="Tokens; default: the task's.")] = None,
-    figure: Annotated[int | None, typer.Option(help="3 or 7: that figure of the paper, redrawn.")] = None,
+    recipe: Annotated[str, typer.Argument(help="Recipe that defines the model.")] = "retrieval-aan",
+    variants: Annotated[
+        str | None, typer.Option(help="Variants, separated by commas: softmax,smgk; default: all.")
+    ] = None,
+    heads: Annotated[str, typer.Option(help="Numbers of heads, separated by commas; the width is fixed.")] = "1,2,4,8",
+    lengths: Annotated[
+        str | None, typer.Option(help="Sequence lengths, separated by commas; default: the task's.")
+    ] = None,
+    figure: Annotated[int | None, typer.Option(help="Draw Figure 3 or 7 of the paper instead.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="A directory for flops.csv and the figures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for flops.csv and the figures.")] = None,
 ) -> None:
-    """Count parameters and forward FLOPs of every variant against heads and length.
+    """Count parameters and forward FLOPs of variants for several numbers of heads and lengths.
 
-    Needs no weights, and data only where the vocabulary is counted from it.
+    No weights are needed, and data only if the vocabulary size depends on it.
     """
     from rich.console import Console
     from rich.table import Table
@@ -89,39 +95,38 @@ def flops(
         one_of("--figure", str(figure), map(str, FIGURES))
     if out is not None:
         check_output_directory("--out", out)
-    counts = _numbers("--heads", heads)
-    given = list(VARIANTS) if variants is None else variants.split(",")
-    names = [one_of("--variants", name.strip(), VARIANTS) for name in given]
-    config = _config(recipe, settings or [], resolve_data_dir(data_dir))
-    tokens = _numbers("--lengths", lengths) if lengths else [config.max_length]
+    head_counts = _parse_counts("--heads", heads)
+    requested = list(VARIANTS) if variants is None else variants.split(",")
+    names = [one_of("--variants", name.strip(), VARIANTS) for name in requested]
+    config = _model_config(recipe, settings or [], resolve_data_dir(data_dir))
+    token_counts = _parse_counts("--lengths", lengths) if lengths else [config.max_length]
     if figure is not None:
-        for path in _draw(figure, config, counts, tokens[0], out or Path("."), recipe):
+        for path in _draw_paper_figure(figure, config, head_counts, token_counts[0], out or Path("."), recipe):
             print(path)
         return
-    found = count_costs(config, names, counts, tokens, _count)
-    shown = Table("variant", "heads", "length", "parameters", "GFLOPs of one forward", title=f"The model of {recipe}")
-    for cost in found:
+    costs = count_costs(config, names, head_counts, token_counts, _count)
+    table = Table("variant", "heads", "length", "parameters", "GFLOPs of one forward", title=f"The model of {recipe}")
+    for cost in costs:
         cells = (cost.variant, str(cost.heads), f"{cost.length:,}", f"{cost.params:,}", f"{cost.flops / 1e9:.4f}")
-        shown.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(shown)
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     if out is not None:
-        rows = ((c.variant, c.heads, c.length, c.params, c.flops) for c in found)
+        rows = ((cost.variant, cost.heads, cost.length, cost.params, cost.flops) for cost in costs)
         write_csv(out / "flops.csv", "variant heads length params flops", rows)
         print(out / "flops.csv")
-        across = {"heads": counts, "length": tokens}
-        for name in (name for name, values in across.items() if len(values) > 1):
-            for path in _against(name, found, counts, tokens, out, recipe):
+        axes = {"heads": head_counts, "length": token_counts}
+        for axis in (name for name, values in axes.items() if len(values) > 1):
+            for path in _draw_costs(axis, costs, head_counts, token_counts, out, recipe):
                 print(path)
 
 
-def _config(recipe: str, settings: list[str], data: Path) -> Any:
+def _model_config(recipe: str, settings: list[str], data: Path) -> Any:
     from mgk import tasks
     from mgk.training.trainer import Run
 
-    chosen = recipes.load_recipe(recipe).with_settings(settings)
-    row = chosen.rows[0] if chosen.rows else recipes.ModelSpec("softmax", 8)
-    task = tasks.task(chosen.task)
-    return Run(chosen, row, "paper", 0, data, Path(".")).model_config(task)
+    loaded = load_recipe(recipe).with_settings(settings)
+    row = loaded.rows[0] if loaded.rows else ModelSpec("softmax", 8)
+    return Run(loaded, row, "paper", 0, data, Path(".")).model_config(tasks.task(loaded.task))
 
 
 def _count(config: Any, length: int) -> tuple[int, int]:
@@ -130,42 +135,39 @@ def _count(config: Any, length: int) -> tuple[int, int]:
     return count_parameters(config), forward_flops(config, length)
 
 
-def _against(
-    name: str, found: list[ModelCost], counts: list[int], tokens: list[int], out: Path, recipe: str
+def _draw_costs(
+    axis: str, costs: list[ModelCost], head_counts: list[int], token_counts: list[int], out: Path, recipe: str
 ) -> list[Path]:
-    """The table as a picture, with the other of heads and length at its largest."""
+    """Plot the costs over heads or length, the other one at its maximum."""
     from mgk.analysis.report.figures import draw_costs
 
-    fixed, value = ("length", max(tokens)) if name == "heads" else ("heads", max(counts))
-    lines: dict[str, list[tuple[int, ModelCost]]] = {}
-    for cost in found:
+    fixed, value = ("length", max(token_counts)) if axis == "heads" else ("heads", max(head_counts))
+    curves: dict[str, list[tuple[int, ModelCost]]] = {}
+    for cost in costs:
         if getattr(cost, fixed) == value:
-            lines.setdefault(cost.variant, []).append((getattr(cost, name), cost))
+            curves.setdefault(cost.variant, []).append((getattr(cost, axis), cost))
     title = f"{recipe}: {value:,} {'tokens' if fixed == 'length' else 'heads'}"
-    return [out / file for file in draw_costs(lines, out, f"flops-{name}", title, name)]
+    return [out / file for file in draw_costs(curves, out, f"flops-{axis}", title, axis)]
 
 
-def _draw(figure: int, config: Any, counts: list[int], length: int, out: Path, recipe: str) -> list[Path]:
-    """A figure of the paper, at the paper's settings where the defaults are kept."""
+def _draw_paper_figure(
+    figure: int, config: Any, head_counts: list[int], length: int, out: Path, recipe: str
+) -> list[Path]:
+    """Draw a figure of the paper; the defaults of the options are the paper's settings."""
     from mgk.analysis.flops import count_costs
     from mgk.analysis.report.figures import draw_costs
 
     paths = []
-    for name, (title, lines) in FIGURES[figure].items():
-        halved = any(line.half for line in lines)
-        # One head has no half to stand against it.
-        places = [count for count in sorted(counts) if count > 1 or not halved]
-        found = {
-            line.name: list(
-                zip(
-                    places,
-                    count_costs(config, [line.variant], [p // 2 if line.half else p for p in places], [length], _count),
-                    strict=True,
-                )
-            )
-            for line in lines
-        }
-        label = "heads of the baseline" if halved else "heads"
-        files = draw_costs(found, out, name, f"{recipe}, {length:,} tokens: {title}", label)
+    for name, (title, series) in FIGURES[figure].items():
+        has_half = any(line.half for line in series)
+        # A model with one head has no counterpart with half the heads.
+        x = [count for count in sorted(head_counts) if count > 1 or not has_half]
+        curves = {}
+        for line in series:
+            line_heads = [count // 2 if line.half else count for count in x]
+            costs = count_costs(config, [line.variant], line_heads, [length], _count)
+            curves[line.name] = list(zip(x, costs, strict=True))
+        label = "heads of the baseline" if has_half else "heads"
+        files = draw_costs(curves, out, name, f"{recipe}, {length:,} tokens: {title}", label)
         paths += [out / file for file in files]
     return paths

@@ -362,9 +362,9 @@ def test_a_language_model_on_its_text_and_on_the_users(tmp_path, monkeypatch, re
 
 def test_what_is_wrong_with_a_run_is_one_line(run, tmp_path, refused):
     refused("is not a run directory (no run.json)", tmp_path / "nowhere")
-    refused("give the directory of one or more runs, or --hf MODEL")
+    refused("give one or more run directories, or --hf MODEL")
     refused("--text does not fit this model, whose task has no text", run, "--text", "some text of mine")
-    refused("--images goes with --hf", run, "--images", "x.png")
+    refused("--images requires --hf", run, "--images", "x.png")
     refused("--memory must be more than 0", run, "--memory", "0")
     ids = tmp_path / "ids.txt"
     for text, says in (
@@ -430,10 +430,10 @@ def test_a_vision_model_on_images(tmp_path, refused):
 
 def test_what_is_wrong_with_a_transformers_model_is_one_line(gpt2, tmp_path, refused):
     transformers = pytest.importorskip("transformers")
-    refused("--hf needs something to look at", "--hf", gpt2)
+    refused("--hf requires an input", "--hf", gpt2)
     refused("--text is 2 tokens long, and at least 8 are needed", "--hf", gpt2, "--text", "the cat")
     refused("18 tokens long, and at least 20 are needed", "--hf", gpt2, "--text", "the cat " * 9, "--length", 20)
-    refused("give one of --text, --ids and --images", "--hf", gpt2, "--text", "a", "--images", "b")
+    refused("give only one of --text, --ids and --images", "--hf", gpt2, "--text", "a", "--images", "b")
     refused("--images needs a vision model", "--hf", gpt2, "--images", "b")
     refused("cannot be loaded", "--hf", tmp_path, "--text", "a")
     refused("cannot be loaded", "--hf", tmp_path / "nothing", "--text", "a")

@@ -255,7 +255,7 @@ WRONG = [
     (["compare", "demo", "--redraw"], "results has no results of softmax:4, smgk:2 under recipe demo"),
     (["generate", "classifier", "--prompt", "a"], "is a run of listops, not of a language model"),
     (["compare", "bytes", "--rows", "smgk"], "--rows must read"),
-    (["analyze"], "give the directory"),
+    (["analyze"], "give one or more run directories"),
     (["analyze", "nowhere"], "nowhere is not a run directory"),
     (["analyze", "empty", "--threshold", "0"], "--threshold must be more than 0"),
     (["analyze", "empty", "--seed", "-1"], "--seed must be at least 0"),

@@ -104,13 +104,13 @@ def test_on_a_terminal_there_is_a_bar_that_goes_when_the_training_ends(width):
 def test_a_stage_of_an_analysis_that_has_had_a_line_has_one_for_its_end(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with analyze._bar() as tell:
+    with analyze._progress_bar() as tell:
         for done in range(1, 5):
             now += 0.6 * LINE_EVERY
             tell("looking", done, 4)
         tell("writing", 1, 1)
     assert capsys.readouterr().err.splitlines() == ["looking: 2 of 4", "looking: 4 of 4"]
-    with analyze._bar() as tell:
+    with analyze._progress_bar() as tell:
         tell("looking", 1, 2)
         now += 1.1 * LINE_EVERY
         tell("looking", 1, 3)
