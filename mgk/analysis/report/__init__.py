@@ -1,0 +1,1 @@
+"""The report of an analysis: HTML page, figures, tables and findings in sentences."""
