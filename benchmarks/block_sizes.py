@@ -28,16 +28,17 @@ from torch import Tensor
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import block_sizes, launch, launch_config
 from mgk.kernels.mixture.args import MixtureArgs
+from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, DecodeConfig
 from mgk.kernels.mixture.bwd_dkdv import DV_ONLY
 from mgk.training.results import environment
 
-# By name on the command line: the kernel, and the rows of the tables that are replaced.
+# By name on the command line: the kernel, and the pass whose block sizes are replaced.
 KERNELS = {
-    "forward": ("mixture_forward", ("forward", "hard forward")),
-    "queries": ("mixture_backward_dq", ("queries", "hard queries")),
-    "keys": ("mixture_backward_dkdv", ("keys", "hard keys")),
-    "values": ("mixture_backward_dkdv", ("values", "hard values")),
-    "decode": ("decode_row", ()),
+    "forward": ("mixture_forward", "fwd"),
+    "queries": ("mixture_backward_dq", "dq"),
+    "keys": ("mixture_backward_dkdv", "dkdv"),
+    "values": ("mixture_backward_dkdv", "dv"),
+    "decode": ("decode_row", ""),
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
 LARGEST_DIFFERENCE = 0.03  # between the results of two blocks in bf16
@@ -110,7 +111,7 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     out, lse, prepared, stats = launch.launch_forward(args)
     if case.kernel == "forward":
         return out, lse
-    prior_grad = launch_config.NOTHING if prior is None else launch_config.SUMMED
+    prior_grad = launch_config.NO_PRIOR_GRAD if prior is None else launch_config.SUMMED_PRIOR_GRAD
     gradients = launch.launch_backward(
         torch.randn_like(out), None, out, lse, prepared, stats, args, False, prior_grad
     )  # fmt: skip
@@ -118,33 +119,48 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     return gradients[:3]
 
 
-def launches(case: Case, block: tuple[Any, ...] | None) -> tuple[list[Launch], tuple[Tensor, ...]]:
-    """The first path's launches of a kernel with this block, everything before them has run; and the results."""
-    name, kinds = KERNELS[case.kernel]
-    found: list[Launch] = []
+def parse_block(case: Case, text: str) -> BlockConfig | DecodeConfig | None:
+    """Return the block sizes of an argument, None for "table"."""
+    if text == "table":
+        return None
+    numbers = list(map(int, text.split(",")))
+    if case.kernel == "decode":
+        return DecodeConfig(*numbers)
+    block_m, block_n, num_warps, num_stages, maxnreg, variants = numbers
+    shifted = case.variant.startswith("smgk")
+    return BlockConfig(
+        block_m, block_n, num_warps, num_stages, maxnreg or None, operand_in_registers=bool(variants & 1),
+        component_gemm=shifted and bool(variants & 2), per_component=not shifted and bool(variants & 2),
+        tma_rows=bool(variants & 4),
+    )  # fmt: skip
 
-    def note(step: Any, tensors: Any, floats: Any = ()) -> None:
+
+def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list[Launch], tuple[Tensor, ...]]:
+    """The first path's launches of a kernel with this block, everything before them has run; and the results."""
+    name, pass_ = KERNELS[case.kernel]
+    recorded: list[Launch] = []
+
+    def record(step: Any, tensors: Any, floats: Any = ()) -> None:
         if step.kernel.__name__ == name:
             options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
             options |= {} if step.maxnreg is None else {"maxnreg": step.maxnreg}
             path = {} if step.paths[0] is None else {"PATH": step.paths[0]}
             arguments = (*tensors, *floats, *step.scalars, *step.unspecialized)
-            found.append((step.kernel, step.grid, arguments, step.constexprs | path, options))
+            recorded.append((step.kernel, step.grid, arguments, step.constexprs | path, options))
         jit_cache.launch(step, tensors, floats)
 
-    def block_of(kind: str, *rest: Any) -> Any:
-        return (
-            block
-            if block and kind.removeprefix(block_sizes.CAPPED).removeprefix("small ").removeprefix("bulk ") in kinds
-            else block_sizes.blocks(kind, *rest)
-        )
+    def select_block(key: BlockKey, *sizes: Any) -> Any:
+        return block if block and key.pass_ == pass_ else block_sizes.select_block(key, *sizes)
 
-    def row_block_of(*rest: Any) -> Any:
-        return block or block_sizes.row_block(*rest)
+    def select_decode_config(*sizes: Any) -> Any:
+        return block or block_sizes.select_decode_config(*sizes)
 
-    with mock.patch.multiple(launch, blocks=block_of, row_block=row_block_of, launch=note):
+    replaced: dict[str, Any] = {
+        "select_block": select_block, "select_decode_config": select_decode_config, "launch": record
+    }  # fmt: skip
+    with mock.patch.multiple(launch, **replaced):
         results = run_passes(case, *map(int, case.shape.split(",")))
-    return found, results
+    return recorded, results
 
 
 # By case, what the tables' blocks give.
@@ -181,18 +197,16 @@ def median_ms(run: Callable[[], object], repeats: int = 7, launches_each: int = 
 
 def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any]]:
     """One row for each launch of the kernel; a block that does not fit the device has none."""
-    block: tuple[Any, ...] | None = None if text == "table" else tuple(map(int, text.split(",")))
-    if block and case.kernel != "decode":
-        block = (*block[:4], block[4] or None, block[5])
+    block = parse_block(case, text)
     try:
-        found, results = launches(case, block)
+        recorded, results = launches(case, block)
     except Exception as problem:  # out of resources, a compiler's failure: the others are still worth measuring
         print(f"{case.variant} M {case.components} {case.kernel} {text}: {str(problem).splitlines()[0][:100]}")
         return
     if not compile_only and (off := difference(case, results, block is None)) > LARGEST_DIFFERENCE:
         print(f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {off:.3g}", flush=True)
         return
-    for kernel, grid, arguments, constexprs, options in found:
+    for kernel, grid, arguments, constexprs, options in recorded:
         part = constexprs.get("OUTPUTS", 0)
         if compile_only or (part == DV_ONLY.value) != (case.kernel == "values"):
             continue

@@ -34,7 +34,7 @@ from mgk.kernels.mixture import launch
 
 # Bytes of shared memory that one program may have, by compute capability.
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-BULK_COPY = 90  # the first with the engine
+FIRST_WITH_TMA = 90
 OPERATORS = ("smgk", "smgk-hard", "mgk", "mgk-hard", "smlk", "mlk")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 32, 64, 128, 256)
@@ -100,11 +100,10 @@ def kernels(call: Call, arch: int) -> list[Kernel]:
             seen.append(Kernel(name, failure=str(problem).strip().splitlines()[-1][:150]))
 
     launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, _compiled={})
-    sizes = mock.patch.multiple(
-        launch, _bulk=lambda *_: arch >= BULK_COPY, SMALL_PAIRS=1 << 20 if call.feature == "small" else 0
-    )
+    tma = mock.patch.object(launch, "supports_tma", return_value=arch >= FIRST_WITH_TMA)
+    limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
     with (
-        launcher, sizes, mock.patch.object(triton.runtime.driver, "_active", Absent(arch)),
+        launcher, tma, limit, mock.patch.object(triton.runtime.driver, "_active", Absent(arch)),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),  # what lets tensors of the processor in
     ):  # fmt: skip

@@ -211,13 +211,9 @@ def _kernels_of(implementation: Implementation, shape: Shape) -> Iterator[None]:
         return
     from mgk.kernels.mixture import launch
 
-    limit = launch.SMALL_PAIRS
-    small = shape.batch * implementation.heads * shape.length**2 <= limit
-    launch.SMALL_PAIRS = limit if small else 0
-    try:
+    small = shape.batch * implementation.heads * shape.length**2 <= launch.SMALL_PAIRS
+    with launch.small_call_limit(launch.SMALL_PAIRS if small else 0):
         yield
-    finally:
-        launch.SMALL_PAIRS = limit
 
 
 def find_errors(implementation: Implementation, shape: Shape, device: str, dtype: torch.dtype) -> list[str]:

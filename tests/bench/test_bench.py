@@ -172,11 +172,11 @@ def test_attention_table_matches_its_csv():
 def test_check_runs_the_kernels_of_the_timed_shape(monkeypatch):
     """Small calls have other kernels."""
     launch = pytest.importorskip("mgk.kernels.mixture.launch")
-    seen, before = [], launch.SMALL_PAIRS
+    limits = []
 
     def run_operator(implementation, shape, x, backend):
         if backend == "triton":
-            seen.append(launch.SMALL_PAIRS)
+            limits.append(launch._small_pairs)
         return original(implementation, shape, x, "eager")
 
     original = implementations.run_operator
@@ -186,8 +186,8 @@ def test_check_runs_the_kernels_of_the_timed_shape(monkeypatch):
         assert (
             implementations.find_errors(ours, implementations.Shape(1, 4, length, 8, True), "cpu", torch.float32) == []
         )
-    assert seen == [0, before]
-    assert before == launch.SMALL_PAIRS
+    assert limits == [0, launch.SMALL_PAIRS]
+    assert launch._small_pairs == launch.SMALL_PAIRS
 
 
 def test_decoding_is_checked_without_gradients(monkeypatch):

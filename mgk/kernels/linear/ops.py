@@ -14,7 +14,7 @@ from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import kernels
 from mgk.kernels.linear.decode import decode_token
-from mgk.kernels.mixture.launch import by_position, tf32_allowed
+from mgk.kernels.mixture.launch import empty_like_bshd, tf32_allowed
 from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
 
 
@@ -196,7 +196,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan = _plan(query, keys, value, shift, cu_seqlens, causal)
     B, H, HK, L, S, D, E = plan[:7]
-    out = by_position(query, E)
+    out = empty_like_bshd(query, E)
     mixed = query.new_empty(B, HK, S, D, dtype=feature_type(query.dtype))
     if mixed.numel() > 0:
         grid, numbers, constexprs = _mixture(plan, keys, shift, prior, mask, feature_map)
@@ -219,7 +219,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan = _plan(query, keys, value, shift, cu_seqlens, causal)
     B, H, HK, L, S, D = plan[:6]
-    dquery, dkeys, dvalue = map(by_position, (query, keys, value))
+    dquery, dkeys, dvalue = map(empty_like_bshd, (query, keys, value))
     dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
     grid, numbers, constexprs = _mixture(plan, keys, shift, prior, mask, feature_map)
     dshift = states.new_empty(grid[0], B, *shift.shape) if shift is not None else states.new_empty(0)
@@ -304,7 +304,7 @@ def _forward_fake(
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
-    return by_position(query, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, L)
+    return empty_like_bshd(query, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, L)
 
 
 @torch.library.custom_op("mgk::linear_attention_backward", mutates_args=())
@@ -328,7 +328,8 @@ def _backward_fake(
     M = keys.shape[2] if shift is None else shift.shape[1]
     dshift = states.new_empty(shift.shape if shift is not None else 0)
     dprior = states.new_empty(*value.shape[:2], M, value.shape[2]) if prior is not None else states.new_empty(0)
-    return *map(by_position, (query, keys, value)), dshift, dprior, states.new_empty(*states.shape[:2], states.shape[3])
+    dinitial = states.new_empty(*states.shape[:2], states.shape[3])
+    return *map(empty_like_bshd, (query, keys, value)), dshift, dprior, dinitial
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -1,278 +1,338 @@
 """Block sizes of the mixture kernels, measured on an H200 in bf16 (benchmarks/block_sizes.py, docs/kernels-log.md)."""
 
 import functools
+from typing import Literal, NamedTuple
 
-# By pass and largest head width: rows and keys of a block, warps, pipeline stages, registers a thread (None: the
-# compiler's choice), and the way. Hard assignment, small calls and those along queries that the bulk copy
-# engine reads take the others' where they have none of their own. "capped" ones are for the first kernel of calls
-# without masks, dropout and several scales, which would not fit so few registers. The way is a sum of
-#   1  left operands that stay over the loop are kept in registers,
-#   2  soft shifted keys, at most 5 components: their blend, and in the backward passes (bf16) the sums of d a and d c,
-#      are steps of the tensor cores; keys, soft and independent: a walk for each component, dk and dv together,
-#   4  bulk keys: the engine reads the rows' vectors as well, which otherwise take a copy a number below 128 rows.
-Block = tuple[int, int, int, int, int | None, int]
-SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
-    "forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 3),
-        128: (64, 64, 4, 3, None, 1),
-        256: (64, 32, 4, 2, None, 0),
-    },
-    # Without the blend's operand: inference in parts is to hold little.
-    "unblended forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 1),
-    },
-    "capped unblended forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, 128, 1),
-    },
-    "capped hard forward": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 64, 4, 3, 128, 1),
-    },
-    "queries": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (64, 64, 4, 2, None, 0),
-        256: (64, 32, 8, 1, None, 0),
-    },
-    "hard queries": {
-        32: (64, 128, 4, 3, None, 1),
-        64: (64, 128, 4, 2, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 32, 8, 1, None, 0),
-    },
-    "capped bulk queries": {
-        32: (64, 64, 4, 3, 128, 1),
-    },
-    # More stages than devices without the engine have shared memory for.
-    "bulk queries": {
-        64: (64, 128, 4, 3, None, 1),
-        128: (64, 64, 4, 2, None, 0),
-        256: (64, 32, 8, 2, None, 0),
-    },
-    "bulk hard queries": {
-        64: (64, 128, 4, 3, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 32, 8, 2, None, 0),
-    },
-    "keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (128, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
-        256: (32, 32, 8, 2, None, 0),
-    },
-    "hard keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
-        256: (32, 32, 8, 2, None, 0),
-    },
-    "bulk keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 3, None, 4),
-        128: (64, 64, 4, 2, None, 4),
-        256: (32, 64, 8, 2, None, 0),
-    },
-    "bulk hard keys": {
-        32: (128, 64, 4, 3, None, 0),
-        64: (64, 64, 4, 3, None, 4),
-        128: (64, 64, 4, 2, None, 4),
-        256: (32, 64, 8, 2, None, 0),
-    },
-    "small forward": {
-        16: (32, 64, 2, 2, None, 0),
-    },
-    "small queries": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small hard queries": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small keys": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small hard keys": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-}
-# More than two components: where what is above would not fit the registers.
-MANY_SHIFTED_BLOCKS: dict[str, dict[int, Block]] = {
-    "forward": {
-        32: (64, 64, 4, 3, None, 3),
-        64: (64, 64, 4, 3, None, 3),
-        128: (64, 64, 4, 3, None, 3),
-        256: (64, 32, 4, 2, None, 0),
-    },
-    "capped queries": {
-        32: (64, 64, 4, 3, 168, 3),
-    },
-    "capped hard queries": {
-        32: (64, 64, 4, 3, 168, 3),
-    },
-    "queries": {
-        32: (64, 64, 4, 3, None, 3),
-        64: (64, 64, 4, 3, None, 3),
-        128: (64, 64, 4, 2, None, 2),
-        256: (64, 32, 8, 1, None, 0),
-    },
-    "bulk keys": {
-        16: (128, 64, 4, 3, None, 0),
-        32: (64, 64, 4, 3, None, 6),
-        64: (64, 64, 4, 3, None, 6),
-        128: (32, 64, 4, 2, None, 6),
-    },
-    "small queries": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small keys": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small hard keys": {
-        16: (128, 64, 4, 3, None, 0),
-    },
-}
-INDEPENDENT_BLOCKS: dict[str, dict[int, Block]] = {
-    "forward": {
-        32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 3, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 32, 4, 1, None, 0),
-    },
-    "capped forward": {
-        32: (64, 64, 4, 3, 128, 1),
-        64: (64, 64, 4, 3, 152, 1),
-        128: (64, 32, 4, 3, 168, 1),
-    },
-    "capped hard forward": {
-        32: (64, 64, 4, 3, 128, 1),
-        64: (64, 64, 4, 3, None, 1),
-        128: (64, 32, 4, 3, 168, 1),
-    },
-    "queries": {
-        32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
-        128: (64, 32, 4, 2, None, 1),
-        256: (64, 16, 4, 1, None, 0),
-    },
-    "hard queries": {
-        32: (64, 64, 4, 3, None, 1),
-        64: (64, 64, 4, 2, None, 1),
-        128: (64, 32, 4, 2, None, 1),
-        256: (64, 16, 4, 1, None, 0),
-    },
-    "capped bulk queries": {
-        32: (64, 64, 4, 3, 168, 1),
-    },
-    "capped bulk hard queries": {
-        32: (64, 64, 4, 3, 168, 1),
-    },
-    "bulk queries": {
-        32: (64, 128, 4, 2, None, 1),
-        64: (64, 64, 4, 3, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 16, 4, 1, None, 0),
-    },
-    "bulk hard queries": {
-        64: (64, 64, 4, 3, None, 1),
-        128: (64, 64, 4, 2, None, 1),
-        256: (64, 16, 4, 1, None, 0),
-    },
-    "keys": {
-        32: (64, 64, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
-        256: (16, 32, 8, 1, None, 0),
-    },
-    "hard keys": {
-        32: (64, 64, 4, 2, None, 1),
-        64: (64, 64, 4, 2, None, 0),
-        128: (32, 64, 4, 2, None, 0),
-        256: (16, 32, 8, 1, None, 0),
-    },
-    "values": {
-        128: (64, 64, 4, 2, None, 1),
-        256: (32, 32, 8, 1, None, 0),
-    },
-    "bulk keys": {
-        16: (64, 64, 4, 2, None, 1),
-        32: (64, 64, 4, 3, None, 5),
-        64: (64, 64, 4, 4, None, 4),
-        128: (64, 64, 4, 2, None, 6),
-    },
-    "bulk hard keys": {
-        16: (64, 64, 4, 2, None, 1),
-        32: (64, 64, 4, 3, None, 5),
-        64: (64, 64, 4, 3, None, 4),
-        128: (32, 64, 4, 3, None, 4),
-    },
-    "bulk hard values": {
-        128: (64, 64, 4, 3, None, 5),
-    },
-    "small forward": {
-        16: (32, 32, 2, 2, None, 0),
-    },
-    "small queries": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small hard queries": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small keys": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-    "small hard keys": {
-        16: (32, 32, 1, 2, None, 1),
-    },
-}
-# Beyond this width the pass along the queries is launched once for dk and once for dv, unless components come one after
-# another: the accumulators of both, M + 1 of them, do not fit the registers. A product more, and no spills.
+# Forward; dq; dk and dv, or dk alone; dv alone.
+Pass = Literal["fwd", "dq", "dkdv", "dv"]
+
+# Wider heads launch the dkdv pass once for dk and once for dv, unless `per_component`: the M + 1 accumulators of both
+# do not fit the registers. That costs one more GEMM and avoids spills.
 SPLIT_WIDTH = 64
-CAPPED = "capped "
+
+
+class BlockConfig(NamedTuple):
+    """Block sizes and code variants of one launch."""
+
+    block_m: int  # rows (queries) of a tile
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None  # registers per thread; None: chosen by the compiler
+    operand_in_registers: bool = False  # left GEMM operands that the loop does not change stay in registers
+    component_gemm: bool = False  # soft shifted keys, M <= 5: the sums over components are GEMMs (backward: bf16 only)
+    per_component: bool = False  # dkdv of soft independent keys: one loop per component, dk and dv together
+    tma_rows: bool = False  # dkdv with tma: TMA reads the row vectors too; below 128 rows other copies are element-wise
+
+
+class BlockKey(NamedTuple):
+    """A case that has block sizes of its own."""
+
+    pass_: Pass
+    small: bool = False  # one launch per pass, by pointers
+    tma: bool = False  # TMA reads the tensors along which the kernel loops
+    hard: bool = False
+    capped: bool = False  # FAST path without masks, dropout and several scales: `maxnreg` may limit its registers
+    no_component_gemm: bool = False
+
+    def fallbacks(self) -> tuple["BlockKey", ...]:
+        """Return the keys to look up, in this order: the first that a table has is used."""
+        general = self._replace(small=False, tma=False)
+        if not self.capped:
+            return self, general, general._replace(hard=False, no_component_gemm=False)
+        # A register limit measured for soft assignment does not hold for hard assignment.
+        capped = (self, general, general._replace(no_component_gemm=False))
+        return capped + self._replace(capped=False).fallbacks()
+
+
+# By the largest padded head width that a configuration is for.
+BlockTable = dict[BlockKey, dict[int, BlockConfig]]
+
+SHIFTED: BlockTable = {
+    BlockKey("fwd"): {
+        32: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True, component_gemm=True),
+        128: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        256: BlockConfig(64, 32, 4, 2),
+    },
+    # Chunked inference keeps no workspace for the component GEMM.
+    BlockKey("fwd", no_component_gemm=True): {
+        32: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+    },
+    BlockKey("fwd", capped=True, no_component_gemm=True): {
+        32: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, maxnreg=128, operand_in_registers=True),
+    },
+    BlockKey("fwd", hard=True, capped=True): {
+        32: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, maxnreg=128, operand_in_registers=True),
+    },
+    BlockKey("dq"): {
+        32: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 128, 4, 2, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2),
+        256: BlockConfig(64, 32, 8, 1),
+    },
+    BlockKey("dq", hard=True): {
+        32: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 128, 4, 2, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 32, 8, 1),
+    },
+    BlockKey("dq", tma=True, capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=128, operand_in_registers=True),
+    },
+    # More stages than GPUs without TMA have shared memory for.
+    BlockKey("dq", tma=True): {
+        64: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2),
+        256: BlockConfig(64, 32, 8, 2),
+    },
+    BlockKey("dq", tma=True, hard=True): {
+        64: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 32, 8, 2),
+    },
+    BlockKey("dkdv"): {
+        32: BlockConfig(128, 64, 4, 3),
+        64: BlockConfig(128, 64, 4, 2),
+        128: BlockConfig(32, 64, 4, 2),
+        256: BlockConfig(32, 32, 8, 2),
+    },
+    BlockKey("dkdv", hard=True): {
+        32: BlockConfig(128, 64, 4, 3),
+        64: BlockConfig(64, 64, 4, 2),
+        128: BlockConfig(32, 64, 4, 2),
+        256: BlockConfig(32, 32, 8, 2),
+    },
+    BlockKey("dkdv", tma=True): {
+        32: BlockConfig(128, 64, 4, 3),
+        64: BlockConfig(64, 64, 4, 3, tma_rows=True),
+        128: BlockConfig(64, 64, 4, 2, tma_rows=True),
+        256: BlockConfig(32, 64, 8, 2),
+    },
+    BlockKey("dkdv", tma=True, hard=True): {
+        32: BlockConfig(128, 64, 4, 3),
+        64: BlockConfig(64, 64, 4, 3, tma_rows=True),
+        128: BlockConfig(64, 64, 4, 2, tma_rows=True),
+        256: BlockConfig(32, 64, 8, 2),
+    },
+    BlockKey("fwd", small=True): {
+        16: BlockConfig(32, 64, 2, 2),
+    },
+    BlockKey("dq", small=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dq", small=True, hard=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dkdv", small=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dkdv", small=True, hard=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+}
+# More than two components: the configurations above would not fit the registers.
+SHIFTED_MANY: BlockTable = {
+    BlockKey("fwd"): {
+        32: BlockConfig(64, 64, 4, 3, operand_in_registers=True, component_gemm=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True, component_gemm=True),
+        128: BlockConfig(64, 64, 4, 3, operand_in_registers=True, component_gemm=True),
+        256: BlockConfig(64, 32, 4, 2),
+    },
+    BlockKey("dq", capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=168, operand_in_registers=True, component_gemm=True),
+    },
+    BlockKey("dq", hard=True, capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=168, operand_in_registers=True, component_gemm=True),
+    },
+    BlockKey("dq"): {
+        32: BlockConfig(64, 64, 4, 3, operand_in_registers=True, component_gemm=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True, component_gemm=True),
+        128: BlockConfig(64, 64, 4, 2, component_gemm=True),
+        256: BlockConfig(64, 32, 8, 1),
+    },
+    BlockKey("dkdv", tma=True): {
+        16: BlockConfig(128, 64, 4, 3),
+        32: BlockConfig(64, 64, 4, 3, component_gemm=True, tma_rows=True),
+        64: BlockConfig(64, 64, 4, 3, component_gemm=True, tma_rows=True),
+        128: BlockConfig(32, 64, 4, 2, component_gemm=True, tma_rows=True),
+    },
+    BlockKey("dq", small=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dkdv", small=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dkdv", small=True, hard=True): {
+        16: BlockConfig(128, 64, 4, 3),
+    },
+}
+INDEPENDENT: BlockTable = {
+    BlockKey("fwd"): {
+        32: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 32, 4, 1),
+    },
+    BlockKey("fwd", capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=128, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, maxnreg=152, operand_in_registers=True),
+        128: BlockConfig(64, 32, 4, 3, maxnreg=168, operand_in_registers=True),
+    },
+    BlockKey("fwd", hard=True, capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=128, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        128: BlockConfig(64, 32, 4, 3, maxnreg=168, operand_in_registers=True),
+    },
+    BlockKey("dq"): {
+        32: BlockConfig(64, 128, 4, 2, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 2),
+        128: BlockConfig(64, 32, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 16, 4, 1),
+    },
+    BlockKey("dq", hard=True): {
+        32: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        128: BlockConfig(64, 32, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 16, 4, 1),
+    },
+    BlockKey("dq", tma=True, capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=168, operand_in_registers=True),
+    },
+    BlockKey("dq", tma=True, hard=True, capped=True): {
+        32: BlockConfig(64, 64, 4, 3, maxnreg=168, operand_in_registers=True),
+    },
+    BlockKey("dq", tma=True): {
+        32: BlockConfig(64, 128, 4, 2, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 16, 4, 1),
+    },
+    BlockKey("dq", tma=True, hard=True): {
+        64: BlockConfig(64, 64, 4, 3, operand_in_registers=True),
+        128: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        256: BlockConfig(64, 16, 4, 1),
+    },
+    BlockKey("dkdv"): {
+        32: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 2),
+        128: BlockConfig(32, 64, 4, 2),
+        256: BlockConfig(16, 32, 8, 1),
+    },
+    BlockKey("dkdv", hard=True): {
+        32: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        64: BlockConfig(64, 64, 4, 2),
+        128: BlockConfig(32, 64, 4, 2),
+        256: BlockConfig(16, 32, 8, 1),
+    },
+    BlockKey("dv"): {
+        128: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        256: BlockConfig(32, 32, 8, 1),
+    },
+    BlockKey("dkdv", tma=True): {
+        16: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        32: BlockConfig(64, 64, 4, 3, operand_in_registers=True, tma_rows=True),
+        64: BlockConfig(64, 64, 4, 4, tma_rows=True),
+        128: BlockConfig(64, 64, 4, 2, per_component=True, tma_rows=True),
+    },
+    BlockKey("dkdv", tma=True, hard=True): {
+        16: BlockConfig(64, 64, 4, 2, operand_in_registers=True),
+        32: BlockConfig(64, 64, 4, 3, operand_in_registers=True, tma_rows=True),
+        64: BlockConfig(64, 64, 4, 3, tma_rows=True),
+        128: BlockConfig(32, 64, 4, 3, tma_rows=True),
+    },
+    BlockKey("dv", tma=True, hard=True): {
+        128: BlockConfig(64, 64, 4, 3, operand_in_registers=True, tma_rows=True),
+    },
+    BlockKey("fwd", small=True): {
+        16: BlockConfig(32, 32, 2, 2),
+    },
+    BlockKey("dq", small=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dq", small=True, hard=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dkdv", small=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+    BlockKey("dkdv", small=True, hard=True): {
+        16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),
+    },
+}
+
+
+class BlockTables(NamedTuple):
+    """The configurations of one GPU architecture."""
+
+    shifted: BlockTable
+    shifted_many: BlockTable  # more than two components; falls back on `shifted`
+    independent: BlockTable
+
+
+# The only architecture that was measured; all GPUs use its tables.
+HOPPER = BlockTables(SHIFTED, SHIFTED_MANY, INDEPENDENT)
 
 
 @functools.cache
-def blocks(
-    kind: str, width: int, components: int, shifted: bool, itemsize: int
-) -> tuple[int, int, int, int, int | None, int]:
-    tables = (MANY_SHIFTED_BLOCKS,) * (components > 2) + (SHIFTED_BLOCKS,) if shifted else (INDEPENDENT_BLOCKS,)
-    kind, capped = kind.removeprefix(CAPPED), kind.startswith(CAPPED)
-    rest = kind.removeprefix("small ").removeprefix("bulk ")
-    names = [kind, rest, rest.removeprefix("hard ").removeprefix("unblended ")]
-    # A cap of soft assignment's is not for a hard one.
-    caps = [CAPPED + name for name in (kind, rest, rest.removeprefix("unblended "))]
-    names = caps + names if capped else names
-    rows, keys, warps, stages, registers, resident = next(
+def select_block(
+    key: BlockKey, width: int, components: int, shifted: bool, itemsize: int, tables: BlockTables = HOPPER
+) -> BlockConfig:
+    """Return the block sizes of a launch.
+
+    Args:
+        key: The case.
+        width: The larger padded head width, of keys and values.
+        components: Number of components M.
+        shifted: Whether the components share their keys up to a shift.
+        itemsize: Bytes per element of the query.
+        tables: The configurations to choose from.
+    """
+    choices = [tables.shifted] if shifted else [tables.independent]
+    if shifted and components > 2:
+        choices.insert(0, tables.shifted_many)
+    block = next(
         block
-        for table in tables
-        for name in names
-        if name in table
-        for limit, block in table[name].items()
+        for table in choices
+        for candidate in key.fallbacks()
+        for limit, block in table.get(candidate, {}).items()
         if width <= limit
     )
-    if itemsize > 2 or (not shifted and components > 2):
-        # Wider numbers or more products a tile: less of each, so that a tile still fits the registers and shared
-        # memory.
-        narrow = width <= 64 or (width <= 128 and (shifted or itemsize == 2))
-        rows, keys = min(rows, 64 if narrow else 32), min(keys, 32 if width <= 128 else 16)
-        keys = 16 if itemsize > 2 and components > 2 and not shifted else keys
-        warps, stages, registers, resident = max(warps, 4), min(stages, 2 if width <= 64 else 1), None, 0
-    return rows, keys, warps, stages, registers, resident
+    if itemsize <= 2 and (shifted or components <= 2):
+        return block
+    # Wider elements or more GEMMs per tile: smaller tiles, to fit the registers and shared memory.
+    narrow = width <= 64 or (width <= 128 and (shifted or itemsize == 2))
+    block_m, block_n = min(block.block_m, 64 if narrow else 32), min(block.block_n, 32 if width <= 128 else 16)
+    if itemsize > 2 and components > 2 and not shifted:
+        block_n = 16
+    return BlockConfig(block_m, block_n, max(block.num_warps, 4), min(block.num_stages, 2 if width <= 64 else 1))
 
 
-# For a single row of 2-byte numbers, by largest head width: keys of a block, warps, stages, programs a processor holds.
-ROW_BLOCKS: dict[int, tuple[int, int, int, int]] = {
-    32: (128, 4, 4, 4),
-    64: (64, 4, 4, 4),
-    128: (32, 4, 4, 4),
-    256: (16, 4, 4, 4),
+class DecodeConfig(NamedTuple):
+    """Block sizes of the decode kernel for a single query per head."""
+
+    block_n: int  # keys of a block
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+# For elements of 2 bytes, by the largest padded head width.
+DECODE_CONFIGS = {
+    32: DecodeConfig(128, 4, 4, 4),
+    64: DecodeConfig(64, 4, 4, 4),
+    128: DecodeConfig(32, 4, 4, 4),
+    256: DecodeConfig(16, 4, 4, 4),
 }
-ROW_BYTES = 72 << 10  # of keys and values under way in one program
+DECODE_BYTES = 72 << 10  # of keys and values in flight in one program
 
 
 @functools.cache
-def row_block(width: int, tiles: int, itemsize: int) -> tuple[int, int, int, int]:
-    """`tiles`: of keys and values, in each stage."""
-    keys, warps, stages, programs = next(block for limit, block in ROW_BLOCKS.items() if width <= limit)
-    return keys, warps, max(1, min(stages, ROW_BYTES // (keys * width * tiles * itemsize))), programs
+def select_decode_config(width: int, tiles: int, itemsize: int) -> DecodeConfig:
+    """Return the block sizes of a decode launch with this number of key and value tiles per pipeline stage."""
+    config = next(config for limit, config in DECODE_CONFIGS.items() if width <= limit)
+    stages = DECODE_BYTES // (config.block_n * width * tiles * itemsize)
+    return config._replace(num_stages=max(1, min(config.num_stages, stages)))

@@ -8,8 +8,8 @@ from torch import Tensor
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.em_counts import count_components, query_terms
-from mgk.kernels.mixture.launch import leading_strides, precision_of, prepare, slots_of
-from mgk.kernels.mixture.launch_config import SLOT, ceil_div, key_strides, padded_width
+from mgk.kernels.mixture.launch import count_key_tiles, leading_strides, precision_of, preprocess
+from mgk.kernels.mixture.launch_config import KEYS_PER_TILE, ceil_div, key_strides, padded_width
 
 
 @torch.library.custom_op("mgk::component_counts", mutates_args=())
@@ -46,9 +46,9 @@ def component_counts(
     pairs = count.new_empty(B, HK, S)
     if query.numel() == 0 or S == 0:
         return count.zero_(), pairs.zero_()
-    n_seq, slots, shifted = args.num_sequences, slots_of(cu_k, B, S), shift is not None
-    prepared, stats = count.new_empty(2, HK, M, slots * SLOT), count.new_empty(HK, slots, 4)
-    prepare(args, prepared, stats)
+    n_seq, key_tiles, shifted = args.num_sequences, count_key_tiles(cu_k, B, S), shift is not None
+    prepared, stats = count.new_empty(2, HK, M, key_tiles * KEYS_PER_TILE), count.new_empty(HK, key_tiles, 4)
+    preprocess(args, prepared, stats)
     unequal = scale_t is not None and scale_t.shape[1] > 1
     products = not shifted or unequal
     rows, cols = (32, 32) if products and (query.element_size() > 2 or D > 128) else (64, 64)
@@ -68,7 +68,7 @@ def component_counts(
         count_components, (k_tiles * n_seq, HK, 1),
         (*query.stride()[:3], *key_strides(keys.stride(), shifted), *leading_strides(mask, 4), terms.stride(0),
         H // HK),
-        (H, L, S, slots, q_tiles, k_tiles),
+        (H, L, S, key_tiles, q_tiles, k_tiles),
         common | {"BN": cols, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.is_floating_point(),
         "PACKED": cu_q is not None, "PRECISION": precision_of(query)}, num_stages=2 if products else 1,
     )  # fmt: skip

@@ -1,6 +1,8 @@
-"""Launches of the fused kernels: workspaces, and what each kernel is given."""
+"""Host side of the mixture kernels: workspaces and the arguments of each launch."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,40 +11,55 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
-from mgk.kernels.mixture.block_sizes import blocks, row_block
+from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
 from mgk.kernels.mixture.launch_config import (  # fmt: skip
-    BLEND_WIDTH,
-    EACH,
-    SLOT,
-    SUMMED,
+    COMPONENT_GEMM_WIDTH,
+    FULL_PRIOR_GRAD,
+    KEYS_PER_TILE,
+    SUMMED_PRIOR_GRAD,
     LaunchFlags,
-    backward_plan,
+    backward_config,
     broadcast_strides,
     ceil_div,
-    forward_plan,
+    constexprs_of,
+    forward_config,
     key_strides,
     layouts,
     padded_width,
-    preparation,
-    switches_of,
+    preprocess_spec,
 )
 
-# Types whose forward may take a bound of the row for its maximum. Weights in fp16 need their true maximum near 1, or
-# they flush; fp32 would lose digits to the bound.
+# Dtypes whose forward may use a bound of the row in place of its maximum. fp16 weights need their true maximum near 1,
+# or they flush to 0; fp32 would lose digits to the bound.
 BOUNDED = (torch.bfloat16,)
 
 HAS_NEW_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
-# Up to so many pairs of a query and a key, a call waits for its launches rather than for the device: it takes one
-# launch instead of two, by pointers, which cost the launcher less than descriptors do. That is of the general kernels
-# or, where they take more than two exponentials and the first takes one, of both forms in one kernel.
+# Calls of up to this number of query-key pairs are bound by their launches, not by the GPU. They take one launch per
+# pass instead of two, by pointers, which the launcher handles faster than descriptors: of the GENERAL path or, if that
+# takes more than two exponentials per pair and the FAST one takes one, of BOTH.
 SMALL_PAIRS = 1 << 25
+_small_pairs = SMALL_PAIRS
 
 
-def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """bf16 two by two, where that still makes loads of 16 bytes."""
+@contextlib.contextmanager
+def small_call_limit(pairs: int) -> Iterator[None]:
+    """Treat calls of up to this number of query-key pairs as small.
+
+    Process-wide, because autograd runs the backward pass in threads of its own. Compare `SMALL_PAIRS`.
+    """
+    global _small_pairs
+    previous, _small_pairs = _small_pairs, pairs
+    try:
+        yield
+    finally:
+        _small_pairs = previous
+
+
+def view_as_int32_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """View bf16 tensors as pairs if loads of 16 bytes remain aligned; else return them unchanged."""
     if tensors[0].dtype != torch.bfloat16 or any(
         n % 32 for x in tensors for n in (x.data_ptr() // 2, *x.stride()[:-1])
     ):
@@ -53,7 +70,7 @@ def _in_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def tf32_allowed() -> bool:
-    """By either of torch's two settings: to ask the old one raises once the new one is used."""
+    """Return torch's setting, new or old: reading the old one raises once the new one has been set."""
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if HAS_NEW_TF32 else bool(matmul.allow_tf32)
 
@@ -63,19 +80,20 @@ def precision_of(x: Tensor) -> str:
 
 
 @functools.cache
-def _has_bulk_copy(device: torch.device) -> bool:
+def _has_tma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _bulk(*tensors: Tensor) -> bool:
-    """Whether the bulk copy engine can read these: Hopper or later, rows and heads at multiples of 16 bytes."""
-    if tensors[0].device.type != "cuda" or not _has_bulk_copy(tensors[0].device):
+def supports_tma(*tensors: Tensor) -> bool:
+    """Return whether TMA can read these: Hopper or later, rows and heads at multiples of 16 bytes."""
+    if tensors[0].device.type != "cuda" or not _has_tma(tensors[0].device):
         return False
     return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
 
 
-def _sources(bulk: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-    if not bulk:
+def as_descriptors(tma: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return TMA descriptors of blocks of this number of rows, or the tensors unchanged without tma."""
+    if not tma:
         return tensors
     return tuple(
         x if x is None
@@ -84,15 +102,18 @@ def _sources(bulk: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _operand(like: Tensor, rows: int) -> Tensor | None:
-    """Room for so many rows (or keys) of an operand that blends the components."""
-    return like.new_empty(rows, BLEND_WIDTH, dtype=torch.bfloat16) if rows else None
+def empty_operand(like: Tensor, rows: int) -> Tensor | None:
+    """Allocate an operand of the component GEMM for this number of rows or keys; None for 0."""
+    return like.new_empty(rows, COMPONENT_GEMM_WIDTH, dtype=torch.bfloat16) if rows else None
 
 
-def by_position(x: Tensor, width: int | None = None) -> Tensor:
-    """Room for an output or gradient like x, [B, H, L, D] or [B, H, M, L, D], that lies as a projection of the
-    positions does, [B, L, H, (M,) D]: a layer then moves nothing."""
-    # Strides by hand instead of a view of that: views may not be changed in place by users.
+def empty_like_bshd(x: Tensor, width: int | None = None) -> Tensor:
+    """Allocate an output or gradient like x with the memory layout of a projection.
+
+    x [B, H, L, D] or [B, H, M, L, D] is laid out as [B, L, H, (M,) D]: a layer then reshapes it without a copy. width
+    replaces D.
+    """
+    # new_empty_strided instead of a transposed view: views may not be changed in place by users.
     if x.dim() == 4:
         B, H, L, D = x.shape
         E = D if width is None else width
@@ -105,43 +126,50 @@ def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
     return (0,) * n if x is None else x.stride()[:n]
 
 
-def slots_of(cu_k: Tensor | None, batch: int, keys: int) -> int:
-    """Tiles of prepared keys: a sequence begins a new one."""
-    return batch * ((keys + SLOT - 1) // SLOT) if cu_k is None else keys // SLOT + cu_k.shape[0] - 1
+def count_key_tiles(cu_k: Tensor | None, batch: int, keys: int) -> int:
+    """Return the number of tiles of preprocessed keys, an upper bound for packed sequences.
+
+    Every sequence begins a new tile.
+    """
+    if cu_k is None:
+        return batch * ((keys + KEYS_PER_TILE - 1) // KEYS_PER_TILE)
+    return keys // KEYS_PER_TILE + cu_k.shape[0] - 1
 
 
-def prepare(args: MixtureArgs, prepared: Tensor, stats: Tensor) -> None:
+def empty_workspace(like: Tensor, key_heads: int, components: int, key_tiles: int) -> tuple[Tensor, Tensor]:
+    """Allocate `prepared` and `stats`, the outputs of the preprocessing."""
+    prepared = like.new_empty(2, key_heads, components, key_tiles * KEYS_PER_TILE, dtype=torch.float32)
+    return prepared, prepared.new_empty(key_heads, key_tiles, 4)
+
+
+def preprocess(args: MixtureArgs, prepared: Tensor, stats: Tensor) -> None:
     """Fill `prepared` and `stats`."""
     keys, shift, bias, scale_t, tau_t, cu_k = args.keys, args.shift, args.bias, args.scale_t, args.tau_t, args.cu_k
-    step = preparation(
+    spec = preprocess_spec(
         layouts(keys, shift, bias, scale_t, tau_t, cu_k), args.hard, args.num_sequences, args.max_k, stats.shape[1]
     )
     tensors = (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, None)
-    launch(step, tensors, (args.scale, args.tau, args.constant))
+    launch(spec, tensors, (args.scale, args.tau, args.constant))
 
 
 def launch_forward(args: MixtureArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, prepared and stats of `ops.forward_op`."""
     query, value = args.query, args.value
     (B, H, L, _), (_, HK, S, E) = query.shape, value.shape
-    out = by_position(query, E)
+    out = empty_like_bshd(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
-    prepared, stats = workspace(lse, HK, args.components, slots_of(args.cu_k, B, S))
+    prepared, stats = empty_workspace(lse, HK, args.components, count_key_tiles(args.cu_k, B, S))
     forward_into(out, lse, prepared, stats, args)
     return out, lse, prepared, stats
 
 
-def workspace(like: Tensor, key_heads: int, components: int, slots: int) -> tuple[Tensor, Tensor]:
-    """`prepared` and `stats`, not filled."""
-    prepared = like.new_empty(2, key_heads, components, slots * SLOT, dtype=torch.float32)
-    return prepared, prepared.new_empty(key_heads, slots, 4)
-
-
 def forward_into(
-    out: Tensor, lse: Tensor | None, prepared: Tensor, stats: Tensor, args: MixtureArgs, unblended: bool = False
+    out: Tensor, lse: Tensor | None, prepared: Tensor, stats: Tensor, args: MixtureArgs, no_component_gemm: bool = False
 ) -> None:
-    """Fills out [B, H, L, E] and, unless it is None, lse [B, H, L], which is contiguous. unblended: by blocks that need
-    no operand to blend components, where there are such."""
+    """Fill out [B, H, L, E] and lse [B, H, L] (contiguous, or None).
+
+    no_component_gemm: use blocks that need no operand for a component GEMM if the tables have some.
+    """
     if out.numel() == 0:
         return
     if args.value.shape[2] == 0:
@@ -153,52 +181,139 @@ def forward_into(
         query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, constant, dropout_p, _, _,
         _, _,
     ) = args  # fmt: skip
-    flags = _flags(args, stats, unblended)
-    bulk = not flags.small and _bulk(keys, value)
-    plan = forward_plan(layouts(*args[:NUM_TENSORS], out), flags, bulk, lse is not None)
-    operand = _operand(stats, plan.operand)
+    flags = _flags(args, stats, no_component_gemm)
+    tma = not flags.small and supports_tma(keys, value)
+    config = forward_config(layouts(*args[:NUM_TENSORS], out), flags, tma, lse is not None)
+    operand = empty_operand(stats, config.operand_keys)
     launch(
-        plan.prepare, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
-    )  # fmt: skip
+        config.preprocess, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
+    )
     launch(
-        plan.attend,
-        (query, *_sources(bulk, plan.cols, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats,
-        stats.new_empty(plan.flags) if plan.flags else stats,
-        *_sources(bulk, plan.cols, operand), out, lse),
+        config.attend,
+        (query, *as_descriptors(tma, config.block_n, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k,
+        prepared, stats, stats.new_empty(config.num_flags) if config.num_flags else stats,
+        *as_descriptors(tma, config.block_n, operand), out, lse),
         (scale, tau, dropout_p),
     )  # fmt: skip
 
 
-def _flags(args: MixtureArgs, stats: Tensor, unblended: bool = False) -> LaunchFlags:
+def _flags(args: MixtureArgs, stats: Tensor, no_component_gemm: bool = False) -> LaunchFlags:
     query, max_q, max_k = args.query, args.max_q, args.max_k
     pairs = args.num_sequences * query.shape[1] * max_q * max_k
     return LaunchFlags(
-        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= SMALL_PAIRS,
-        query.dtype in BOUNDED, precision_of(query), blocks, unblended,
+        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= _small_pairs,
+        query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm,
     )  # fmt: skip
 
 
-# Exponents of a key, of all queries that share it and all components, up to which no products are used to decode: more
-# take longer than the memory does.
-ROW_SCORES = 8
-DECODE_SWITCHES = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
+# A large forward without gradients runs chunk by chunk, in the workspace of one chunk. A chunk keeps the GPU busy
+# (about three waves of programs on 132 SMs) and takes far longer than its launches.
+CHUNK_PROGRAMS = 1024
+CHUNK_PAIRS = 1 << 31
+# Workspace bytes of a key: c and C per component, and its row of the component GEMM's operand.
+PREPARED_BYTES = 8
+OPERAND_BYTES = 2 * COMPONENT_GEMM_WIDTH
+# Workspace bytes allowed per row and head: the size of the call's lse, which other implementations keep.
+WORKSPACE_BYTES = 4
+CHUNK_KEY = BlockKey("fwd", no_component_gemm=True)
+
+
+def key_heads_per_chunk(
+    batch: int, heads: int, key_heads: int, L: int, S: int, components: int, block: BlockConfig
+) -> int:
+    """Return how many key heads, over the batch, a chunk takes: all if chunks within the limit would be too small."""
+    bytes_per_key = PREPARED_BYTES * components + OPERAND_BYTES * block.component_gemm
+    group, total = heads // key_heads, batch * key_heads
+    largest = max(WORKSPACE_BYTES * heads * L * batch // (bytes_per_key * S), 1)
+    smallest = max(
+        ceil_div(CHUNK_PROGRAMS, group * ceil_div(L, block.block_m)), ceil_div(CHUNK_PAIRS, group * L * S)
+    )  # fmt: skip
+    return largest if smallest <= largest < total else total
+
+
+def chunks(batch: int, key_heads: int, chunk_heads: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of the batch and of the key heads; a chunk of lse is contiguous."""
+    if chunk_heads >= key_heads:
+        step = chunk_heads // key_heads
+        for b in range(0, batch, step):
+            yield slice(b, b + step), slice(0, key_heads)
+        return
+    for b in range(batch):
+        for h in range(0, key_heads, chunk_heads):
+            yield slice(b, b + 1), slice(h, min(h + chunk_heads, key_heads))
+
+
+def launch_inference(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse (None unless return_lse) as `launch_forward` does, chunk by chunk if the call is large."""
+    query, value, shift, cu_q = args.query, args.value, args.shift, args.cu_q
+    (B, H, L, D), (_, HK, S, E), M = query.shape, value.shape, args.components
+    out = empty_like_bshd(query, E)
+    lse = query.new_empty(B, H, L, dtype=torch.float32) if return_lse else None
+    # Not in chunks: packed sequences, which share a batch entry, and dropout, whose random numbers depend on the head.
+    chunk_heads = B * HK
+    if out.numel() and S and cu_q is None and args.dropout_p == 0:
+        block = select_block(CHUNK_KEY, padded_width(max(D, E)), M, shift is not None, query.element_size())
+        chunk_heads = key_heads_per_chunk(B, H, HK, L, S, M, block)
+    if chunk_heads >= B * HK:
+        prepared, stats = empty_workspace(query, HK, M, count_key_tiles(args.cu_k, B, S))
+        forward_into(out, lse, prepared, stats, args)
+        return out, lse
+    group = H // HK
+    tiles = count_key_tiles(None, max(1, chunk_heads // HK), S)
+    workspace = empty_workspace(query, min(chunk_heads, HK), M, tiles)
+
+    def take(x: Any, batch: slice, heads: slice) -> Any:
+        """Slice a tensor [B or 1, heads or 1, ...]."""
+        if x is None:
+            return None
+        x = x[batch] if x.shape[0] > 1 else x
+        return x[:, heads] if x.shape[1] > 1 else x
+
+    for batch, keys in chunks(B, HK, chunk_heads):
+        rows = slice(keys.start * group, keys.stop * group)
+        chunk = args._replace(
+            query=take(query, batch, rows), keys=take(args.keys, batch, keys), value=take(value, batch, keys),
+            shift=None if shift is None else shift[keys], bias=take(args.bias, batch, keys),
+            scale_t=None if args.scale_t is None else args.scale_t[keys],
+            tau_t=None if args.tau_t is None else args.tau_t[keys], mask=take(args.mask, batch, rows),
+        )  # fmt: skip
+        prepared, stats = _leading(*workspace, keys.stop - keys.start, count_key_tiles(None, chunk.query.shape[0], S))
+        forward_into(take(out, batch, rows), take(lse, batch, rows), prepared, stats, chunk, True)
+    return out, lse
+
+
+def _leading(prepared: Tensor, stats: Tensor, heads: int, key_tiles: int) -> tuple[Tensor, Tensor]:
+    """Return the beginning of a workspace, for a last chunk that is smaller than the others."""
+    M, n = prepared.shape[2], key_tiles * KEYS_PER_TILE
+    return (
+        prepared.view(-1)[: 2 * heads * M * n].view(2, heads, M, n),
+        stats.view(-1)[: heads * key_tiles * 4].view(heads, key_tiles, 4),
+    )
+
+
+# Exponents per key (queries that share it times components) up to which decoding uses no GEMM: more take longer than
+# reading the keys.
+MAX_ROW_SCORES = 8
+DECODE_CONSTEXPRS = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
 
 
 @functools.cache
-def _decode_switches(
-    switches: tuple[tuple[str, Any], ...], rows: int, cols: int, across: int, stages: int, bias: int, counted: bool
-) -> dict[str, Any]:
-    """What a step is compiled for, in the order of the kernels' arguments; across is 0 for the general kernel."""
-    given = dict(switches)
-    compiled_for = {name: given[name] for name in DECODE_SWITCHES} | {"BN": cols}
-    if across:
-        return compiled_for | {"GROUP": rows, "BI": across, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
-    general = {"BM": rows, "MASK": given["MASK"], "BIAS": bias > 0, "PRECISION": given["PRECISION"], "COUNTED": counted}
-    return compiled_for | general
+def _decode_constexprs(
+    constexprs: tuple[tuple[str, Any], ...], rows: int, block_n: int, keys_at_once: int, stages: int, bias: int,
+    counted: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the constexprs of `decode_row` or, with keys_at_once 0, of `decode_split`."""
+    shared = dict(constexprs)
+    common = {name: shared[name] for name in DECODE_CONSTEXPRS} | {"BN": block_n}
+    if keys_at_once:
+        return common | {"GROUP": rows, "BI": keys_at_once, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
+    return common | {
+        "BM": rows, "MASK": shared["MASK"], "BIAS": bias > 0, "PRECISION": shared["PRECISION"], "COUNTED": counted
+    }  # fmt: skip
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     # Without a GPU, a few splits for the interpreter to merge.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -213,49 +328,50 @@ def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tenso
         return out, lse
     if S == 0:
         return out.zero_(), lse.fill_(float("inf"))
-    switches = switches_of(args, precision_of(query))
+    shared = constexprs_of(args, precision_of(query))
     mask = None if mask is None else mask.expand(B, H, L, S)
     bias_strides = (0,) * 4 if bias is None else broadcast_strides(bias.shape, bias.stride())
     group = H // HK
-    by_rows = L == 1 and mask is None and group * switches["M"] <= ROW_SCORES
-    width, size, tiles = max(switches["BD"], switches["BE"]), query.element_size(), 1 if shifted else switches["M"]
+    by_rows = L == 1 and mask is None and group * shared["M"] <= MAX_ROW_SCORES
+    width, size, tiles = max(shared["BD"], shared["BE"]), query.element_size(), 1 if shifted else shared["M"]
     if by_rows:
-        cols, warps, stages, per_processor = row_block(width, tiles + 1, size)
+        block_n, num_warps, stages, programs_per_sm = select_decode_config(width, tiles + 1, size)
     else:
-        room = (1 << 15) // (width * size * tiles)
-        cols, warps, stages, per_processor = min(128, max(16, 1 << (room.bit_length() - 1))), 4, 2, 4
+        keys_in_shared = (1 << 15) // (width * size * tiles)
+        block_n = min(128, max(16, 1 << (keys_in_shared.bit_length() - 1)))
+        num_warps, stages, programs_per_sm = 4, 2, 4
     rows = group if by_rows else padded_width(group * L)
-    compiled_for = _decode_switches(
-        tuple(switches.items()), rows, cols,
+    constexprs = _decode_constexprs(
+        tuple(shared.items()), rows, block_n,
         # A thread reads 16 bytes.
-        min(cols, max(1, warps * 32 * 16 // (width * size))) if by_rows else 0, stages,
+        min(block_n, max(1, num_warps * 32 * 16 // (width * size))) if by_rows else 0, stages,
         0 if bias is None else 1 + (bias_strides[3] != 0), count is not None,
     )  # fmt: skip
-    # As many programs as the device holds at once, and at least two blocks of keys for each.
-    splits = max(1, min(per_processor * _processors(query.device) // (B * HK), ceil_div(S, 2 * cols)))
-    chunk = ceil_div(ceil_div(S, splits), cols) * cols
-    splits = ceil_div(S, chunk)
+    # One wave of programs, with at least two blocks of keys each.
+    splits = max(1, min(programs_per_sm * _num_sms(query.device) // (B * HK), ceil_div(S, 2 * block_n)))
+    keys_per_split = ceil_div(ceil_div(S, splits), block_n) * block_n
+    splits = ceil_div(S, keys_per_split)
     parts, sums = lse.new_empty(B * HK * splits, rows, E), lse.new_empty(2, B * HK * splits, rows)
     if by_rows:
-        keys, value = _in_pairs(keys, value)
+        keys, value = view_as_int32_pairs(keys, value)
     strides = (*key_strides(keys.stride(), shifted), *value.stride()[:3], *bias_strides)
     tensors: tuple[Any, ...]
     if by_rows:
         tensors = (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums)
-        step = LaunchSpec(
-            decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, chunk, splits), compiled_for,
-            warps,
+        spec = LaunchSpec(
+            decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, keys_per_split, splits), constexprs,
+            num_warps,
         )  # fmt: skip
     else:
         tensors = (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums)
-        step = LaunchSpec(
+        spec = LaunchSpec(
             decode_split, (splits, HK, B), (*query.stride()[:3], *strides, *leading_strides(mask, 4), group),
-            (H, L, S, chunk, splits), compiled_for, warps, stages,
+            (H, L, S, keys_per_split, splits), constexprs, num_warps, stages,
         )  # fmt: skip
-    launch(step, tensors, (scale, tau, constant))
-    merged = {"E": E, "BE": switches["BE"], "BM": rows, "BS": 16}
-    step = LaunchSpec(decode_merge, (group * L, HK, B), (group,), (H, L, splits), merged)
-    launch(step, (parts, sums, out, lse))
+    launch(spec, tensors, (scale, tau, constant))
+    constexprs = {"E": E, "BE": shared["BE"], "BM": rows, "BS": 16}
+    spec = LaunchSpec(decode_merge, (group * L, HK, B), (group,), (H, L, splits), constexprs)
+    launch(spec, (parts, sums, out, lse))
     return out, lse
 
 
@@ -264,47 +380,50 @@ def launch_backward(
     mask_grad: bool, prior_grad: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of `ops.backward_op`, None where those are empty. bias and constant are not read."""
-    query, keys, value, shift, _, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, _, dropout_p, causal, _, _, _ = (
-        args
-    )
+    (
+        query, keys, value, shift, _, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, _, dropout_p, causal, _, _, _,
+    ) = args  # fmt: skip
     (B, H, L, D), (_, HK, S, _), M = query.shape, value.shape, prepared.shape[2]
-    shifts = 0 if shift is None else M * D
-    dq, dk, dv = by_position(query), by_position(keys), by_position(value)
-    dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else None
+    dq, dk, dv = empty_like_bshd(query), empty_like_bshd(keys), empty_like_bshd(value)
+    dbias = lse.new_empty(B, HK, M, S) if prior_grad == FULL_PRIOR_GRAD else None
     dmask = (lse.new_zeros if causal else lse.new_empty)(B, H, L, S) if mask_grad else None
     if query.numel() == 0 or S == 0:
         for x in (dq, dk, dv, dbias, dmask):
             if x is not None:
                 x.zero_()
-        return dq, dk, dv, dbias, lse.new_zeros(HK * summed_entries(M, shifts, prior_grad == SUMMED)), dmask
+        entries = summed_entries(M, 0 if shift is None else M * D, prior_grad == SUMMED_PRIOR_GRAD)
+        return dq, dk, dv, dbias, lse.new_zeros(HK * entries), dmask
     flags = _flags(args, stats)
-    along_keys, along_queries = (not flags.small and _bulk(*pair) for pair in ((keys, value), (query, grad)))
-    plan = backward_plan(
-        layouts(*args[:NUM_TENSORS], out, grad, grad_lse), flags, along_keys, along_queries, mask_grad, prior_grad,
-    )  # fmt: skip
-    rows, spread = lse.new_empty(plan.rows), lse.new_empty(plan.spread)
-    flagged = lse.new_empty(plan.flags) if plan.flags else spread
-    parts = (lse.new_empty if cu_q is None else lse.new_zeros)(plan.parts)
-    sums = lse.new_empty(plan.parts[1] * plan.parts[2])
+    tma_keys, tma_queries = (not flags.small and supports_tma(*pair) for pair in ((keys, value), (query, grad)))
+    config = backward_config(
+        layouts(*args[:NUM_TENSORS], out, grad, grad_lse), flags, tma_keys, tma_queries, mask_grad, prior_grad
+    )
+    row_vectors, spread = lse.new_empty(config.row_vectors), lse.new_empty(config.num_spreads)
+    flagged = lse.new_empty(config.num_flags) if config.num_flags else spread
+    parts = (lse.new_empty if cu_q is None else lse.new_zeros)(config.parts)
+    sums = lse.new_empty(config.parts[1] * config.parts[2])
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     floats = (scale, tau, dropout_p)
-    key_operand, row_operand = _operand(stats, plan.key_operand), _operand(stats, plan.row_operand)
+    key_operand = empty_operand(stats, config.key_operand_keys)
+    row_operand = empty_operand(stats, config.row_operand_rows)
     if key_operand is not None:
-        launch(plan.write, (prepared[1], key_operand))
-    # What is not wanted is not written, wherever it would lie.
+        launch(config.write_key_operand, (prepared[1], key_operand))
+    # Outputs without gradient get `parts` as a dummy pointer; the kernels do not write them.
     launch(
-        plan.queries,
-        (query, *_sources(along_keys, plan.cols, keys, value), *inputs, out, lse, grad, grad_lse, dq,
-        parts if dmask is None else dmask, rows, row_operand, *_sources(along_keys, plan.cols, key_operand), spread,
-        flagged, parts), floats,
+        config.dq,
+        (query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
+        parts if dmask is None else dmask, row_vectors, row_operand,
+        *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts), floats,
     )  # fmt: skip
-    for step, k_rows, by_engine in plan.keys:
+    for spec, block_m, tma_rows in config.dkdv:
         launch(
-            step,
-            (*_sources(along_queries, k_rows, query), keys, value, *inputs, *_sources(along_queries, k_rows, grad),
-            TensorDescriptor(rows, rows.shape, rows.stride(), [1, k_rows]) if by_engine else rows,
-            *_sources(along_queries and cu_q is None, k_rows, row_operand), spread, flagged, dk, dv,
+            spec,
+            (*as_descriptors(tma_queries, block_m, query), keys, value, *inputs,
+            *as_descriptors(tma_queries, block_m, grad),
+            TensorDescriptor(row_vectors, row_vectors.shape, row_vectors.stride(), [1, block_m]) if tma_rows
+            else row_vectors,
+            *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, dk, dv,
             parts if dbias is None else dbias, parts), floats,
         )  # fmt: skip
-    launch(plan.add, (parts, sums))
+    launch(config.add_parts, (parts, sums))
     return dq, dk, dv, dbias, sums, dmask

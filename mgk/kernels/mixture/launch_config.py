@@ -1,4 +1,4 @@
-"""What of a call's launches follows from layouts and flags alone: found once, and looked up by every call like it."""
+"""Launch configurations of the mixture kernels, cached by tensor layouts and flags."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import triton
 
 from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
-from mgk.kernels.mixture.block_sizes import CAPPED, SPLIT_WIDTH, Block
+from mgk.kernels.mixture.block_sizes import SPLIT_WIDTH, BlockConfig, BlockKey
 from mgk.kernels.mixture.bwd_common import add_parts, summed_entries
 from mgk.kernels.mixture.bwd_dkdv import DK_AND_DV, DK_ONLY, DV_ONLY, mixture_backward_dkdv
 from mgk.kernels.mixture.bwd_dq import mixture_backward_dq
@@ -18,22 +18,22 @@ from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
 from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, GENERAL, KEY_TILE, ROW_ALIGNMENT
 
-SLOT = KEY_TILE.value
-HEAD_ROWS = ROW_ALIGNMENT.value
+KEYS_PER_TILE = KEY_TILE.value  # of preprocessed keys
+ROWS_PER_TILE = ROW_ALIGNMENT.value  # a head's row vectors are padded to a multiple of this
 L2_BYTES = 24 << 20
 
-# Columns of the operands that blend the components of shifted keys in one step of the tensor cores.
-BLEND_WIDTH = 16
+# Columns of the operands of the component GEMM: one K step of the tensor cores.
+COMPONENT_GEMM_WIDTH = 16
 
-# Of the block in which the parts of sums are added up; 16 columns are 64 bytes of a row, two sectors of memory.
+# Block in which partial sums are reduced; 16 columns are 64 bytes of a row, two sectors of memory.
 PART_ROWS, PART_COLS = 512, 16
 
-# Of the gradient of log pi: nothing, its sum over batch and keys, or all of it.
-NOTHING, SUMMED, EACH = 0, 1, 2
+# Gradient of the log prior: none, its sum over batch and keys, or one per key.
+NO_PRIOR_GRAD, SUMMED_PRIOR_GRAD, FULL_PRIOR_GRAD = 0, 1, 2
 
 
 class TensorLayout(NamedTuple):
-    """Of a tensor, all but where it lies."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -41,28 +41,28 @@ class TensorLayout(NamedTuple):
 
 
 class LaunchFlags(NamedTuple):
-    """The rest of what a plan is for."""
+    """The part of a configuration's key that is not a tensor layout."""
 
     causal: int
     hard: bool
     dropout: bool
     max_q: int
     max_k: int
-    slots: int
-    small: bool  # one launch a pass, by pointers
-    bounded: bool  # the forward may take a bound of the row for its maximum
+    num_key_tiles: int
+    small: bool  # one launch per pass, by pointers
+    bounded: bool  # the forward may use a bound of the row in place of its maximum
     precision: str
-    blocks: Callable[..., Block]  # where the block sizes are looked up
-    unblended: bool = False  # the forward takes blocks without the operand of a blend, where there are such
+    select_block: Callable[..., BlockConfig]
+    no_component_gemm: bool = False  # the forward uses blocks without a component GEMM if the tables have some
 
 
 def layouts(*tensors: Any) -> tuple[Any, ...]:
-    """Plain tuples, which cost a call less; a plan makes `Layout` of them."""
+    """Return layouts as plain tuples, which are cheaper to make than `TensorLayout`s."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
 
 
 def _args_of_layouts(tensors: tuple[Any, ...], flags: LaunchFlags) -> tuple[Any, list[Any]]:
-    """Return a `MixtureArgs` with layouts in place of tensors, and the layouts that follow its own."""
+    """Return a `MixtureArgs` with layouts in place of tensors, and the layouts behind its own."""
     layouts = [x and TensorLayout(*x) for x in tensors]
     numbers = (0.0, 0.0, 0.0, float(flags.dropout), flags.causal, flags.hard, flags.max_q, flags.max_k)
     return MixtureArgs._make((*layouts[:NUM_TENSORS], *numbers)), layouts[NUM_TENSORS:]
@@ -78,7 +78,7 @@ def padded_width(n: int) -> int:
 
 
 def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """As of a tensor expanded to a larger shape."""
+    """Return the strides of a tensor that is expanded to a larger shape."""
     return tuple(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
 
 
@@ -87,208 +87,238 @@ def _four_strides(x: TensorLayout | None) -> tuple[int, ...]:
 
 
 def key_strides(strides: tuple[int, ...], shifted: bool) -> tuple[int, ...]:
-    b, h, *rest = strides
-    return (b, h, 0, rest[0]) if shifted else (b, h, rest[0], rest[1])
+    """Return the strides of batch, head, component and position; shifted keys have no component dimension."""
+    b, h, *inner = strides
+    return (b, h, 0, inner[0]) if shifted else (b, h, inner[0], inner[1])
 
 
-def _section(n_heads: int, bytes_per_head: int) -> int:
-    return max(1, min(n_heads, L2_BYTES // max(1, bytes_per_head)))
+def _heads_in_l2(num_heads: int, bytes_per_head: int) -> int:
+    return max(1, min(num_heads, L2_BYTES // max(1, bytes_per_head)))
 
 
-def switches_of(args: MixtureArgs, precision: str) -> dict[str, Any]:
-    """What the attention kernels are compiled for; a launch adds its block sizes."""
+def constexprs_of(args: MixtureArgs, precision: str) -> dict[str, Any]:
+    """Return the constexprs that the attention kernels share; a launch adds its block sizes."""
     query, _, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, _, _, _, dropout_p, causal, hard, _, _ = args
     D, E = query.shape[3], value.shape[3]
     return {
-        "M": args.components, "D": D, "E": E, "BD": padded_width(D),
-        "BE": padded_width(E),
-        "SHIFTED": shift is not None, "HARD": hard,
-        "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "CAUSAL": causal,
-        "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point, "DROPOUT": dropout_p > 0,
-        "PACKED": cu_q is not None,
-        "PRECISION": precision,
+        "M": args.components, "D": D, "E": E, "BD": padded_width(D), "BE": padded_width(E),
+        "SHIFTED": shift is not None, "HARD": hard, "SCALE": 0 if scale_t is None else scale_t.shape[1],
+        "TAU": tau_t is not None, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point,
+        "DROPOUT": dropout_p > 0, "PACKED": cu_q is not None, "PRECISION": precision,
     }  # fmt: skip
 
 
-def _factored(switches: dict[str, Any]) -> bool:
-    """Whether the first kernel takes one exponential a pair, where the general one takes one a component."""
-    return switches["SHIFTED"] and not switches["HARD"] and switches["SCALE"] <= 1
+def _is_factored(constexprs: dict[str, Any]) -> bool:
+    """Return whether the FAST path takes one exponential per pair, and the GENERAL one M of them."""
+    return constexprs["SHIFTED"] and not constexprs["HARD"] and constexprs["SCALE"] <= 1
 
 
-def _blends(way: int, factored: bool, components: int) -> bool:
-    """Whether a block blends the components as a product."""
-    return bool(way & 2) and factored and components > 1 and 3 * components <= BLEND_WIDTH
+def _uses_component_gemm(block: BlockConfig, factored: bool, components: int) -> bool:
+    return block.component_gemm and factored and components > 1 and 3 * components <= COMPONENT_GEMM_WIDTH
 
 
-def _cap(first: bool, small: bool, switches: dict[str, Any]) -> str:
-    """Before the name of a block: whether it may be one of few registers."""
-    plain = not (switches["MASK"] or switches["DROPOUT"] or switches["SCALE"] > 1)
-    return CAPPED if first and not small and plain else ""
+def _is_capped(fast: bool, small: bool, constexprs: dict[str, Any]) -> bool:
+    """Return whether the registers of the FAST path may be limited: masks, dropout and several scales need more."""
+    return fast and not small and not (constexprs["MASK"] or constexprs["DROPOUT"] or constexprs["SCALE"] > 1)
 
 
-def _paths(first: bool, small: bool) -> tuple[int, ...]:
-    """The forms a kernel is launched in: the general one for all tiles (0); the first and then the general one for the
-    tiles that it leaves (1, 2); or both in one launch, which costs a small call less (3)."""
-    if not first:
+def _paths(fast: bool, small: bool) -> tuple[int, ...]:
+    """Return the paths of a kernel, one launch each.
+
+    GENERAL covers all tiles; FAST flags the tiles that it does not cover for FALLBACK; BOTH chooses per tile in one
+    launch, which is cheaper for a small call.
+    """
+    if not fast:
         return (GENERAL.value,)
     return (BOTH.value,) if small else (FAST.value, FALLBACK.value)
 
 
 @functools.lru_cache(1 << 10)
-def preparation(
-    tensors: tuple[Any, ...], hard: bool, n_seq: int, max_k: int, slots: int, operand: bool = False
-) -> LaunchSpec:  # fmt: skip
-    """Of keys, shift, bias, scale_t, tau_t, cu_k: the launch that fills `prepared`, `stats` and, if there is one, the
-    keys' operand. Without it the launch is another: one is for tensors that are None each time or never."""
+def preprocess_spec(
+    tensors: tuple[Any, ...], hard: bool, num_sequences: int, max_k: int, num_key_tiles: int, operand: bool = False
+) -> LaunchSpec:
+    """Return the launch that fills `prepared`, `stats` and, if operand, the keys' operand of the component GEMM.
+
+    tensors: layouts of keys, shift, bias, scale_t, tau_t and cu_k. operand is part of the cache key because a spec
+    needs None in the same positions at every launch.
+    """
     keys, shift, bias, scale_t, tau_t, cu_k = (x and TensorLayout(*x) for x in tensors)
     HK, (S, D), M = keys.shape[1], keys.shape[-2:], (keys if shift is None else shift).shape[1 + (shift is None)]
-    switches = {
+    constexprs = {
         "M": M, "D": D, "BC": min(64, padded_width(D)), "SHIFTED": shift is not None, "BIAS": bias is not None,
         "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "HARD": hard,
         "PACKED": cu_k is not None,
     }  # fmt: skip
     strides = (*key_strides(keys.strides, shift is not None), *_four_strides(bias))
-    tiles = ceil_div(max_k, SLOT)
-    return LaunchSpec(prepare_keys, (tiles * n_seq, HK, 1), strides, (HK, S, slots, tiles), switches)
+    tiles = ceil_div(max_k, KEYS_PER_TILE)
+    return LaunchSpec(
+        prepare_keys, (tiles * num_sequences, HK, 1), strides, (HK, S, num_key_tiles, tiles), constexprs
+    )  # fmt: skip
 
 
-class ForwardPlan(NamedTuple):
-    prepare: LaunchSpec
+class ForwardConfig(NamedTuple):
+    """Launches and workspace sizes of a forward pass."""
+
+    preprocess: LaunchSpec
     attend: LaunchSpec
-    cols: int  # keys of a block
-    flags: int  # room for so many of them; 0 where there is no second kernel
-    operand: int  # keys of the operand that blends the components, where that is a product, or 0
+    block_n: int
+    num_flags: int  # 0 without a FALLBACK launch
+    operand_keys: int  # keys of the component GEMM's operand; 0 without a component GEMM
 
 
 @functools.lru_cache(1 << 10)
-def forward_plan(tensors: tuple[Any, ...], flags: LaunchFlags, bulk: bool, want_lse: bool) -> ForwardPlan:
-    """tensors: the layouts of the tensors of `MixtureArgs`, and of out."""
+def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, return_lse: bool) -> ForwardConfig:
+    """Return the configuration of a forward pass.
+
+    Args:
+        tensors: Layouts of the tensors of `MixtureArgs` and of out.
+        flags: The rest of the key.
+        tma: Whether TMA reads keys and values.
+        return_lse: Whether lse is written. Part of the cache key only, as a spec needs None in the same positions.
+    """
     args, (out,) = _args_of_layouts(tensors, flags)
-    query, keys, value, shift, mask, cu_q = args.query, args.keys, args.value, args.shift, args.mask, args.cu_q
-    _, hard, _, max_q, max_k, slots, small, bounded, precision, blocks, unblended = flags
-    switches = switches_of(args, precision)
-    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
-    n_seq, size = B if cu_q is None else cu_q.shape[0] - 1, query.dtype.itemsize
-    # A float mask has no bound that is known beforehand.
-    first = bounded and switches["MASK"] != 2 and (not small or (_factored(switches) and M > 2))
-    kind = "small " if small else "hard " if hard else "unblended " if unblended else ""
-    rows, cols, warps, stages, registers, way = blocks(
-        _cap(first, small, switches) + kind + "forward", max(switches["BD"], switches["BE"]), M, shifted, size
-    )
-    n_tiles = ceil_div(max_q, rows)
-    switches.update(BM=rows, BN=cols, TMA=bulk, IN_REGISTERS=way % 2)
-    blends = _blends(way, first and _factored(switches), M)
-    paths = _paths(first, small)
-    attend = LaunchSpec(
-        mixture_forward, (n_tiles * n_seq * H, 1, 1),
-        (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
-        *out.strides[:3], H // HK),
-        (H, L, S, slots, n_tiles, n_seq * H, _section(n_seq * H, ((1 if shifted else M) * D + E) * size * S)),
-        switches, warps, stages, registers, paths,
+    query, keys, value, shift, hard, small = args.query, args.keys, args.value, args.shift, flags.hard, flags.small
+    constexprs = constexprs_of(args, flags.precision)
+    (_, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], constexprs["M"], shift is not None
+    num_sequences, size, key_tiles = args.num_sequences, query.dtype.itemsize, flags.num_key_tiles
+    # A float mask has no bound that is known in advance.
+    fast = flags.bounded and constexprs["MASK"] != 2 and (not small or (_is_factored(constexprs) and M > 2))
+    key = BlockKey(
+        "fwd", small=small, hard=hard and not small, capped=_is_capped(fast, small, constexprs),
+        no_component_gemm=flags.no_component_gemm and not small and not hard,
     )  # fmt: skip
-    prepare = preparation((*tensors[1:2], *tensors[3:7], tensors[10]), hard, n_seq, max_k, slots, blends)
-    return ForwardPlan(prepare, attend, cols, n_seq * H * n_tiles * (len(paths) > 1), HK * slots * SLOT * blends)
+    block = flags.select_block(key, max(constexprs["BD"], constexprs["BE"]), M, shifted, size)
+    tiles = ceil_div(args.max_q, block.block_m)
+    constexprs.update(BM=block.block_m, BN=block.block_n, TMA=tma, IN_REGISTERS=block.operand_in_registers)
+    component_gemm = _uses_component_gemm(block, fast and _is_factored(constexprs), M)
+    paths = _paths(fast, small)
+    heads = num_sequences * H
+    attend = LaunchSpec(
+        mixture_forward, (tiles * heads, 1, 1),
+        (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(args.mask),
+        *out.strides[:3], H // HK),
+        (H, L, S, key_tiles, tiles, heads, _heads_in_l2(heads, ((1 if shifted else M) * D + E) * size * S)),
+        constexprs, block.num_warps, block.num_stages, block.maxnreg, paths,
+    )  # fmt: skip
+    preprocess = preprocess_spec(
+        (tensors[1], *tensors[3:7], tensors[10]), hard, num_sequences, args.max_k, key_tiles, component_gemm
+    )
+    return ForwardConfig(
+        preprocess, attend, block.block_n, heads * tiles * (len(paths) > 1),
+        HK * key_tiles * KEYS_PER_TILE * component_gemm,
+    )  # fmt: skip
 
 
-class KeysPass(NamedTuple):
-    launch: LaunchSpec
-    rows: int  # queries of a block
-    by_engine: bool  # the bulk copy engine reads the rows' vectors
+class DkdvLaunch(NamedTuple):
+    """A launch of the dkdv kernel."""
+
+    spec: LaunchSpec
+    block_m: int
+    tma_rows: bool  # TMA reads the row vectors
 
 
-class BackwardPlan(NamedTuple):
-    queries: LaunchSpec
-    keys: tuple[KeysPass, ...]  # dk and dv together, or one after the other
-    cols: int  # keys of a block along the keys
-    # Workspaces: vectors of the rows, ranges of them, flags (0 without a second kernel), and parts of sums.
-    rows: tuple[int, int]
-    spread: int
-    flags: int
-    parts: tuple[int, int, int]
-    # Keys and rows of the operands that blend the components, where that is a product, or 0; and what writes the first.
-    key_operand: int
-    row_operand: int
-    write: LaunchSpec
-    add: LaunchSpec  # the parts to one another
+class BackwardConfig(NamedTuple):
+    """Launches and workspace sizes of a backward pass."""
+
+    dq: LaunchSpec
+    dkdv: tuple[DkdvLaunch, ...]  # dk and dv together, or one after the other
+    dq_block_n: int
+    row_vectors: tuple[int, int]
+    num_spreads: int
+    num_flags: int  # 0 without a FALLBACK launch
+    parts: tuple[int, int, int]  # partial sums [parts, Hk, entries]
+    key_operand_keys: int  # keys and rows of the component GEMM's operands; 0 without a component GEMM
+    row_operand_rows: int
+    write_key_operand: LaunchSpec
+    add_parts: LaunchSpec
 
 
 @functools.lru_cache(1 << 10)
-def backward_plan(
-    tensors: tuple[Any, ...], flags: LaunchFlags, along_keys: bool, along_queries: bool, mask_grad: bool,
-    prior_grad: int,
-) -> BackwardPlan:  # fmt: skip
-    """tensors: the layouts of the tensors of `MixtureArgs`, of out and of the gradients of out and lse. The bulk copy
-    engine reads along_keys keys and value, along_queries query and gradient."""
+def backward_config(
+    tensors: tuple[Any, ...], flags: LaunchFlags, tma_keys: bool, tma_queries: bool, mask_grad: bool, prior_grad: int
+) -> BackwardConfig:
+    """Return the configuration of a backward pass.
+
+    Args:
+        tensors: Layouts of the tensors of `MixtureArgs`, of out, and of the gradients of out and lse.
+        flags: The rest of the key.
+        tma_keys: Whether TMA reads keys and values in the dq kernel.
+        tma_queries: Whether TMA reads queries and gradients in the dkdv kernel.
+        mask_grad: Whether a float mask has a gradient.
+        prior_grad: NO_PRIOR_GRAD, SUMMED_PRIOR_GRAD or FULL_PRIOR_GRAD.
+    """
     args, (out, grad, grad_lse) = _args_of_layouts(tensors, flags)
-    query, keys, value, shift, mask, cu_q = args.query, args.keys, args.value, args.shift, args.mask, args.cu_q
-    _, hard, dropout, max_q, max_k, slots, small, bounded, precision, blocks, _ = flags
-    switches = switches_of(args, precision)
-    (B, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], switches["M"], shift is not None
-    n_seq = B if cu_q is None else cu_q.shape[0] - 1
-    width, size = max(switches["BD"], switches["BE"]), query.dtype.itemsize
-    # Blocks of small calls are for a warp or two, whose registers masks, dropout and several scales would not fit.
-    smallest = small and not dropout and not switches["MASK"] and switches["SCALE"] <= 1
-    hardness, smallness = "hard " if hard else "", "small " if smallest else ""
-    # Packed sequences begin anywhere in the rows' vectors.
-    bulk = along_queries and cu_q is None
-    of_keys = ("bulk " if bulk else smallness) + hardness
-    factored = _factored(switches) and (size == 2 or bounded) and (not small or M > 2)
-    # Independent keys, and hard shifted ones: one side's exponents are factors, which fp16 has no range for.
-    apart = (hard or not shifted) and switches["SCALE"] <= 1 and switches["MASK"] != 2 and bounded and not small
-    cap = _cap(factored or apart, small, switches)
-    q_rows, q_cols, q_warps, q_stages, q_registers, q_way = blocks(
-        cap + ("bulk " if along_keys else smallness) + hardness + "queries", width, M, shifted, size
-    )  # fmt: skip
-    in_turn = not shifted and not hard and bool(blocks(of_keys + "keys", width, M, shifted, size)[-1] & 2)
-    together = shifted or width <= SPLIT_WIDTH or in_turn
-    parts = ((DK_AND_DV, "keys"),) if together else ((DK_ONLY, "keys"), (DV_ONLY, "values"))
-    q_tiles = ceil_div(max_q, q_rows)
-    k_tiles = [ceil_div(max_k, blocks(of_keys + k, width, M, shifted, size)[1]) for _, k in parts]
-    query_sums = n_seq * (H // HK) * q_tiles
-    row_length = B * H * ceil_div(L, HEAD_ROWS) * HEAD_ROWS
+    query, keys, value, shifted = args.query, args.keys, args.value, args.shift is not None
+    hard, small, key_tiles, num_sequences = flags.hard, flags.small, flags.num_key_tiles, args.num_sequences
+    constexprs = constexprs_of(args, flags.precision)
+    (B, H, L, D), (HK, S, E), M = query.shape, value.shape[1:], constexprs["M"]
+    width, size = max(constexprs["BD"], constexprs["BE"]), query.dtype.itemsize
+    # Blocks of small calls have one or two warps: the registers of masks, dropout and several scales would not fit.
+    smallest = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
+    # Packed sequences begin anywhere in the row vectors.
+    tma = tma_queries and args.cu_q is None
+    factored = _is_factored(constexprs) and (size == 2 or flags.bounded) and (not small or M > 2)
+    # Independent keys and hard shifted keys: the exponents of one side are factors, for which fp16 has no range.
+    one_sided = (hard or not shifted) and constexprs["SCALE"] <= 1 and constexprs["MASK"] != 2
+    fast = factored or (one_sided and flags.bounded and not small)
+
+    def select(key: BlockKey) -> BlockConfig:
+        return flags.select_block(key, width, M, shifted, size)
+
+    capped = _is_capped(fast, small, constexprs)
+    dq_block = select(BlockKey("dq", small=smallest and not tma_keys, tma=tma_keys, hard=hard, capped=capped))
+    dkdv_key = BlockKey("dkdv", small=smallest and not tma, tma=tma, hard=hard)
+    dkdv_block = select(dkdv_key)
+    per_component = not shifted and not hard and dkdv_block.per_component
+    if shifted or width <= SPLIT_WIDTH or per_component:
+        passes = [(DK_AND_DV, dkdv_block)]
+    else:
+        passes = [(DK_ONLY, dkdv_block), (DV_ONLY, select(dkdv_key._replace(pass_="dv")))]
+    q_tiles, k_tiles = ceil_div(args.max_q, dq_block.block_m), [ceil_div(args.max_k, b.block_n) for _, b in passes]
+    heads, key_heads = num_sequences * H, num_sequences * HK
+    query_parts = num_sequences * (H // HK) * q_tiles
+    row_length = B * H * ceil_div(L, ROWS_PER_TILE) * ROWS_PER_TILE
     strides = (
-        *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(mask),
+        *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(args.mask),
         *grad.strides[:3], row_length, H // HK,
     )  # fmt: skip
-    paths = _paths(factored or apart, small)
-    # Not along the queries where independent keys are hard, whose components differ before one is chosen, or where dk
-    # and dv are together, which have no registers left for it.
-    key_paths = paths if shifted or (len(parts) > 1 and not hard) else (GENERAL.value,)
-    queries = LaunchSpec(
-        mixture_backward_dq, (q_tiles * n_seq * H, 1, 1), (*strides, *out.strides[:3]),
-        (H, L, S, slots, q_tiles, n_seq * H, _section(n_seq * H, (D * (1 if shifted else M) + E) * size * S)),
-        dict(switches, BM=q_rows, BN=q_cols, DMASK=mask_grad, DLSE=grad_lse is not None, TMA=along_keys,
-        IN_REGISTERS=q_way % 2, PRIOR=prior_grad), q_warps, q_stages, q_registers, paths,
+    paths = _paths(fast, small)
+    # The dkdv kernel is GENERAL for hard independent keys, whose components differ before one is chosen, and for dk and
+    # dv of independent keys together, which leave no registers for it.
+    dkdv_paths = paths if shifted or (len(passes) > 1 and not hard) else (GENERAL.value,)
+    dq = LaunchSpec(
+        mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, *out.strides[:3]),
+        (H, L, S, key_tiles, q_tiles, heads, _heads_in_l2(heads, (D * (1 if shifted else M) + E) * size * S)),
+        dict(constexprs, BM=dq_block.block_m, BN=dq_block.block_n, DMASK=mask_grad, DLSE=grad_lse is not None,
+        TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad),
+        dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths,
     )  # fmt: skip
-    passes = []
-    for (wanted, kind), tiles in zip(parts, k_tiles, strict=True):
-        k_rows, k_cols, warps, stages, registers, k_way = blocks(of_keys + kind, width, M, shifted, size)
-        by_engine = bulk and bool(k_way & 4)
-        launch = LaunchSpec(
-            mixture_backward_dkdv, (tiles * n_seq * HK, 1, 1), strides,
-            (H, L, S, slots, tiles, n_seq * HK, q_tiles, query_sums,
-            _section(n_seq * HK, (D + E) * size * L * H // HK)),
-            dict(switches, BM=k_rows, BN=k_cols, BQ=q_rows, TMA=along_queries, IN_REGISTERS=k_way % 2,
-            PER_COMPONENT=k_way % 4 >= 2, TMA_ROWS=by_engine, OUTPUTS=wanted.value, PRIOR=prior_grad), warps,
-            stages, registers, key_paths,
+    dkdv = []
+    for (outputs, block), tiles in zip(passes, k_tiles, strict=True):
+        tma_rows = tma and block.tma_rows
+        spec = LaunchSpec(
+            mixture_backward_dkdv, (tiles * key_heads, 1, 1), strides,
+            (H, L, S, key_tiles, tiles, key_heads, q_tiles, query_parts,
+            _heads_in_l2(key_heads, (D + E) * size * L * H // HK)),
+            dict(constexprs, BM=block.block_m, BN=block.block_n, BQ=dq_block.block_m, TMA=tma_queries,
+            IN_REGISTERS=block.operand_in_registers, PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows,
+            OUTPUTS=outputs.value, PRIOR=prior_grad),
+            block.num_warps, block.num_stages, block.maxnreg, dkdv_paths,
         )  # fmt: skip
-        passes.append(KeysPass(launch, k_rows, by_engine))
-    # fp16's gradients have more digits than the products of bf16 would leave them.
-    key_blend, row_blend = (
-        _blends(way, factored and bounded, M) for way in (q_way, blocks(of_keys + "keys", width, M, shifted, size)[-1])
-    )
-    shifts, n_parts = M * D if shifted else 0, query_sums + n_seq * k_tiles[0]
-    sums = summed_entries(M, shifts, prior_grad == SUMMED)
-    most_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # one launch after another
-    return BackwardPlan(
-        queries, tuple(passes), q_cols, rows=(2 * M, row_length), spread=n_seq * H * q_tiles,
-        flags=n_seq * most_tiles * (len(paths) > 1),
-        parts=(n_parts, HK, sums),
-        key_operand=HK * slots * SLOT * key_blend, row_operand=row_length * row_blend,
-        write=LaunchSpec(write_key_operand, (slots, HK, 1), (), (slots,), {"M": M}),
-        add=LaunchSpec(
-            add_parts, (ceil_div(HK * sums, PART_COLS), 1, 1), (), (n_parts, HK),
-            {"SHIFTS": shifts, "M": M, "SCALES": max(switches["SCALE"], 1), "SUMS": sums, "BLOCK_ROWS": PART_ROWS,
-            "BLOCK_COLS": PART_COLS}, num_warps=8,
+        dkdv.append(DkdvLaunch(spec, block.block_m, tma_rows))
+    # The GEMM operands are bf16, which has fewer digits than fp16 gradients.
+    key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, dkdv_block))
+    shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0]
+    entries = summed_entries(M, shift_entries, prior_grad == SUMMED_PRIOR_GRAD)
+    max_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # the kernels use the same flags one after another
+    return BackwardConfig(
+        dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M, row_length), num_spreads=heads * q_tiles,
+        num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),
+        key_operand_keys=HK * key_tiles * KEYS_PER_TILE * key_gemm, row_operand_rows=row_length * row_gemm,
+        write_key_operand=LaunchSpec(write_key_operand, (key_tiles, HK, 1), (), (key_tiles,), {"M": M}),
+        add_parts=LaunchSpec(
+            add_parts, (ceil_div(HK * entries, PART_COLS), 1, 1), (), (num_parts, HK),
+            {"SHIFTS": shift_entries, "M": M, "SCALES": max(constexprs["SCALE"], 1), "SUMS": entries,
+            "BLOCK_ROWS": PART_ROWS, "BLOCK_COLS": PART_COLS}, num_warps=8,
         ),
     )  # fmt: skip

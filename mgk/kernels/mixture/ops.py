@@ -9,9 +9,15 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.kernels.autograd import make_autograd_op, needs_dispatcher, raise_no_double_backward
 from mgk.kernels.mixture.args import MixtureArgs, schema
 from mgk.kernels.mixture.bwd_common import summed_entries
-from mgk.kernels.mixture.launch import by_position, launch_backward, launch_decode, launch_forward, slots_of
-from mgk.kernels.mixture.launch_config import EACH, NOTHING, SLOT, SUMMED
-from mgk.kernels.mixture.launch_parts import launch_inference
+from mgk.kernels.mixture.launch import (
+    count_key_tiles,
+    empty_like_bshd,
+    launch_backward,
+    launch_decode,
+    launch_forward,
+    launch_inference,
+)
+from mgk.kernels.mixture.launch_config import FULL_PRIOR_GRAD, KEYS_PER_TILE, NO_PRIOR_GRAD, SUMMED_PRIOR_GRAD
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -31,9 +37,10 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
     query = args.query
     B, H, L, _ = query.shape
     HK, S, E = args.value.shape[1:]
-    slots = slots_of(args.cu_k, B, S)
+    tiles = count_key_tiles(args.cu_k, B, S)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
-    return by_position(query, E), empty(B, H, L), empty(2, HK, args.components, slots * SLOT), empty(HK, slots, 4)
+    prepared, stats = empty(2, HK, args.components, tiles * KEYS_PER_TILE), empty(HK, tiles, 4)
+    return empty_like_bshd(query, E), empty(B, H, L), prepared, stats
 
 
 def _decode(
@@ -79,9 +86,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, keys, value, log prior, the small parameters and a float mask.
 
-    That of the log prior is [B, Hk, M, S] if prior_grad is EACH, else empty. Those of the small parameters are
+    That of the log prior is [B, Hk, M, S] with FULL_PRIOR_GRAD, else empty. Those of the small parameters are
     concatenated: shift [Hk, M, D], tau [Hk], scale [Hk, M] (a scale shared by all components: in the first column, the
-    others are 0) and, if prior_grad is SUMMED, log prior [Hk, M]. That of the mask is [B, H, L, S] or empty.
+    others are 0) and, with SUMMED_PRIOR_GRAD, log prior [Hk, M]. That of the mask is [B, H, L, S] or empty.
     """
     *flat_args, mask_grad, prior_grad = flat
     dq, dk, dv, dbias, sums, dmask = launch_backward(
@@ -114,9 +121,9 @@ def _backward_fake(
     HK, S = value.shape[1:3]
     M = prepared.shape[2]
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
-    dbias = lse.new_empty(B, HK, M, S) if prior_grad == EACH else lse.new_empty(0)
-    dq, dk, dv = by_position(query), by_position(keys), by_position(value)
-    n = HK * summed_entries(M, 0 if shift is None else M * D, prior_grad == SUMMED)
+    dbias = lse.new_empty(B, HK, M, S) if prior_grad == FULL_PRIOR_GRAD else lse.new_empty(0)
+    dq, dk, dv = empty_like_bshd(query), empty_like_bshd(keys), empty_like_bshd(value)
+    n = HK * summed_entries(M, 0 if shift is None else M * D, prior_grad == SUMMED_PRIOR_GRAD)
     return dq, dk, dv, dbias, lse.new_empty(n), dmask
 
 
@@ -153,17 +160,17 @@ def _gradients(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     need = MixtureArgs(*ctx.needs_input_grad)
-    prior_grad = NOTHING
+    prior_grad = NO_PRIOR_GRAD
     if need.bias:
         shape = ctx.bias_like[0]
-        prior_grad = SUMMED if shape[0] == shape[3] == 1 else EACH
+        prior_grad = SUMMED_PRIOR_GRAD if shape[0] == shape[3] == 1 else FULL_PRIOR_GRAD
     dq, dk, dv, dbias, sums, dmask = launch(
         grad, grad_lse, out, lse, prepared, stats, args, need.mask, prior_grad
     )  # fmt: skip
     M, D, HK = prepared.shape[2], query.shape[3], value.shape[1]
     taus = 0 if shift is None else HK * M * D
     scales = taus + HK
-    if prior_grad == SUMMED:
+    if prior_grad == SUMMED_PRIOR_GRAD:
         dbias = sums.as_strided((1, HK, M, 1), (HK * M, M, 1, 1), scales + HK * M)
     mask, scale_t, tau_t = args.mask, args.scale_t, args.tau_t
     return (
@@ -182,12 +189,12 @@ mixture = make_autograd_op(forward_op, _forward, launch_backward, _save, _gradie
 backward_op.register_autograd(raise_no_double_backward)
 
 
-def infer(want_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """Return out and lse (None unless want_lse) of `mixture` for a call that needs no gradients."""
+def infer(return_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse (None unless return_lse) of `mixture` for a call that needs no gradients."""
     if not needs_dispatcher():
-        return launch_inference(want_lse, MixtureArgs(*args))
+        return launch_inference(return_lse, MixtureArgs(*args))
     out, lse, _, _ = forward_op(*args)
-    return out, lse if want_lse else None
+    return out, lse if return_lse else None
 
 
 def decode(*args: Any) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,8 @@
 """Block sizes of the fused kernels and what they switch: the tables' as users get them, and others by force."""
 
+import hashlib
+import itertools
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from mgk.backends import triton
 from mgk.bench import implementations
 from mgk.kernels.mixture import launch as triton_launch
 from mgk.kernels.mixture import launch_config
+from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey
 from tests.kernels.mixture.test_kernels import (  # noqa: F401
     BLOCKS,
     DEVICE,
@@ -25,7 +29,7 @@ from tests.kernels.mixture.test_kernels import (  # noqa: F401
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 
-SMALL_PAIRS = 1 << 25  # as users have it; `small_blocks` sets it to 0
+SMALL_PAIRS = triton_launch.SMALL_PAIRS  # `small_blocks` sets the limit to 0
 
 # No multiple of any block, and too short for a block's stages; and whole blocks.
 TABLE_LENGTHS = (37, 130, 192)
@@ -87,15 +91,27 @@ def test_first_and_second_kernel(name, monkeypatch, poisoned):
         check_within(limit + SLACK, leaves, options, at=f" at std {std}")
 
 
-WAYS = {
-    # The ways of a block: components in turn (2), rows' vectors by the copy engine (4).
-    "in-turn": (2, {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"}),
-    "in-turn-padding": (2, {"variant": "mgk", "B": 2, "D": 72, "E": 72, "padding": ((0, 40), (3, 21))}),
-    "in-turn-bool": (2, {"variant": "mgk", "D": 72, "mask_shape": (1, 1, 40, 50), "bool_mask": True}),
-    "engine": (4, {"H": 2, "L": 37, "causal": "top-left"}),
-    "engine-hard": (4, {"hard": True, "prior": False, "B": 2, "H": 2, "L": 37}),
-    "engine-in-turn": (6, {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 37, "causal": "bottom-right"}),
-}
+BLOCK_VARIANTS = {
+    "per-component": (("per_component",), {"variant": "mgk", "D": 72, "E": 72, "causal": "top-left"}),
+    "per-component-padding": (
+        ("per_component",), {"variant": "mgk", "B": 2, "D": 72, "E": 72, "padding": ((0, 40), (3, 21))},
+    ),
+    "per-component-bool": (
+        ("per_component",), {"variant": "mgk", "D": 72, "mask_shape": (1, 1, 40, 50), "bool_mask": True},
+    ),
+    "tma-rows": (("tma_rows",), {"H": 2, "L": 37, "causal": "top-left"}),
+    "tma-rows-hard": (("tma_rows",), {"hard": True, "prior": False, "B": 2, "H": 2, "L": 37}),
+    "tma-rows-per-component": (
+        ("per_component", "tma_rows"),
+        {"variant": "mgk", "D": 80, "E": 80, "H": 2, "Hk": 2, "L": 37, "causal": "bottom-right"},
+    ),
+}  # fmt: skip
+
+
+def force_block(monkeypatch, **variants):
+    """Give every launch the same small block with these variants of the code."""
+    block = BlockConfig(32, 32, 4, 1, **variants)
+    monkeypatch.setattr(triton_launch, "select_block", lambda *_: block)
 
 
 @pytest.mark.parametrize("M", [2, 4, 5])
@@ -106,8 +122,8 @@ def test_blend_as_a_product(M, monkeypatch, poisoned):
         leaves, options = case(M=M, L=40, S=50, H=2, std=std, causal="top-left")
         x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
         found = []
-        for way in (1, 3):
-            monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+        for component_gemm in (False, True):
+            force_block(monkeypatch, operand_in_registers=True, component_gemm=component_gemm)
             found.append(triton.run_mixture(make_call(x, **options)))
         assert std > 1 or not torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[1][0], found[0][0], atol=limit, rtol=limit)
@@ -131,10 +147,10 @@ def test_gradients_of_the_blend_as_a_product(name, way_in, monkeypatch, poisoned
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
     engine = way_in == "engine"
     if way_in == "small":
-        monkeypatch.setattr(triton_launch, "SMALL_PAIRS", SMALL_PAIRS)
+        monkeypatch.setattr(triton_launch, "_small_pairs", SMALL_PAIRS)
     if not (engine and GPU):
-        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: engine)
-    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, 2))
+        monkeypatch.setattr(triton_launch, "supports_tma", lambda *_: engine)
+    force_block(monkeypatch, component_gemm=True)
     leaves, options = case(**{"L": 40, "S": 50, **BLENDED[name]})
     report = measure(leaves, options, torch.float32, yardstick=False)
     for which, (error, _, size) in report.items():
@@ -149,13 +165,13 @@ def test_blend_as_a_product_of_packed_sequences(monkeypatch, poisoned):
     not written."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
     if not GPU:
-        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+        monkeypatch.setattr(triton_launch, "supports_tma", lambda *_: True)
     leaves, _ = case(M=4, H=2, Hk=1, L=60, S=60)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
     cu = torch.tensor([0, 20, 21, 57], dtype=torch.int32, device=DEVICE)
     found = []
-    for way in (0, 2):
-        monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+    for component_gemm in (False, True):
+        force_block(monkeypatch, component_gemm=component_gemm)
         out = triton.run_mixture(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))[0][:, :, :57]
         found.append(torch.autograd.grad(out.square().sum(), list(x.values())))
     for name, want, got in zip(x, *found, strict=True):
@@ -163,27 +179,27 @@ def test_blend_as_a_product_of_packed_sequences(monkeypatch, poisoned):
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("way", [2, 4, 6])
-def test_rows_of_the_next_head(way, monkeypatch, poisoned):
+@pytest.mark.parametrize("variants", [("component_gemm",), ("tma_rows",), ("component_gemm", "tma_rows")], ids="-".join)
+def test_rows_of_the_next_head(variants, monkeypatch, poisoned):
     """By the copy engine a head's last rows come with the next head's first, whose blend may overflow."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
-    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, way))
+    force_block(monkeypatch, **dict.fromkeys(variants, True))
     if not GPU:
-        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+        monkeypatch.setattr(triton_launch, "supports_tma", lambda *_: True)
     leaves, options = case(M=3, H=2, Hk=2, L=40, S=50)
     leaves["shift"][1, 0] -= 40.0 * leaves["query"][0, 1, 0].sign()
     leaves["log_prior"][:, 0] += 20.0
     check_within(3e-2, leaves, options, torch.float32)
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_ways_of_a_block(name, monkeypatch, poisoned):
-    """What no table may have at the moment gives the same gradients."""
-    way, options = WAYS[name]
+@pytest.mark.parametrize("name", BLOCK_VARIANTS)
+def test_block_variants_give_the_same_gradients(name, monkeypatch, poisoned):
+    """Also those that no table uses at the moment."""
+    variants, options = BLOCK_VARIANTS[name]
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
-    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, way))
-    if way >= 4 and not GPU:
-        monkeypatch.setattr(triton_launch, "_bulk", lambda *_: True)
+    force_block(monkeypatch, **dict.fromkeys(variants, True))
+    if "tma_rows" in variants and not GPU:
+        monkeypatch.setattr(triton_launch, "supports_tma", lambda *_: True)
     leaves, options = case(**{"L": 40, "S": 50, **options})
     check_within(1e-5 + SLACK, leaves, options)
 
@@ -248,7 +264,7 @@ def flagged(leaves, options, dtype, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(triton_launch, "launch", launch)
-        patch.setattr(triton_launch, "SMALL_PAIRS", 0)
+        patch.setattr(triton_launch, "_small_pairs", 0)
         measure(leaves, options, dtype, yardstick=False)
     return shares
 
@@ -265,7 +281,7 @@ def same_in_two_launches(leaves, options, dtype, monkeypatch):
     weights = torch.randn(output, generator=g).to(dtype), 0.3 * torch.randn(lse, generator=g).to(dtype)
     found = []
     for pairs in (0, SMALL_PAIRS):
-        monkeypatch.setattr(triton_launch, "SMALL_PAIRS", pairs)
+        monkeypatch.setattr(triton_launch, "_small_pairs", pairs)
         found.append(gradients(lambda y: triton.run_mixture(make_call(y, **options))[:2], x, weights))
     for name, want in found[0].items():
         want, got = (t.float().cpu() for t in (want, found[1][name]))
@@ -300,7 +316,7 @@ def test_safe_tiles_take_the_fast_form(M, monkeypatch, poisoned):
     found = {}
     for name, dtypes, pairs in (("first", DTYPES, 0), ("either", DTYPES, SMALL_PAIRS), ("general", (), 0)):
         monkeypatch.setattr(triton_launch, "BOUNDED", dtypes)
-        monkeypatch.setattr(triton_launch, "SMALL_PAIRS", pairs)
+        monkeypatch.setattr(triton_launch, "_small_pairs", pairs)
         weights = torch.ones(1, 1, 50, 16), torch.ones(1, 1, 50)
         found[name] = gradients(lambda y: triton.run_mixture(make_call(y, **options))[:2], x, weights)
     for which in ("out", "query", "keys"):
@@ -312,41 +328,80 @@ def test_safe_tiles_take_the_fast_form(M, monkeypatch, poisoned):
 def test_either_form_with_the_blend_as_a_product(M, monkeypatch, poisoned):
     """Of the two, only the fast form reads the operands; they round what is summed to bf16."""
     monkeypatch.setattr(triton_launch, "BOUNDED", DTYPES)
-    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 4, 1, None, 3))
+    force_block(monkeypatch, operand_in_registers=True, component_gemm=True)
     leaves, options = case(D=64, E=64, M=M, **UNEVEN)
     same_in_two_launches(leaves, options, FORCED, monkeypatch)
     if not GPU:
         check_within(1e-2, leaves, options)
 
 
+PASS_KEYS = {
+    "fwd": [
+        BlockKey("fwd", small=small, hard=hard, capped=capped, no_component_gemm=no_gemm)
+        for small, hard, no_gemm in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+        for capped in ((False,) if small else (False, True))
+    ],
+    "dq": [
+        BlockKey("dq", small=small, tma=tma, hard=hard, capped=capped)
+        for small, tma, capped in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1))
+        for hard in (False, True)
+    ],
+}  # fmt: skip
+PASS_KEYS |= {
+    name: [
+        BlockKey(name, small=small, tma=tma, hard=hard)
+        for small, tma in ((0, 0), (1, 0), (0, 1)) for hard in (False, True)
+    ]
+    for name in ("dkdv", "dv")
+}  # fmt: skip
+
+
+def block_cases(shifted):
+    """All cases that a launch can look up: key, width, number of components, bytes per element."""
+    for name, keys in PASS_KEYS.items():
+        widths = (16, 32, 64, 128, 256)
+        if name == "dv":
+            widths = () if shifted else [width for width in widths if width > launch_config.SPLIT_WIDTH]
+        yield from itertools.product(keys, widths, (1, 2, 3, 8), (2, 4))
+
+
 @pytest.mark.parametrize("shifted", [True, False])
 def test_every_call_has_blocks(shifted):
-    """Keys of a block divide the tiles that they are prepared in; where the copy engine reads the rows' vectors, a
-    block's rows divide those of a head."""
-    passes = ("forward", "hard forward", "unblended forward", "queries", "hard queries", "keys", "hard keys")
-    passes += () if shifted else ("values", "hard values")
-    before = {
-        "forward": ("", "small ", "capped "),
-        "hard forward": ("", "capped "),
-        "unblended forward": ("", "capped "),
-    }
-    before |= dict.fromkeys(("queries", "hard queries"), ("", "small ", "bulk ", "capped ", "capped bulk "))
-    kinds = [prefix + kind for kind in passes for prefix in before.get(kind, ("", "small ", "bulk "))]
-    for kind in kinds:
-        for width in (16, 32, 64, 128, 256):
-            for components in (1, 2, 3, 8):
-                for itemsize in (2, 4):
-                    if kind.endswith("values") and width <= launch_config.SPLIT_WIDTH:
-                        continue
-                    rows, keys, *_, registers, way = BLOCKS(kind, width, components, shifted, itemsize)
-                    assert registers is None or kind.startswith("capped "), (kind, width, components)
-                    assert launch_config.SLOT % keys == 0, (kind, width, components)
-                    assert rows % 16 == 0, (kind, width, components)
-                    # What the engine reads beyond a head's last row the pass along the keys has written.
-                    hardness = "hard " if "hard" in kind else ""
-                    writers = [before + hardness + "queries" for before in ("", "bulk ", "capped ", "capped bulk ")]
-                    written = [BLOCKS(writer, width, components, shifted, itemsize)[0] for writer in writers]
-                    read = kind.startswith("bulk") and not any(n % rows for n in (launch_config.HEAD_ROWS, *written))
-                    # Its copies begin at multiples of 128 bytes.
-                    assert way < 4 or (read and rows >= 32), (kind, width, components)
-                    assert not (kind.endswith("unblended forward") and shifted and components < 3 and way & 2), width
+    """The keys of a block divide a tile of preprocessed keys; rows that TMA reads divide those of a head."""
+    for key, width, components, itemsize in block_cases(shifted):
+        at = (key, width, components)
+        block = BLOCKS(key, width, components, shifted, itemsize)
+        assert block.maxnreg is None or key.capped, at
+        assert launch_config.KEYS_PER_TILE % block.block_n == 0, at
+        assert block.block_m % 16 == 0, at
+        # The rows that TMA reads beyond a head's last one were written by the dq kernel.
+        writers = [BlockKey("dq", tma=tma, hard=key.hard, capped=capped) for tma in (0, 1) for capped in (0, 1)]
+        written = [BLOCKS(writer, width, components, shifted, itemsize).block_m for writer in writers]
+        readable = key.tma and not any(n % block.block_m for n in (launch_config.ROWS_PER_TILE, *written))
+        # TMA copies begin at multiples of 128 bytes.
+        assert not block.tma_rows or (readable and block.block_m >= 32), at
+        assert not (key.no_component_gemm and shifted and components < 3 and block.component_gemm), at
+        assert not (block.component_gemm if not shifted else block.per_component), at
+
+
+@pytest.mark.parametrize(("shifted", "digest"), [(True, "a9a5b554e9869c0e"), (False, "f2c90a5c55be7cd2")])
+def test_selected_blocks_are_those_that_were_measured(shifted, digest):
+    """Changes to the tables or to the fallback order change the digest: update it with new measurements only."""
+    blocks = [(case, BLOCKS(*case[:3], shifted, case[3])) for case in block_cases(shifted)]
+    text = "\n".join(" ".join(map(str, (*key, *sizes, *block))) for (key, *sizes), block in blocks)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize(("key", "width", "components", "shifted", "itemsize", "block"), [
+    (BlockKey("fwd"), 64, 2, True, 2, BlockConfig(64, 64, 4, 3, None, True, True)),
+    (BlockKey("fwd", capped=True, no_component_gemm=True), 64, 2, True, 2, BlockConfig(64, 64, 4, 3, 128, True)),
+    # A register limit of soft assignment is not used for hard assignment.
+    (BlockKey("dq", tma=True, hard=True, capped=True), 32, 2, True, 2, BlockConfig(64, 128, 4, 3, None, True)),
+    (BlockKey("dq", tma=True, capped=True), 32, 2, True, 2, BlockConfig(64, 64, 4, 3, 128, True)),
+    # Wider than any entry of the key itself.
+    (BlockKey("fwd", small=True), 32, 2, False, 2, BlockConfig(64, 64, 4, 3, None, True)),
+    (BlockKey("dkdv", tma=True), 128, 2, False, 2, BlockConfig(64, 64, 4, 2, per_component=True, tma_rows=True)),
+    (BlockKey("dkdv"), 64, 3, False, 4, BlockConfig(64, 16, 4, 2)),
+])  # fmt: skip
+def test_fallback_order(key, width, components, shifted, itemsize, block):
+    assert BLOCKS(key, width, components, shifted, itemsize) == block

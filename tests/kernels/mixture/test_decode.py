@@ -84,18 +84,18 @@ def test_heads_that_share_their_keys(name, dtype, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs(name, monkeypatch, poisoned):
-    seen, original = [], triton_launch._in_pairs
+    seen, original = [], triton_launch.view_as_int32_pairs
 
     def in_pairs(*tensors):
         seen.extend(x.dtype for x in original(*tensors))
         return original(*tensors)
 
-    monkeypatch.setattr(triton_launch, "_in_pairs", in_pairs)
+    monkeypatch.setattr(triton_launch, "view_as_int32_pairs", in_pairs)
     check(PAIRS[name], torch.bfloat16, monkeypatch)
     assert set(seen) == {torch.int32 if name.startswith("pairs") else torch.bfloat16}
 
 
-def test_an_odd_width_is_not_read_in_pairs():
+def test_an_odd_width_is_not_readview_as_int32_pairs():
     """Though its rows begin at multiples of 64 bytes."""
     keys, value = (torch.randn(1, 2, 40, 32, device=DEVICE).bfloat16()[..., :31] for _ in range(2))
     query, shift = torch.randn(1, 2, 1, 31, device=DEVICE).bfloat16(), torch.randn(2, 2, 31, device=DEVICE)
@@ -106,7 +106,7 @@ def test_an_odd_width_is_not_read_in_pairs():
 
 
 def check(shape, dtype, monkeypatch, *kernels):
-    monkeypatch.setattr(triton_launch, "_processors", lambda device: 4)
+    monkeypatch.setattr(triton_launch, "_num_sms", lambda device: 4)
     seen = splits(monkeypatch, *kernels)
     errors = {"out": [], "lse": []}
     for seed in range(4):
@@ -159,7 +159,7 @@ def roomy(x, axis, room=57):
 )
 def test_only_so_many_keys_are_there(name, monkeypatch, poisoned):
     """A number on the device says how many; what lies behind them is not read."""
-    monkeypatch.setattr(triton_launch, "_processors", lambda device: 4)
+    monkeypatch.setattr(triton_launch, "_num_sms", lambda device: 4)
     leaves, options = case(**{"L": 1, **(CASES | GROUPS)[name]})
     x = {key: t.to(DEVICE, torch.float32) for key, t in leaves.items()}
     call = make_call(x, **options)

@@ -14,24 +14,29 @@ pytest.importorskip("triton")
 from mgk._core.calls import MixtureCall, Packed
 from mgk.backends import triton
 from mgk.kernels.mixture import launch
+from mgk.kernels.mixture.block_sizes import BlockConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 pytestmark = [pytest.mark.gpu] if GPU else []
-BLOCKS = launch.blocks
+BLOCKS = launch.select_block
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several tiles in each direction at the lengths of the tests; on a GPU the sizes that users get. No call is small:
     the tests are for the kernels that large ones take."""
-    monkeypatch.setattr(launch, "SMALL_PAIRS", 0)
+    monkeypatch.setattr(launch, "_small_pairs", 0)
     if not GPU:
         monkeypatch.setattr(
             launch,
-            "blocks",
-            lambda kind, *_: (32, 16, 4, 1, None, 0) if kind.endswith(("keys", "values")) else (16, 32, 4, 1, None, 1),
+            "select_block",
+            lambda key, *_: (
+                BlockConfig(32, 16, 4, 1)
+                if key.pass_ in ("dkdv", "dv")
+                else BlockConfig(16, 32, 4, 1, operand_in_registers=True)
+            ),
         )
 
 

@@ -14,6 +14,7 @@ from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import ops
 from mgk.kernels.mixture import block_sizes, em_ops, launch_config
 from mgk.kernels.mixture import launch as triton_launch
+from mgk.kernels.mixture.block_sizes import BlockConfig
 from tests.kernels.mixture.test_kernels import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -110,11 +111,11 @@ def test_other_settings_other_launches(steps, tf32, monkeypatch):
     gradients(x)
     assert [step.paths for step in steps] == [(None,), (1, 2), (1, 2), (1, 2), (None,)]
     steps.clear()
-    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 1 << 20)
+    monkeypatch.setattr(triton_launch, "_small_pairs", 1 << 20)
     gradients(x)
     assert [step.paths for step in steps] == [(None,), (0,), (0,), (0,), (None,)]
     steps.clear()
-    monkeypatch.setattr(triton_launch, "blocks", lambda *_: (32, 32, 2, 1, None, 0))
+    monkeypatch.setattr(triton_launch, "select_block", lambda *_: BlockConfig(32, 32, 2, 1))
     gradients(x)
     assert [step.num_warps for step in steps] == [4, 2, 2, 2, 8]
 
@@ -124,16 +125,16 @@ def test_other_settings_other_launches(steps, tf32, monkeypatch):
 def test_a_small_call_of_many_components_is_one_launch_a_pass(M, D, steps, monkeypatch):
     """Both forms are in it, and there is no room for flags, which the second of two launches would read."""
     monkeypatch.setattr(triton_launch, "BOUNDED", [torch.float32])
-    monkeypatch.setattr(triton_launch, "SMALL_PAIRS", 1 << 20)
+    monkeypatch.setattr(triton_launch, "_small_pairs", 1 << 20)
     plans = []
-    for name in ("forward_plan", "backward_plan"):
+    for name in ("forward_config", "backward_config"):
         plan = getattr(triton_launch, name)
         monkeypatch.setattr(triton_launch, name, lambda *args, plan=plan: plans.append(plan(*args)) or plans[-1])
     gradients(tensors(M=M, D=D, E=D), causal="top-left")
     passes = {step.kernel.__name__: step.paths for step in steps}
     assert len(passes) == len(steps) == 5
     assert [passes[name] for name in ("mixture_forward", "mixture_backward_dq", "mixture_backward_dkdv")] == [(3,)] * 3
-    assert [plan.flags for plan in plans] == [0, 0]
+    assert [plan.num_flags for plan in plans] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -150,13 +151,13 @@ def test_few_registers_are_for_plain_calls_by_the_first_kernel(change, capped):
     some = (row, layout(8, 4, 2, 4096, 32), row, None, None, None, None, mask, None, None, None, row)
     dropout, bounded = change.get("dropout", False), change.get("bounded", True)
     flags = launch_config.LaunchFlags(
-        0, False, dropout, length, length, 8 * 32, False, bounded, "tf32", block_sizes.blocks
+        0, False, dropout, length, length, 8 * 32, False, bounded, "tf32", block_sizes.select_block
     )  # fmt: skip
-    forward = launch_config.forward_plan(some, flags, True, True).attend
-    backward = launch_config.backward_plan(
-        (*some[:11], row, row, None), flags, True, True, False, launch_config.NOTHING
+    forward = launch_config.forward_config(some, flags, True, True).attend
+    backward = launch_config.backward_config(
+        (*some[:11], row, row, None), flags, True, True, False, launch_config.NO_PRIOR_GRAD
     )
-    for step, rows, cols in ((forward, 64, 64), (backward.queries, 64, 64 if capped else 128)):
+    for step, rows, cols in ((forward, 64, 64), (backward.dq, 64, 64 if capped else 128)):
         assert (step.maxnreg is not None) == capped
         assert (step.constexprs["BM"], step.constexprs["BN"]) == (rows, cols)
 
@@ -179,8 +180,9 @@ def test_a_preparation_that_writes_an_operand_is_another(monkeypatch):
     monkeypatch.setattr(triton_launch, "BOUNDED", (torch.float32,))
     steps = []
     monkeypatch.setattr(triton_launch, "launch", lambda step, tensors, floats=(): steps.append((step, tensors[-1])))
-    for way in (1, 3):
-        monkeypatch.setattr(triton_launch, "blocks", lambda *_, way=way: (32, 32, 4, 1, None, way))
+    for component_gemm in (False, True):
+        block = BlockConfig(32, 32, 4, 1, operand_in_registers=True, component_gemm=component_gemm)
+        monkeypatch.setattr(triton_launch, "select_block", lambda *_, block=block: block)
         triton.run_mixture(make_call(tensors()))
     (plain, nothing), _, (writing, operand), _ = steps
     assert nothing is None

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from mgk._core.calls import MixtureCall
 from mgk.backends import triton
-from mgk.kernels.mixture import launch, launch_config, launch_parts
+from mgk.kernels.mixture import launch, launch_config
+from mgk.kernels.mixture.block_sizes import BlockConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -60,13 +61,15 @@ def test_parts_give_the_same_bits(name, monkeypatch):
     want = triton.run_mixture(call)
     held = []
 
-    def into(out, lse, prepared, *rest):
-        held.append(prepared.shape[1] * prepared.shape[3] // launch_config.SLOT)
-        assert rest[-1] is True, "a part has no room for the blend's operand"
-        launch.forward_into(out, lse, prepared, *rest)
+    forward_into = launch.forward_into
 
-    monkeypatch.setattr(launch_parts, "key_heads_of_part", lambda *_: at_a_time)
-    monkeypatch.setattr(launch_parts, "forward_into", into)
+    def into(out, lse, prepared, *rest):
+        held.append(prepared.shape[1] * prepared.shape[3] // launch_config.KEYS_PER_TILE)
+        assert rest[-1] is True, "a part has no room for the blend's operand"
+        forward_into(out, lse, prepared, *rest)
+
+    monkeypatch.setattr(launch, "key_heads_per_chunk", lambda *_: at_a_time)
+    monkeypatch.setattr(launch, "forward_into", into)
     got = triton.run_mixture(call)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
@@ -81,11 +84,13 @@ def test_no_lse_where_nobody_asks(monkeypatch):
     want = triton.run_mixture(call)[0]
     given = []
 
+    forward_into = launch.forward_into
+
     def into(out, lse, *rest):
         given.append(lse)
-        launch.forward_into(out, lse, *rest)
+        forward_into(out, lse, *rest)
 
-    monkeypatch.setattr(launch_parts, "forward_into", into)
+    monkeypatch.setattr(launch, "forward_into", into)
     got, lse, _ = triton.run_mixture(dataclasses.replace(call, return_lse=False))
     assert torch.equal(got, want)
     assert lse is None
@@ -99,14 +104,14 @@ def test_who_holds_the_operand_of_a_blend(hard, unblended, components, has):
     """Two soft components at width 64, but not in parts."""
     call = make(1, 2, 2, D=64, M=components)
     tensors = (call.query, call.keys, call.value, call.shift, *(None,) * 7, call.query)
-    flags = launch_config.LaunchFlags(0, hard, False, 40, 40, 1, False, True, "ieee", launch_parts.blocks, unblended)
-    plan = launch_config.forward_plan(launch_config.layouts(*tensors), flags, False, True)
-    assert (plan.operand > 0) == has
+    flags = launch_config.LaunchFlags(0, hard, False, 40, 40, 1, False, True, "ieee", launch.select_block, unblended)
+    config = launch_config.forward_config(launch_config.layouts(*tensors), flags, False, True)
+    assert (config.operand_keys > 0) == has
 
 
 def test_parts_are_large():
     """One number for each row and head is held, but no part is too small for the device."""
-    count, block = launch_parts.key_heads_of_part, (64, 64, 4, 3, None, 1)
+    count, block = launch.key_heads_per_chunk, BlockConfig(64, 64, 4, 3, operand_in_registers=True)
     assert count(1, 4, 4, 1 << 17, 1 << 17, 2, block) == 1
     assert count(1, 4, 4, 1 << 17, 1 << 17, 1, block) == 2
     assert count(2, 8, 4, 1 << 16, 1 << 16, 2, block) == 4
