@@ -52,7 +52,7 @@ class Pairs:
     """Documents once each, and the pairs of each split as places among them."""
 
     def __init__(self, data_dir: Path) -> None:
-        task = tasks.task(TASK)
+        task = tasks.get_task(TASK)
         task.prepare(data_dir, os.cpu_count() or 1)
         self.splits = {name: task.split(data_dir, name) for name in ("train", *JUDGED)}
         self.documents: list[np.ndarray] = []

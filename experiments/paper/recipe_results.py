@@ -132,7 +132,7 @@ def departs(line: dict[str, str], recipe: Recipe) -> str:
         same = False
     if not same:
         return " ".join(f"--set {setting}" for setting in settings)
-    config: Any = OBJECTIVES[tasks.task(recipe.task).objective].config_class
+    config: Any = OBJECTIVES[tasks.get_task(recipe.task).objective].config_class
     wanted = VARIANTS[line["variant"]].components or recipe.model.get("num_components", config.num_components)
     return "" if line.get("components") in (None, "", str(wanted)) else f"{line['components']} components"
 
@@ -186,7 +186,7 @@ def find(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
                 found.late = found.left_at > 0.9 * recipe.training.steps
             if found is not None and each["metric"] == "majority_share":
                 found.majority[each["split"]] = 100 * float(each["value"])
-    scale = SCALES[tasks.task(recipe.task).objective]
+    scale = SCALES[tasks.get_task(recipe.task).objective]
     return RecipeResults(
         recipe, scale, sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed)), results
     )

@@ -35,7 +35,7 @@ def trainings(wanted: dict[str, list[tuple[ModelSpec, int]]], found: Path, runs:
     for name, seeds in wanted.items():
         recipe = config.load_recipe(name)
         first = Run(recipe, seeds[0][0], PRESET, 0, data, Path())
-        size = count_parameters(first.model_config(tasks.task(recipe.task)))
+        size = count_parameters(first.model_config(tasks.get_task(recipe.task)))
         jobs += [
             (size, train_job(recipe, row, seed, preset=PRESET, data_dir=data, out=found, runs=runs))
             for row, seed in seeds
@@ -46,7 +46,7 @@ def trainings(wanted: dict[str, list[tuple[ModelSpec, int]]], found: Path, runs:
 def trouble(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
     """Why nothing can be added to the results of a recipe: there is no data, or other data than theirs."""
     recipe = config.load_recipe(name)
-    task = tasks.task(recipe.task)
+    task = tasks.get_task(recipe.task)
     try:
         task.prepare(data, os.cpu_count() or 1, progress)
     except ValueError as error:

@@ -194,7 +194,7 @@ def _analyze_run(
     matrices = options.resolve_matrices(options.length or config.max_length, device)
     if options.images:
         fail("--images", "requires --hf")
-    task = tasks.task(description["task"])
+    task = tasks.get_task(description["task"])
     codec = text_codec(task, run)
     if options.texts:
         sampled = samples.from_ids(model, samples.read_text(model, options.texts, options.length, codec), codec)

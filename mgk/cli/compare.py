@@ -92,7 +92,7 @@ def compare(
     check_output_directory("--out", out)
     check_output_directory("--runs", runs)
     data = resolve_data_dir(data_dir)
-    task = tasks.task(loaded.task)
+    task = tasks.get_task(loaded.task)
     task.prepare(data, os.cpu_count() or 1, print_progress)
     first_runs = {
         model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in models

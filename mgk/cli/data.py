@@ -25,7 +25,7 @@ def data(
     if task not in tasks.TASKS and task in config.recipe_names():
         task = config.load_recipe(task).task
     missing = []
-    for selected in tasks.TASKS.values() if task == "all" else [tasks.task(task)]:
+    for selected in tasks.TASKS.values() if task == "all" else [tasks.get_task(task)]:
         try:
             selected.prepare(data_path, workers or os.cpu_count() or 1, print_progress)
         except tasks.DataError as error:

@@ -41,7 +41,7 @@ def evaluate(
     if precision is not None:
         one_of("--precision", precision, PRECISIONS)
     description = RunDirectory(run).read_description("training")
-    task = tasks.task(description["task"])
+    task = tasks.get_task(description["task"])
     if split is not None:
         one_of("--split", split, task.splits)
     if stride is not None and not OBJECTIVES[task.objective].uses_stride:

@@ -126,7 +126,7 @@ def _model_config(recipe: str, settings: list[str], data: Path) -> Any:
 
     loaded = load_recipe(recipe).with_settings(settings)
     row = loaded.rows[0] if loaded.rows else ModelSpec("softmax", 8)
-    return Run(loaded, row, "paper", 0, data, Path(".")).model_config(tasks.task(loaded.task))
+    return Run(loaded, row, "paper", 0, data, Path(".")).model_config(tasks.get_task(loaded.task))
 
 
 def _count(config: Any, length: int) -> tuple[int, int]:

@@ -90,7 +90,7 @@ def train(
         fail("--accelerator", "is gpu, but PyTorch detects no GPU: use cpu")
     if resume not in (None, "auto"):
         fail("--resume", f"must be auto, got {resume!r}")
-    task = tasks.task(loaded.task)
+    task = tasks.get_task(loaded.task)
     directory = out or run_path(Path("runs"), loaded.name, row, preset, seed)
     data = resolve_data_dir(data_dir)
     check_output_directory("--out", directory)

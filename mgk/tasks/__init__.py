@@ -1,4 +1,4 @@
-"""Tasks: where the data comes from and how an example is made. A new task is a file and a row."""
+"""Tasks: where their data comes from and how examples are made. A new task is one file and one entry of `TASKS`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from mgk.tasks.listops import LISTOPS, LISTOPS_SHORT
 from mgk.tasks.retrieval import AAN
 from mgk.tasks.text import Text
 
-ALL = (LISTOPS, LISTOPS_SHORT, Text(), AAN(), *CORPORA)
-TASKS: dict[str, Task] = {row.name: row for row in ALL}
+TASKS: dict[str, Task] = {task.name: task for task in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), *CORPORA)}
 
 
 def register_task(task: Task) -> None:
-    """Make a task known by its name, for recipes outside the package."""
+    """Add a task to `TASKS`, for recipes outside the package."""
     TASKS[task.name] = task
 
 
-def task(name: str) -> Task:
-    """The task of that name; ValueError that lists the known ones otherwise."""
+def get_task(name: str) -> Task:
+    """Return the task with this name, or raise a ValueError that lists all names."""
     return TASKS[one_of("task", name, TASKS)]
 
 
-__all__ = ["PAD", "TASKS", "DataError", "Split", "Task", "register_task", "task"]
+__all__ = ["PAD", "TASKS", "DataError", "Split", "Task", "get_task", "register_task"]

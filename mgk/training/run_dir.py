@@ -30,7 +30,7 @@ def load_language_model(directory: Path, device: torch.device) -> tuple[Language
         The model in eval mode, and the vocabulary that encodes text for it.
     """
     run = RunDirectory(directory)
-    task = tasks.task(run.read_description()["task"])
+    task = tasks.get_task(run.read_description()["task"])
     if not isinstance(task, Corpus):
         raise ValueError(f"{directory} is a run of {task.name}, not of a language model")
     return run.load_language_model(device), task.vocabulary_in(directory)

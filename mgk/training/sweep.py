@@ -20,7 +20,7 @@ SOLO_TRAINING_METRICS = ("step_ms_alone", "peak_mem_mb_alone")
 
 def metric_format(recipe: Recipe) -> MetricFormat:
     """Return the format of the recipe's metric in tables and plots."""
-    return OBJECTIVES[tasks.task(recipe.task).objective].table_format(recipe.training)
+    return OBJECTIVES[tasks.get_task(recipe.task).objective].table_format(recipe.training)
 
 
 def filter_rows(

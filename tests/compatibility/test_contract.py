@@ -42,7 +42,7 @@ class FakeData:
 def test_setup_hashes_are_stable(name):
     """The hash identifies results: a new value would train every model again."""
     recipe = config.load_recipe(name)
-    task = FakeData(tasks.task(recipe.task), 1000)
+    task = FakeData(tasks.get_task(recipe.task), 1000)
     hashes = {
         f"{row} {preset}": Run(recipe, row, preset, 0, Path("data"), Path("run")).setup(task)
         for row in recipe.rows

@@ -180,7 +180,7 @@ def test_eval_says_when_the_data_is_not_what_the_run_was_trained_on(tmp_path):
         result = CliRunner().invoke(commands.app, arguments)
         return json.loads(result.stdout).get("same_data"), result.stderr
 
-    key = tasks.task("bytes").checksum(tmp_path / "here")
+    key = tasks.get_task("bytes").checksum(tmp_path / "here")
     assert judged("here", data=key) == (True, "")
     assert judged("there", data=key) == (False, f"{tmp_path / 'there'} is not the data that {run} was trained on\n")
     # Of a run that does not know, nothing is said.

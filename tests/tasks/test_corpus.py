@@ -27,7 +27,7 @@ def own_words(tmp_path):
 
 
 def test_words_are_in_order_of_frequency_then_of_appearance_and_lines_end(own_words):
-    task = tasks.task("words")
+    task = tasks.get_task("words")
     vocabulary = task.vocabulary(own_words)
     assert vocabulary.words == ["<eos>", "the", "=", "cat", "Title", ",", "<unk>", ".", "dog", "and", "a"]
     train = task.split(own_words, "train")
@@ -37,15 +37,15 @@ def test_words_are_in_order_of_frequency_then_of_appearance_and_lines_end(own_wo
 
 
 def test_what_training_has_not_seen_is_unknown_and_counted(own_words):
-    dev = tasks.task("words").split(own_words, "dev")
+    dev = tasks.get_task("words").split(own_words, "dev")
     assert dev.tokens.tolist() == [1, 6, 9, 10, 3, 0]
     assert dev.unknown_share == pytest.approx(1 / 6)
-    assert tasks.task("words").split(own_words, "train").unknown_share == 0
+    assert tasks.get_task("words").split(own_words, "train").unknown_share == 0
 
 
 def test_without_unknown_words_in_the_text_there_is_one_in_the_vocabulary(own_words):
     (own_words / "wiki.train.tokens").write_text("a b b\n")
-    assert tasks.task("words").vocabulary(own_words).words == ["<eos>", "b", "a", "<unk>"]
+    assert tasks.get_task("words").vocabulary(own_words).words == ["<eos>", "b", "a", "<unk>"]
 
 
 def test_a_vocabulary_comes_back_as_text_even_with_odd_words(tmp_path):
@@ -109,18 +109,18 @@ def test_missing_and_damaged_corpora(own_words, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     for name in ("words", "wikitext-103", "enwiki-lm", "wikitext-2"):
         with pytest.raises(DataError, match=r"wiki\.train\.tokens is missing"):
-            tasks.task(name).prepare(empty)
+            tasks.get_task(name).prepare(empty)
     with pytest.raises(DataError, match=r"has no \*\.txt"):
-        tasks.task("bytes").prepare(empty)
+        tasks.get_task("bytes").prepare(empty)
     (own_words / "wiki.valid.tokens").write_bytes(b"the \xff\n")
     with pytest.raises(DataError, match="is damaged at byte 4"):
-        tasks.task("words").prepare(own_words)
+        tasks.get_task("words").prepare(own_words)
     (own_words / "wiki.valid.tokens").write_bytes(b"")
     with pytest.raises(DataError, match="is empty"):
-        tasks.task("words").prepare(own_words)
+        tasks.get_task("words").prepare(own_words)
     (own_words / "a.txt").write_text("short")
     with pytest.raises(DataError, match="a segment takes"):
-        tasks.task("bytes").prepare(own_words)
+        tasks.get_task("bytes").prepare(own_words)
 
 
 def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path_factory):
@@ -143,18 +143,18 @@ def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path
 
 
 def test_a_known_corpus_that_is_cut_short_is_noticed(own_words):
-    task = tasks.task("words")
+    task = tasks.get_task("words")
     parts = tuple(dataclasses.replace(part, tokens=18 if part.split == "train" else 7) for part in task.parts)
     with pytest.raises(DataError, match="has 6 tokens instead of 7"):
         dataclasses.replace(task, parts=parts).prepare(own_words)
 
 
 def test_the_stand_in_is_named_as_one():
-    assert "stand-in" in tasks.task("enwiki-lm").dataset
+    assert "stand-in" in tasks.get_task("enwiki-lm").dataset
 
 
 def test_words_on_where_to_get_a_corpus_make_no_other_data(own_words):
-    task = tasks.task("words")
+    task = tasks.get_task("words")
     task.prepare(own_words)
     dataclasses.replace(task, source="get it elsewhere").prepare(own_words)
     assert len([*(own_words / ".mgk" / "words").glob("[0-9a-f]*")]) == 1
@@ -169,7 +169,7 @@ def test_a_recipe_for_an_own_corpus_takes_two_lines(tmp_path):
 
 def test_data_that_was_prepared_with_other_words_on_its_source_is_found_without_it(own_words):
     """As on a machine that only .mgk was copied to; earlier versions wrote those words down."""
-    task = tasks.task("words")
+    task = tasks.get_task("words")
     task.prepare(own_words)
     [manifest] = (own_words / ".mgk" / "words").glob("*/cache.json")
     described = json.loads(manifest.read_text())

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mgk.cli import commands
-from mgk.tasks import TASKS, task
+from mgk.tasks import TASKS, get_task
 from mgk.tasks.text import dev_names
 from tests.support.task_data import PAIRS, TEXT, documents, make_aan, make_archive, make_imdb, review
 
@@ -34,9 +34,9 @@ def test_data_takes_the_name_of_a_recipe_too(tmp_path):
 def test_names():
     assert {name: task.dataset for name, task in TASKS.items()} == DATASETS
     with pytest.raises(ValueError, match="'listops', 'listops-short', 'text', 'retrieval-aan', 'wikitext-103'"):
-        task("retrieval")
+        get_task("retrieval")
     with pytest.raises(ValueError, match="split must be one of 'train', 'dev', 'test'"):
-        task("text").split(Path("nowhere"), "valid")
+        get_task("text").split(Path("nowhere"), "valid")
 
 
 @pytest.mark.parametrize(
