@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mgk._core.masks import MASK_VALUE, and_mask, as_additive
+from mgk._core.masks import and_mask, as_additive, as_bool
 from mgk._core.validation import (
     check_causal,
     check_cu_seqlens,
@@ -159,7 +159,7 @@ class AttentionArgs:
 
     def real_tokens(self) -> Tensor | None:
         """Return the tokens of self-attention that are not padding, bool [B, L]; None if all are real."""
-        real = None if self.key_bias is None else self.key_bias >= MASK_VALUE
+        real = None if self.key_bias is None else as_bool(self.key_bias)
         if self.key_padding_mask is None:
             return real
         return ~self.key_padding_mask if real is None else real & ~self.key_padding_mask

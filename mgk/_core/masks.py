@@ -33,7 +33,10 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_bool(mask: Tensor) -> Tensor:
     """Convert an additive mask to a bool one (True = attend); return bool masks unchanged."""
-    return mask if mask.dtype == torch.bool else mask >= MASK_VALUE
+    if mask.dtype == torch.bool:
+        return mask
+    # MASK_VALUE overflows to -inf in fp16, where only -inf itself masks.
+    return mask > -math.inf if mask.dtype == torch.float16 else mask >= MASK_VALUE
 
 
 def cu_seqlens_to_segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
