@@ -1,8 +1,8 @@
-"""Feature maps φ for linear attention: φ(q)·φ(k) stands in for the exponential of Eq. 10.
+"""Feature maps φ of linear attention, in which φ(q)·φ(k) replaces the exponential of Eq. 10.
 
 A feature map is a callable [..., D] -> [..., F] with values ≥ 0. One whose values span many orders of magnitude also
-has `key_features`, which returns the features of each token divided by their own maximum, and its logarithm: the
-backends then sum in a common scale without overflow, and without letting the future set the scale of the past.
+has `key_features`, which returns the features of each token divided by their maximum, and its logarithm. Backends then
+sum in a common scale without overflow, and in causal attention the scale does not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mgk._core.validation import fail, number, one_of, positive_integer
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1. Written out, because elu(x) + 1 rounds to exactly 0 below -17 in fp32."""
-    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. Not by clamp: its slope
-    # at 0 is 0 from torch 2.15 on, that of elu is 1.
+    """Compute elu(x) + 1 without rounding to 0, as the sum does below -17 in fp32."""
+    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. Not clamp: from torch
+    # 2.15 on its slope at 0 is 0, that of elu is 1.
     positive = x > 0
     return torch.where(positive, x + 1, x.masked_fill(positive, 0).exp())
 
@@ -39,11 +39,16 @@ def resolve_feature_map(feature_map: Any) -> Callable[[Tensor], Tensor]:
 
 
 class FAVOR(nn.Module):
-    """Performer's positive random features: E[φ(q)·φ(k)] = exp(scale · q·k), Eq. 8's kernel.
+    """Positive random features of Performer, with E[φ(q)·φ(k)] = exp(scale · q·k), the kernel of Eq. 8.
 
-    With similarity="gaussian" the key features carry exp(-scale/2 ‖k‖²) as well: Eq. 9's kernel up to a factor per
-    query, which the normalisation removes. The directions are drawn once, orthogonal in blocks of D, and saved with
-    the weights; `redraw` draws new ones.
+    The directions are drawn once, orthogonal in blocks of ``head_dim``, and saved with the weights.
+
+    Args:
+        head_dim: Dimension D of a head.
+        num_features: Number of features F. Default: D log D, rounded.
+        scale: Factor of the dot product. Default: 1/√D.
+        similarity: ``"dot"`` (Eq. 8), or ``"gaussian"``: the key features are multiplied by exp(-scale/2 ‖k‖²), which
+            gives the kernel of Eq. 9 up to a factor per query that the normalisation removes.
     """
 
     directions: Tensor  # [F, D]
@@ -62,17 +67,19 @@ class FAVOR(nn.Module):
         self.redraw()
 
     def reset_parameters(self) -> None:
+        """Draw new directions."""
         self.redraw()
 
     @torch.no_grad()
     def redraw(self) -> None:
+        """Draw new directions."""
         count, width = self.directions.shape
         blocks = []
         for _ in range(math.ceil(count / width)):
             q, r = torch.linalg.qr(torch.randn(width, width))
-            # LAPACK fixes signs, which biases q; those of r's diagonal make it uniform.
+            # LAPACK fixes the signs, which biases q; the signs of r's diagonal make it uniform.
             blocks.append(q * r.diagonal().sign())
-        # Rows of an orthogonal matrix have norm 1; those of a Gaussian matrix have the norms drawn here.
+        # Rows of an orthogonal matrix have norm 1; these are the norms of rows of a Gaussian matrix.
         norms = torch.randn(count, width).norm(dim=-1, keepdim=True)
         self.directions.copy_(torch.cat(blocks)[:count] * norms)
 
@@ -84,48 +91,51 @@ class FAVOR(nn.Module):
         return projected - norm_weight * x.square().sum(-1, keepdim=True) - 0.5 * math.log(self.directions.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features of queries, each row scaled to a maximum of 1: the normalisation removes the factor."""
+        """Return query features [..., F], scaled to a maximum of 1: the normalisation removes the factor."""
         logs = self._log_features(x, 0.5)
         return (logs - logs.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The features of keys over their maximum, [..., F], and the maximum's logarithm, [...]."""
+        """Return key features divided by their maximum, [..., F], and its logarithm, [...]."""
         logs = self._log_features(x, 1.0 if self.similarity == "gaussian" else 0.5)
         peak = logs.amax(-1).detach()
         return (logs - peak.unsqueeze(-1)).exp(), peak
 
 
 class DPFP(nn.Module):
-    """Deterministic parameter-free projection (Schlag et al. 2021): 2·D·nu features, products of rectified entries."""
+    """Deterministic parameter-free projection (Schlag et al. 2021): products of rectified entries.
+
+    Args:
+        nu: Number of shifted products per entry; there are 2·D·nu features.
+    """
 
     def __init__(self, nu: int = 1) -> None:
         super().__init__()
         self.nu = positive_integer("nu", nu)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return features [..., 2·D·nu] of x [..., D]."""
         rectified = torch.cat([x, -x], dim=-1).relu()
         return torch.cat([rectified * rectified.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
 
 
 class L1Features(nn.Module):
-    """A feature map whose features sum to 1 for each token, as the authors' language model has them."""
+    """A feature map divided by the sum of its features, as in the authors' language model."""
 
     def __init__(self, feature_map: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.feature_map = feature_map
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return features [..., F] that sum to 1."""
         features = self.feature_map(x)
         return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)
 
 
-def _of_any_width(feature_map: Callable[[Tensor], Tensor]) -> Callable[[int], Callable[[Tensor], Tensor]]:
-    return lambda head_dim: feature_map
-
-
-# What a model's configuration may name, made for a width of heads.
-NAMED: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
-    **{name: _of_any_width(known) for name, known in FEATURE_MAPS.items()},
+# Feature maps by their names in model configurations, as functions of the head dimension.
+FEATURE_MAP_FACTORIES: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
+    "elu": lambda head_dim: elu_plus_one,
+    "relu": lambda head_dim: torch.relu,
     "favor": FAVOR,
     "dpfp": lambda head_dim: DPFP(),
 }

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by an angle that grows with their position; products see distances."""
+"""Rotary position embedding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from mgk._core.validation import fail, number, positive_integer
 
 
 class Rotary(nn.Module):
-    """Turns pairs of features of [B, H, (M,) S, D] by position × base^(-n/P), P = D // 2 pairs. An odd last feature is
-    left alone."""
+    """Rotary position embedding: rotates pairs of features by angles proportional to the position.
+
+    Pair n of P = D // 2 is rotated by position × base^(-n/P), so that dot products of queries and keys depend on
+    distances. An odd last feature is not rotated.
+
+    Args:
+        head_dim: Dimension D of a head.
+        base: Base of the angles.
+    """
 
     def __init__(self, head_dim: int, base: float = 10000.0) -> None:
         super().__init__()
@@ -18,14 +25,22 @@ class Rotary(nn.Module):
         self.base = number("base", base, 0, above=True)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """positions: [S] or [B, S]."""
+        """Rotate queries or keys.
+
+        Args:
+            x: [B, H, (M,) S, D].
+            positions: [S] or [B, S].
+
+        Returns:
+            The rotated tensor, of the shape of x.
+        """
         if x.shape[-1] // 2 != self.pairs:
-            fail("x", f"has width {x.shape[-1]}, but the positions turn {self.pairs} pairs of features")
+            fail("x", f"has width {x.shape[-1]}, but Rotary was made for {self.pairs} pairs of features")
         dtype = torch.promote_types(x.dtype, torch.float32)
         steps = torch.arange(self.pairs, device=x.device, dtype=dtype)
         angles = positions.to(dtype).unsqueeze(-1) * self.base ** (-steps / max(self.pairs, 1))  # [(B,) S, pairs]
         if positions.dim() == 2:
             angles = angles.reshape(angles.shape[0], *(1,) * (x.dim() - 3), *angles.shape[1:])
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        first, second, rest = x.split([self.pairs, self.pairs, x.shape[-1] - 2 * self.pairs], dim=-1)
-        return torch.cat([first * cosine - second * sine, first * sine + second * cosine, rest], dim=-1)
+        first, second, unpaired = x.split([self.pairs, self.pairs, x.shape[-1] - 2 * self.pairs], dim=-1)
+        return torch.cat([first * cosine - second * sine, first * sine + second * cosine, unpaired], dim=-1)

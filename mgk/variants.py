@@ -1,4 +1,4 @@
-"""A variant is a point on a few axes: the paper's names are rows of one table, the settings of a code base another."""
+"""Variants of attention as points on a few axes, and presets: the settings of the paper and the authors' code."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ AXES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """What kind of attention a layer computes.
+    """The kind of attention that a layer computes.
 
-    similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), "between" (a learned τ per head: 0 is dot, 1 gaussian) or "linear"
-        (Eq. 14).
-    keys: "independent", a projection for each component, or "shifted", one projection and a learned shift for each.
-    prior: "uniform", "learned" by gradient descent, or "em", updated from the responsibilities (Table 4's Soft-E).
-    assignment: "soft" (Eq. 10) or "hard" (Eq. 12).
-    variance: "fixed", "learned" in log space, or "em" (Eq. 13, never below variance_floor); one per head and component.
-    normalise: queries and keys scaled to norm 1 first, as the paper's remark on Eq. 6 has them.
-    components: the number of components where the kind of attention fixes it; None leaves it to num_components.
+    Args:
+        similarity: ``"gaussian"`` (Eq. 9), ``"dot"`` (Eq. 8), ``"between"`` (a learned τ per head, 0 is dot and 1
+            gaussian) or ``"linear"`` (Eq. 14).
+        keys: ``"independent"``, one projection per component, or ``"shifted"``, one projection and a learned shift per
+            component.
+        prior: ``"uniform"``, ``"learned"`` by gradient descent, or ``"em"``, updated from the responsibilities (Soft-E
+            in Table 4).
+        assignment: ``"soft"`` (Eq. 10) or ``"hard"`` (Eq. 12).
+        variance: Variance per head and component: ``"fixed"``, ``"learned"`` in log space, or ``"em"`` (Eq. 13).
+        normalise: If True, queries and keys are scaled to norm 1, as in the paper's remark on Eq. 6.
+        components: Number of components, if the variant fixes it. Default: the layer's ``num_components``.
+        em_momentum: Weight of the old prior and variance in an EM update.
+        variance_floor: Least variance of ``"em"``.
     """
 
     similarity: str = "gaussian"
@@ -76,11 +81,11 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class LinearForm:
-    """How the linear variants depart from Eq. 14."""
+    """Deviations of the linear variants from Eq. 14."""
 
     mix_before_map: bool = False  # φ(Σ π k) instead of Σ π φ(k)
     normalise: bool = True  # divide by φ(q)·z
-    length_scaled: bool = False  # queries' and keys' features times S^(-1/4) each
+    length_scaled: bool = False  # features of queries and keys times S^(-1/4)
     l1_features: bool = False  # features of each token divided by their sum
     width_scaled: bool = False  # output times 1/√D
 
@@ -97,12 +102,12 @@ class LinearForm:
 
 @dataclass(frozen=True)
 class Preset:
-    """The settings that the paper leaves to the implementation, as one code base has them."""
+    """Settings that the paper leaves to the implementation."""
 
     variance_width: int | None = None  # σ² = √width; None is the head width
-    component_scales: tuple[float, ...] | None = None  # factors of 1/σ², one for each component
+    component_scales: tuple[float, ...] | None = None  # factors of 1/σ² per component
     prior_sharing: str = "head"  # one prior per "head", per "layer", or per head and key "position"
-    prior_clamped: bool = False  # π a free number clamped to [0, 1] instead of a point on the simplex
+    prior_clamped: bool = False  # π is a parameter clamped to [0, 1] instead of a softmax
     shifts_anchored: bool = False  # k − μ_r, μ_1 = 0 and the others N(0, 0.5²), instead of k + b_r, b ~ N(0, 1)
     max_positions: int | None = None
     bias: bool = True
@@ -132,12 +137,13 @@ PRESETS = {
 }
 
 
-def layers_of(variant: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """The variant of each layer of a model, from that of all or the list of them."""
+def variants_per_layer(variant: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Return the variant of each layer of a model, from one name for all or a list."""
     return (variant,) * num_layers if isinstance(variant, str) else tuple(variant)
 
 
-def check_layers(layers: tuple[str, ...], num_layers: int) -> None:
+def check_variants(layers: tuple[str, ...], num_layers: int) -> None:
+    """Check the names and the number of the variants of a model's layers."""
     for name in layers:
         one_of("variant", name, VARIANTS)
     if len(layers) != num_layers:

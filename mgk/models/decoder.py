@@ -18,9 +18,9 @@ from mgk._core.calls import AttentionArgs
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
-from mgk.features import NAMED
+from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
-from mgk.variants import PRESETS, check_layers, layers_of
+from mgk.variants import PRESETS, check_variants, variants_per_layer
 
 # Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
 # 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
@@ -146,7 +146,7 @@ class DecoderConfig:
         for name in ("variant", "cutoffs"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_layers(self.layer_variants, self.num_layers)
+        check_variants(self.layer_variants, self.num_layers)
         for name, table in TABLES.items():
             one_of(name, getattr(self, name), table)
         check_cutoffs(self.cutoffs, self.vocab_size)
@@ -155,12 +155,12 @@ class DecoderConfig:
     @property
     def layer_variants(self) -> tuple[str, ...]:
         """Attention variant of each layer."""
-        return layers_of(self.variant, self.num_layers)
+        return variants_per_layer(self.variant, self.num_layers)
 
 
 TABLES: dict[str, dict[str, Any]] = {
     "preset": PRESETS,
-    "feature_map": NAMED,
+    "feature_map": FEATURE_MAP_FACTORIES,
     "norm": NORMS,
     "norm_place": NORM_PLACES,
     "positions": POSITIONS,
@@ -182,7 +182,7 @@ class DecoderLayer(nn.Module):
             variant=variant,
             num_components=config.num_components,
             preset=config.preset,
-            feature_map=NAMED[config.feature_map](config.head_dim),
+            feature_map=FEATURE_MAP_FACTORIES[config.feature_map](config.head_dim),
             dropout=config.attention_dropout,
             is_causal=True,
             # The paper shares priors over positions; the authors' code has one per position.

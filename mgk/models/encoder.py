@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.attention import Attention
-from mgk.features import NAMED
+from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import embed_tokens
-from mgk.variants import PRESETS, VARIANTS, check_layers, layers_of
+from mgk.variants import PRESETS, VARIANTS, check_variants, variants_per_layer
 
 POOLINGS = ("mean", "mean-padded")
 
@@ -77,9 +77,9 @@ class EncoderConfig:
             fail("documents", f"must be 1 or 2, got {self.documents!r}")
         if isinstance(self.variant, list):
             object.__setattr__(self, "variant", tuple(self.variant))
-        check_layers(self.layer_variants, self.num_layers)
+        check_variants(self.layer_variants, self.num_layers)
         one_of("preset", self.preset, PRESETS)
-        one_of("feature_map", self.feature_map, NAMED)
+        one_of("feature_map", self.feature_map, FEATURE_MAP_FACTORIES)
         one_of("pooling", self.pooling, POOLINGS)
         number("dropout", self.dropout, 0, 1)
         number("token_std", self.token_std, 0, above=True)
@@ -93,7 +93,7 @@ class EncoderConfig:
     @property
     def layer_variants(self) -> tuple[str, ...]:
         """Attention variant of each layer."""
-        return layers_of(self.variant, self.num_layers)
+        return variants_per_layer(self.variant, self.num_layers)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -118,7 +118,7 @@ class EncoderLayer(nn.Module):
             variant=variant,
             num_components=config.num_components,
             preset=config.preset,
-            feature_map=NAMED[config.feature_map](config.head_dim),
+            feature_map=FEATURE_MAP_FACTORIES[config.feature_map](config.head_dim),
             dropout=config.attention_dropout,
             # The paper shares priors over positions; the authors' code has one per position.
             max_positions=None if config.preset == "paper" else config.max_length,
