@@ -13,7 +13,7 @@ from typing import Any
 
 MODULES = {
     "mgk.analysis.survey": "mgk.analysis.analyse",
-    "mgk.decoding": "mgk.models.decoding",
+    "mgk.decoding": "mgk.models.generation",
     "mgk.evaluation": "mgk.training.evaluate",
     "mgk.generation": "mgk.models.generation",
     "mgk.graphs": "mgk.models.cuda_graphs",
