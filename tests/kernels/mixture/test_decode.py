@@ -1,4 +1,4 @@
-"""Few queries against many keys: the keys split over programs, without gradients, by the 2x rule."""
+"""Test the decode kernels: few queries against many keys, by the 2x rule."""
 
 from dataclasses import replace
 
@@ -29,11 +29,11 @@ CASES = {
     "bias": {"H": 2, "L": 4, "S": 140, "mask_shape": (1, 2, 4, 140)},
     "independent": {"variant": "mgk", "S": 300, "H": 2, "Hk": 2},
     "independent-hard": {"variant": "mgk", "B": 4, "L": 4, "S": 200, "hard": True, "prior": False},
-    # Blocks of keys that would be no power of two.
+    # The number of keys per block is rounded to a power of two.
     "independent-m5": {"variant": "mgk", "L": 4, "S": 200, "M": 5, "D": 32, "E": 32},
     "large": {"S": 300, "std": 20.0},
 }
-# One query of each of a few heads that share their keys; the last are too many for that.
+# One query per head, heads that share keys. The last case has too many heads for `decode_row`.
 GROUPS = {
     "two": {"H": 4, "Hk": 2, "S": 300, "B": 2},
     "two-unequal": {"H": 4, "Hk": 2, "S": 150, "M": 3, "D": 24, "E": 20, "scale_shape": (1, 2, 3, 1),
@@ -47,20 +47,20 @@ GROUPS = {
 
 
 def splits(monkeypatch, *kernels):
-    """The number of splits of each call that takes one of these kernels."""
-    seen = []
+    """Return a list that receives the number of splits of each launch of these kernels."""
+    counts = []
 
     def launch(step, *args):
         if step.kernel.__name__ in (kernels or ("decode_split", "decode_row")):
-            seen.append(step.grid[0])
+            counts.append(step.grid[0])
         original(step, *args)
 
     original = triton_launch.launch
     monkeypatch.setattr(triton_launch, "launch", launch)
-    return seen
+    return counts
 
 
-# bf16 is read two by two where rows are multiples of 64 bytes; the last is not.
+# bf16 is loaded in pairs if rows are multiples of 64 bytes; those of the last case are not.
 PAIRS = {
     "pairs": {"S": 300, "B": 2, "D": 32, "E": 64},
     "pairs-padded": {"S": 290, "D": 96, "E": 32, "M": 3, "prior": (1, 1, 3, 290)},
@@ -78,25 +78,25 @@ def test_two_times_rule(name, dtype, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", GROUPS)
-def test_heads_that_share_their_keys(name, dtype, monkeypatch, poisoned):
+def test_two_times_rule_of_heads_that_share_keys(name, dtype, monkeypatch, poisoned):
     check(GROUPS[name], dtype, monkeypatch, "decode_split" if name == "eight" else "decode_row")
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs(name, monkeypatch, poisoned):
-    seen, original = [], triton_launch.view_as_int32_pairs
+def test_two_times_rule_of_loads_in_pairs(name, monkeypatch, poisoned):
+    dtypes, original = [], triton_launch.view_as_int32_pairs
 
-    def in_pairs(*tensors):
-        seen.extend(x.dtype for x in original(*tensors))
+    def record(*tensors):
+        dtypes.extend(x.dtype for x in original(*tensors))
         return original(*tensors)
 
-    monkeypatch.setattr(triton_launch, "view_as_int32_pairs", in_pairs)
+    monkeypatch.setattr(triton_launch, "view_as_int32_pairs", record)
     check(PAIRS[name], torch.bfloat16, monkeypatch)
-    assert set(seen) == {torch.int32 if name.startswith("pairs") else torch.bfloat16}
+    assert set(dtypes) == {torch.int32 if name.startswith("pairs") else torch.bfloat16}
 
 
-def test_an_odd_width_is_not_readview_as_int32_pairs():
-    """Though its rows begin at multiples of 64 bytes."""
+def test_odd_width_is_not_loaded_in_pairs():
+    """Even if the rows start at multiples of 64 bytes."""
     keys, value = (torch.randn(1, 2, 40, 32, device=DEVICE).bfloat16()[..., :31] for _ in range(2))
     query, shift = torch.randn(1, 2, 1, 31, device=DEVICE).bfloat16(), torch.randn(2, 2, 31, device=DEVICE)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_an_odd_width_is_not_readview_as_int32_pairs():
 
 def check(shape, dtype, monkeypatch, *kernels):
     monkeypatch.setattr(triton_launch, "_num_sms", lambda device: 4)
-    seen = splits(monkeypatch, *kernels)
+    counts = splits(monkeypatch, *kernels)
     errors = {"out": [], "lse": []}
     for seed in range(4):
         leaves, options = case(**{"L": 1, **shape}, seed=seed)
@@ -126,82 +126,81 @@ def check(shape, dtype, monkeypatch, *kernels):
     for key, rows in errors.items():
         ours, theirs, size = map(max, zip(*rows, strict=True))
         assert ours <= 2 * theirs + torch.finfo(dtype).eps * size, f"{key}: {ours:.3e}, the oracle's {theirs:.3e}"
-    assert len(seen) == 4
-    assert shape["S"] < 290 or min(seen) > 1, "the keys were not split"
+    assert len(counts) == 4
+    assert shape["S"] < 290 or min(counts) > 1, "the keys were not split"
 
 
-def test_gradients_are_not_lost(monkeypatch):
-    """A call that needs gradients takes the differentiable kernels, however few its queries."""
-    seen = splits(monkeypatch)
+def test_call_with_gradients_does_not_decode(monkeypatch):
+    counts = splits(monkeypatch)
     leaves, _ = case(L=1, S=40)
     x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
     plain = triton.run_mixture(make_call(x))[0]
-    assert len(seen) == 1
+    assert len(counts) == 1
     x["shift"].requires_grad_()
     out = triton.run_mixture(make_call(x))[0]
-    assert len(seen) == 1
+    assert len(counts) == 1
     assert torch.autograd.grad(out.sum(), x["shift"])[0].any()
     torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
 
 
-def roomy(x, axis, room=57):
-    """x along the keys with room behind them, and nothing there that could be used."""
+def pad_keys(x, axis, padding=57):
+    """Pad x along the keys with NaN (a mask: True), which must not be read."""
     if x is None or x.shape[axis] == 1:
         return x
     shape = list(x.shape)
-    shape[axis] = room
-    nothing = x.new_ones(shape) if x.dtype == torch.bool else x.new_full(shape, torch.nan)
-    return torch.cat([x, nothing], axis)
+    shape[axis] = padding
+    unusable = x.new_ones(shape) if x.dtype == torch.bool else x.new_full(shape, torch.nan)
+    return torch.cat([x, unusable], axis)
 
 
 @pytest.mark.parametrize(
     "name", ["shifted", "bottom-right-row", "gqa-bottom-right", "unequal", "mask", "independent", "two-unequal"]
 )
-def test_only_so_many_keys_are_there(name, monkeypatch, poisoned):
-    """A number on the device says how many; what lies behind them is not read."""
+def test_keys_beyond_num_valid_keys_are_not_read(name, monkeypatch, poisoned):
     monkeypatch.setattr(triton_launch, "_num_sms", lambda device: 4)
     leaves, options = case(**{"L": 1, **(CASES | GROUPS)[name]})
     x = {key: t.to(DEVICE, torch.float32) for key, t in leaves.items()}
     call = make_call(x, **options)
-    wanted = triton.run_mixture(call)[:2]
+    expected = triton.run_mixture(call)[:2]
     length = call.value.shape[2]
     longer = replace(
         call,
-        keys=roomy(call.keys, -2),
-        value=roomy(call.value, 2),
-        log_prior=roomy(call.log_prior, 3),
-        attn_mask=roomy(call.attn_mask, 3),
-        count=torch.tensor([length], dtype=torch.int32, device=DEVICE),
+        keys=pad_keys(call.keys, -2),
+        value=pad_keys(call.value, 2),
+        log_prior=pad_keys(call.log_prior, 3),
+        attn_mask=pad_keys(call.attn_mask, 3),
+        num_valid_keys=torch.tensor([length], dtype=torch.int32, device=DEVICE),
     )
     assert triton.mixture_unsupported_reason(longer) is None
-    for found, want in zip(triton.run_mixture(longer), wanted, strict=False):
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
-    hiding = replace(longer, keys=call.keys, value=call.value, log_prior=call.log_prior, attn_mask=call.attn_mask)
-    torch.testing.assert_close(triton.run_mixture(hiding.hiding())[0], wanted[0], atol=1e-5, rtol=1e-5)
+    for got, want in zip(triton.run_mixture(longer), expected, strict=False):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    unpadded = replace(longer, keys=call.keys, value=call.value, log_prior=call.log_prior, attn_mask=call.attn_mask)
+    torch.testing.assert_close(
+        triton.run_mixture(unpadded.with_valid_keys_mask())[0], expected[0], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("variant, kv_heads", [("softmax", None), ("smgk", None), ("mgk", 2), ("mlk", None)])
-def test_a_model_decodes_with_it(variant, kv_heads, monkeypatch):
-    """No mask is made where the kernel can count."""
+def test_decoding_step_passes_num_valid_keys_instead_of_a_mask(variant, kv_heads, monkeypatch):
     calls, run = [], triton.run_mixture
 
-    def note(call):
+    def record(call):
         calls.append(call)
         return run(call)
 
-    monkeypatch.setitem(MIXTURE_BACKENDS, "triton", MIXTURE_BACKENDS["triton"]._replace(run=note))
+    monkeypatch.setitem(MIXTURE_BACKENDS, "triton", MIXTURE_BACKENDS["triton"]._replace(run=record))
     config = DecoderConfig(20, 9, 16, 16, 1, 4, kv_heads, 16, variant)
     model = LanguageModel(config).to(DEVICE).eval()
     text = torch.randint(20, (2, 9), device=DEVICE)
     with torch.no_grad():
-        caches, others = (model.make_caches(2, 9) for _ in range(2))
-        for given in (caches, others):
-            model.hidden(text[:, :6], caches=given)
+        caches, reference_caches = (model.make_caches(2, 9) for _ in range(2))
+        for prefilled in (caches, reference_caches):
+            model.hidden(text[:, :6], caches=prefilled)
         calls.clear()
         step = DecodingStep(model, caches)
         for n in range(6, 9):
-            wanted = model(text[:, n : n + 1], caches=others)[:, 0]
-            torch.testing.assert_close(step(text[:, n : n + 1]), wanted, atol=1e-4, rtol=1e-4)
+            want = model(text[:, n : n + 1], caches=reference_caches)[:, 0]
+            torch.testing.assert_close(step(text[:, n : n + 1]), want, atol=1e-4, rtol=1e-4)
     counted = [call for call in calls if call.num_valid_keys is not None]
     assert counted or variant == "mlk"
     assert all(call.attn_mask is None and call.keys.shape[-2] == 9 for call in counted)

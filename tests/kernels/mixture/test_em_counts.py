@@ -1,4 +1,4 @@
-"""The kernels' counts for expectation maximisation against those of the equations."""
+"""Compare the EM counts of the kernels with those of the equations."""
 
 import pytest
 import torch
@@ -43,20 +43,20 @@ def compare(call, counted=None):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_counts(name, poisoned):
+def test_counts_match_the_equations(name, poisoned):
     leaves, options = case(**CASES[name])
     compare(make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_counts_over_some_queries(name, poisoned):
+def test_counts_over_selected_queries(name, poisoned):
     leaves, options = case(**CASES[name])
     call = make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options)
     batch, queries = call.query.shape[0], call.query.shape[2]
     compare(call, torch.arange(batch * queries, device=DEVICE).reshape(batch, queries) % 3 > 0)
 
 
-def test_counts_over_some_queries_of_a_mask_of_keys_for_each_head(poisoned):
+def test_counts_over_selected_queries_with_a_key_mask_per_head(poisoned):
     leaves, options = case(H=4, Hk=2, mask_shape=(1, 4, 1, 37), bool_mask=True)
     compare(
         make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options),
@@ -64,10 +64,10 @@ def test_counts_over_some_queries_of_a_mask_of_keys_for_each_head(poisoned):
     )
 
 
-@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
-def test_a_mask_of_keys_hides_them_from_the_counts(hidden, poisoned):
+@pytest.mark.parametrize("mask_value", [-torch.inf, torch.finfo(torch.float32).min])
+def test_masked_keys_have_no_counts(mask_value, poisoned):
     leaves, options = case(mask_shape=(1, 1, 1, 37))
-    leaves["attn_mask"][..., 30:] = hidden
+    leaves["attn_mask"][..., 30:] = mask_value
     call = make_call({n: t.to(DEVICE, torch.float32) for n, t in leaves.items()}, **options)
     compare(call)
     assert (em_statistics(call, with_spread=False).count[..., 30:] == 0).all()
@@ -80,8 +80,7 @@ def test_counts_of_packed_sequences(poisoned):
     compare(make_call(x, causal="top-left", packed=Packed(cu, cu, None, None)))
 
 
-def test_key_without_components(poisoned):
-    """A key whose priors are all zero answers for no query."""
+def test_key_with_zero_priors_has_no_counts(poisoned):
     leaves, _ = case(prior=(1, 1, 2, 37))
     leaves["log_prior"][0, 0, :, 3] = leaves["log_prior"][0, 0, 0, 5] = -torch.inf
     call = make_call({name: t.to(DEVICE, torch.float32) for name, t in leaves.items()})

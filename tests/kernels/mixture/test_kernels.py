@@ -1,5 +1,7 @@
-"""The fused kernels against the oracle by the 2x rule: under Triton's interpreter (fp32, fp16) without a GPU, on one
-in bf16, fp16 and fp32."""
+"""Compare the mixture kernels with the oracle by the 2x rule.
+
+Without a GPU they run under Triton's interpreter in fp32 and fp16, on one in bf16, fp16 and fp32.
+"""
 
 import itertools
 
@@ -41,11 +43,11 @@ def small_blocks(monkeypatch):
 
 
 def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, **options):
-    """float64 leaves of a call, as a dict by argument name, and the options that are not tensors."""
+    """Return the float64 tensors of a call by argument name, and the options that are not tensors."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
-        """Uniform, of variance 1: without outliers, max errors are alike from draw to draw."""
+        """Draw uniform numbers of variance 1: without outliers, the maximal error varies little between draws."""
         return 12**0.5 * (torch.rand(*shape, generator=g, dtype=torch.float64) - 0.5)
 
     leaves = {"query": std * randn(B, H, L, D), "value": randn(B, Hk, S, E)}
@@ -58,10 +60,10 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
         if shape:
             leaves[name] = 0.2 + torch.rand(*shape, generator=g, dtype=torch.float64)
     if uneven := options.pop("uneven", None):
-        # Of the last head, the later rows: tiles out of the fast form's range beside others.
+        # Scale the later rows of the last head: some tiles are then out of the range of the fast form.
         leaves["query"][:, -1, L // 2 :] *= uneven
     if padding := options.pop("padding", None):
-        # Keys that count: from a position to another, for each batch entry.
+        # Valid keys of each batch entry, as (start, end).
         options["attn_mask"] = torch.stack([(torch.arange(S) >= a) & (torch.arange(S) < b) for a, b in padding])
         options["attn_mask"] = options["attn_mask"].view(B, 1, 1, S)
     mask = options.pop("mask_shape", None)
@@ -73,13 +75,15 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
 
 
 def truth(leaves, dtype, lengths=None, **options):
-    """lengths: of the queries and keys of packed sequences, each of which is a call of its own."""
+    """Return the oracle's output and lse. lengths: queries and keys of packed sequences, computed one by one."""
     if lengths is None:
         return _truth(leaves, dtype, **options)
     pieces = []
     for (q_begin, q_end), (k_begin, k_end) in zip(*map(bounds, zip(*lengths, strict=True)), strict=True):
-        place = {"query": (q_begin, q_end), "keys": (k_begin, k_end), "value": (k_begin, k_end)}
-        part = {name: t[..., slice(*place[name]), :] if name in place else t for name, t in leaves.items()}
+        bounds_by_name = {"query": (q_begin, q_end), "keys": (k_begin, k_end), "value": (k_begin, k_end)}
+        part = {
+            name: t[..., slice(*bounds_by_name[name]), :] if name in bounds_by_name else t for name, t in leaves.items()
+        }
         pieces.append(_truth(part, dtype, **options))
     return tuple(torch.cat(parts, 2) for parts in zip(*pieces, strict=True))
 
@@ -92,7 +96,7 @@ def bounds(lengths):
 def _truth(leaves, dtype, causal=None, hard=False, attn_mask=None, reverse=False):
     x = {name: t.to(dtype) for name, t in leaves.items()}
     if reverse:
-        # Another order of the sums over features.
+        # Reverse the order of the sums over features.
         x |= {name: x[name].flip(-1) for name in ("query", "keys", "shift") if name in x}
     keys = x["keys"]
     if "shift" in x:
@@ -128,7 +132,7 @@ def make_call(x, causal=None, hard=False, attn_mask=None, dropout_p=0.0, packed=
 
 
 def gradients(function, leaves, weights):
-    """Output, lse and the gradient of every leaf for a loss that uses both."""
+    """Return output, lse and the gradient of every leaf, for a loss that uses both outputs."""
     x = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
     out, lse = function(x)
     finite = torch.isfinite(lse)
@@ -138,9 +142,10 @@ def gradients(function, leaves, weights):
 
 
 def measure(leaves, options, dtype, yardstick=True):
-    """By name of the output, lse and each gradient: our max error, the oracle's own in that dtype (also with the keys
-    reversed, which
-    reorders its sums), and the size of the truth."""
+    """Return by name of output, lse and gradient: our maximal error, the oracle's in `dtype`, and the largest value.
+
+    The oracle's error is the larger of two, one with reversed features, which changes the order of its sums.
+    """
     rounded = {name: t.to(dtype).double() for name, t in leaves.items()}
     out, lse = truth(rounded, torch.float64, **options)
     g = torch.Generator().manual_seed(1)
@@ -167,14 +172,16 @@ def measure(leaves, options, dtype, yardstick=True):
         finite = torch.isfinite(want)
         assert torch.equal(torch.isfinite(got[name].cpu()), finite), f"{name}: not finite"
         distances = [(x[name].cpu().double() - want)[finite].abs() for x in (got, *rough)]
-        error, *others = (d.max().item() if d.numel() else 0.0 for d in distances)
-        report[name] = error, max(others, default=0.0), want[finite].abs().max().item() if finite.any() else 0.0
+        error, *oracle_errors = (d.max().item() if d.numel() else 0.0 for d in distances)
+        report[name] = error, max(oracle_errors, default=0.0), want[finite].abs().max().item() if finite.any() else 0.0
     return report
 
 
 def check(dtype, **shape):
-    """The 2x rule: max error at most twice the oracle's own in that dtype, plus one rounding. Both over a few draws,
-    and where those exceed, over more: the oracle's few roundings may be right by luck."""
+    """Check the 2x rule: the maximal error is at most twice the oracle's in that dtype, plus one rounding.
+
+    Both are maxima over a few draws and, if the rule fails, over more: few roundings of the oracle may be exact.
+    """
     rows = {}
     for seeds in (range(2), range(2, 16)):
         for seed in seeds:
@@ -203,7 +210,7 @@ CASES = {
     "smgk-hard": {"hard": True, "prior": False, "causal": "top-left"},
     "smgk-hard-m3-unequal": {"hard": True, "prior": False, "M": 3, "scale_shape": (1, 1, 3, 1)},
     "smgk-key-padding": {"B": 2, "mask_shape": (2, 1, 1, 37), "bool_mask": True},
-    # Whole tiles of 128 keys without a key that counts: after, before, everywhere.
+    # Key tiles of 128 masked keys: at the end, at the start, all of them.
     "smgk-padded-tiles": {"B": 3, "L": 9, "S": 270, "padding": ((0, 120), (128, 260), (3, 3))},
     "mgk-padded-tiles": {
         "variant": "mgk",
@@ -251,7 +258,7 @@ CASES = {
 }
 
 if GPU:
-    # The limits of what is covered: a matter of registers and shared memory.
+    # The largest supported sizes, limited by registers and shared memory.
     CASES |= {
         "smgk-m4": {"M": 4, "H": 2, "Hk": 2, "L": 130, "S": 130, "D": 32, "causal": "top-left"},
         "smgk-m8": {"M": 8, "L": 20, "S": 33},
@@ -268,8 +275,7 @@ def test_two_times_rule(name, dtype, poisoned):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_range(dtype, monkeypatch):
-    """The key that matters is the one whose factors underflow."""
+def test_key_whose_factors_underflow_keeps_its_weight(dtype, monkeypatch):
     monkeypatch.setattr(launch, "BOUNDED", DTYPES if dtype != torch.float16 else ())
     n, D = 4096 if GPU else 512, 32
     e = torch.eye(D, dtype=torch.float64)
@@ -287,33 +293,35 @@ def test_range(dtype, monkeypatch):
 
 
 def test_dropout_drops_weights():
-    """With the identity for values the output is the dropped weights themselves; the same seed then gives the same
-    gradients as by hand."""
+    """With the identity as values, the output is the dropped weights. The same seed gives the expected gradients."""
     leaves, _ = case(L=24, S=32, H=2, Hk=1, E=32)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
     eye = {**x, "value": torch.eye(32, device=DEVICE).view(1, 1, 32, 32)}
     plain = triton.run_mixture(make_call(eye))[0]
     torch.manual_seed(3)
     dropped = triton.run_mixture(make_call(eye, dropout_p=0.25))[0]
-    kept = dropped != 0
-    torch.testing.assert_close(dropped, torch.where(kept, plain / 0.75, 0), atol=1e-6, rtol=1e-5)
-    assert 0.7 < kept.float().mean() < 0.8
+    keep = dropped != 0
+    torch.testing.assert_close(dropped, torch.where(keep, plain / 0.75, 0), atol=1e-6, rtol=1e-5)
+    assert 0.7 < keep.float().mean() < 0.8
     torch.manual_seed(3)
     out = triton.run_mixture(make_call(x, dropout_p=0.25))[0]
     keys = x["keys"].unsqueeze(2) + x["shift"].unsqueeze(-2)
     weights = oracle.mixture(x["query"].cpu(), keys.cpu(), x["value"].cpu(), log_prior=x["log_prior"].cpu())[1]
-    by_hand = (weights.to(DEVICE) * kept / 0.75) @ x["value"]
-    torch.testing.assert_close(out, by_hand, atol=1e-5, rtol=1e-4)
+    expected = (weights.to(DEVICE) * keep / 0.75) @ x["value"]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     g = torch.randn_like(out)
     for name, a, b in zip(
-        x, torch.autograd.grad(out, list(x.values()), g), torch.autograd.grad(by_hand, list(x.values()), g), strict=True
+        x,
+        torch.autograd.grad(out, list(x.values()), g),
+        torch.autograd.grad(expected, list(x.values()), g),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
-def test_same_bits_every_time(variant, hard):
+def test_results_are_bitwise_reproducible(variant, hard):
     leaves, options = case(variant, L=65, S=65, H=4, Hk=2, causal="top-left", hard=hard, prior=not hard)
     x = {name: t.to(DEVICE, DTYPES[-1]) for name, t in leaves.items()}
     weights = torch.randn(1, 4, 65, 16), torch.randn(1, 4, 65)
@@ -324,8 +332,8 @@ def test_same_bits_every_time(variant, hard):
             assert torch.equal(t, runs[0][name]), name
 
 
-def test_hard_ties_share_evenly():
-    """Equal components: each gets half of the gradient, as the maximum's has it."""
+def test_hard_ties_split_the_gradient_evenly():
+    """Equal components get half of the gradient each, as in the gradient of a maximum."""
     for variant in ("smgk", "mgk"):
         leaves, options = case(variant, hard=True, prior=False, causal="top-left")
         if variant == "smgk":
