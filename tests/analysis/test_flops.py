@@ -1,4 +1,4 @@
-"""Parameters and FLOPs against a count by hand, and the command that tabulates them."""
+"""Parameters and FLOPs against a count by hand, and `mgk flops`."""
 
 import csv
 
@@ -52,27 +52,26 @@ def by_hand(variant, heads, length):
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_counted_as_by_hand(variant):
+def test_costs_equal_a_count_by_hand(variant):
     config = EncoderConfig(
         vocab_size=VOCABULARY, num_classes=CLASSES, max_length=1, embed_dim=WIDTH, ffn_dim=INNER, hidden_dim=HIDDEN,
         num_layers=LAYERS, head_dim=HEAD, num_components=COMPONENTS,
     )  # fmt: skip
-    found = count_costs(config, [variant], [1, 4], [16, 50], count)
-    assert [(cost.heads, cost.length) for cost in found] == [(1, 16), (1, 50), (4, 16), (4, 50)]
-    for cost in found:
+    counted = count_costs(config, [variant], [1, 4], [16, 50], count)
+    assert [(cost.heads, cost.length) for cost in counted] == [(1, 16), (1, 50), (4, 16), (4, 50)]
+    for cost in counted:
         assert (cost.params, cost.flops) == by_hand(variant, cost.heads, cost.length)
 
 
-def test_one_head_is_the_difference_that_a_head_makes():
-    """The estimate for other people's models, against our own softmax model counted with and without the head."""
-    with_it, without = by_hand("softmax", 4, 50), by_hand("softmax", 3, 50)
+def test_cost_of_a_head_is_the_difference_of_two_models():
+    four_heads, three_heads = by_hand("softmax", 4, 50), by_hand("softmax", 3, 50)
     one = per_head(WIDTH, HEAD, 1.0, 50)
     biases = 3 * HEAD
-    assert LAYERS * (one.params + biases) == with_it[0] - without[0]
-    assert LAYERS * one.flops == with_it[1] - without[1]
+    assert LAYERS * (one.params + biases) == four_heads[0] - three_heads[0]
+    assert LAYERS * one.flops == four_heads[1] - three_heads[1]
 
 
-def test_smaller_numbers_of_heads():
+def test_fewer_heads():
     assert fewer_heads(8) == [1, 2, 4, 8]
     assert fewer_heads(6) == [1, 3, 6]
     assert fewer_heads(1) == [1]
@@ -82,7 +81,7 @@ def call(*arguments):
     return CliRunner().invoke(commands.app, ["flops", *arguments])
 
 
-def test_the_command_writes_what_it_shows(tmp_path):
+def test_command_prints_and_writes_the_counts(tmp_path):
     result = call("demo", "--variants", "softmax,smgk", "--heads", "2,4", "--lengths", "16,64", "--out", str(tmp_path))
     assert result.exception is None, result.output
     with (tmp_path / "flops.csv").open(newline="") as file:
@@ -96,7 +95,7 @@ def test_the_command_writes_what_it_shows(tmp_path):
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-def test_the_papers_figures(tmp_path, figure):
+def test_figures_of_the_paper(tmp_path, figure):
     result = call("demo", "--heads", "2,4", "--figure", str(figure), "--out", str(tmp_path))
     assert result.exception is None, result.output
     for name in FIGURES[figure]:
@@ -105,7 +104,7 @@ def test_the_papers_figures(tmp_path, figure):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nothing"], "recipe must be one of"),
         (["--heads", "two"], "--heads must be positive integers"),
@@ -114,7 +113,7 @@ def test_the_papers_figures(tmp_path, figure):
         (["--figure", "4"], "--figure must be one of '3', '7'"),
     ],
 )
-def test_wrong_input(arguments, says):
+def test_wrong_options_are_rejected(arguments, message):
     result = call(*arguments)
     assert isinstance(result.exception, ValueError)
-    assert says in str(result.exception)
+    assert message in str(result.exception)

@@ -1,4 +1,4 @@
-"""Models of Transformers, built from a configuration with random weights: no network."""
+"""Transformers models with random weights, built from a configuration without a network."""
 
 import numpy as np
 import pytest
@@ -51,48 +51,48 @@ def model_and_input(request):
     model = build().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)  # so that heads do not all look everywhere
+            parameter.mul_(4)  # makes the attention less uniform
     return model, make()
 
 
-def test_weights_are_the_models_own(model_and_input):
-    """Against output_attentions, in fp64, and the output is the same as without anyone watching."""
+def test_weights_equal_those_of_the_model(model_and_input):
+    """Compare with output_attentions in fp64; the output is the same as without capture."""
     model, sample = model_and_input
     model.double()
     sample = {name: x.double() if x.is_floating_point() else x for name, x in sample.items()}
-    seen = []
+    captured = []
 
-    def look(name, call, output):
+    def add_call(name, call, output):
         weights = sample_weights(call, 0)
-        seen.append(torch.cat([block.weights for block in weights.blocks(10_000)], 1))
+        captured.append(torch.cat([block.weights for block in weights.blocks(10_000)], 1))
         return output
 
     with torch.no_grad():
-        with hf_models.capture_attention(model, look):
-            watched = model(**sample)
+        with hf_models.capture_attention(model, add_call):
+            output = model(**sample)
         model.set_attn_implementation("eager")
-        own = model(**sample, output_attentions=True)
-    assert len(seen) == len(own.attentions) == 2
-    for found, expected in zip(seen, own.attentions, strict=True):
-        assert found.allclose(expected[0].double(), rtol=1e-5, atol=1e-7)
-    # Llama's own softmax is in fp32 whatever the type.
-    assert watched[0].allclose(own[0], rtol=1e-5, atol=1e-5)
+        reference = model(**sample, output_attentions=True)
+    assert len(captured) == len(reference.attentions) == 2
+    for weights, expected in zip(captured, reference.attentions, strict=True):
+        assert weights.allclose(expected[0].double(), rtol=1e-5, atol=1e-7)
+    # Llama computes its softmax in fp32.
+    assert output[0].allclose(reference[0], rtol=1e-5, atol=1e-5)
 
 
 def test_analyse(model_and_input):
     model, sample = model_and_input
     before = model.config._attn_implementation
-    found = analyse(model, [sample], capture=hf_models.capture_attention)
+    analysis = analyse(model, [sample], capture=hf_models.capture_attention)
     assert model.config._attn_implementation == before
-    assert [layer.heads for layer in found.layers] == [4, 4]
-    assert 2 < found.different["maps"] < 8
-    assert all("attn" in layer.name or "attention" in layer.name for layer in found.layers)
-    assert all((layer.removal.change > 0).all() for layer in found.layers)
+    assert [layer.heads for layer in analysis.layers] == [4, 4]
+    assert 2 < analysis.different["maps"] < 8
+    assert all("attn" in layer.name or "attention" in layer.name for layer in analysis.layers)
+    assert all((layer.removal.change > 0).all() for layer in analysis.layers)
 
 
 def test_causal_maps_are_empty_above_the_diagonal():
-    found = analyse(gpt2(), [tokens()], capture=hf_models.capture_attention, removal=0)
-    for layer in found.layers:
+    analysis = analyse(gpt2(), [tokens()], capture=hf_models.capture_attention, removal=0)
+    for layer in analysis.layers:
         levels = layer.maps.pooled["mean"]
         assert (np.triu(levels, 1) == 0).all()
         assert (levels[:, -1] > 0).all()
@@ -111,7 +111,7 @@ def test_padding_is_left_out():
     assert np.allclose(alone.layers[1].similarity.divergence, together.layers[1].similarity.divergence, atol=1e-6)
 
 
-def test_a_model_without_attention_is_said_so():
+def test_model_without_attention_is_rejected():
     config = transformers.MambaConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=1, bos_token_id=1, eos_token_id=2
     )
@@ -121,8 +121,8 @@ def test_a_model_without_attention_is_said_so():
 
 
 @pytest.mark.parametrize("kind", ["MGKForCausalLM", "MGKForSequenceClassification"])
-def test_our_own_models_in_its_shells(kind, tmp_path):
-    """Saved by Transformers, loaded as any other, and each layer seen once."""
+def test_models_of_this_package(kind, tmp_path):
+    """Models of mgk.hf load like any other, and each layer is captured once."""
     from mgk import hf
     from mgk.models import DecoderConfig, EncoderConfig
 
@@ -132,6 +132,6 @@ def test_our_own_models_in_its_shells(kind, tmp_path):
     getattr(hf, kind)(hf.MGKConfig.of(config)).save_pretrained(tmp_path)
     model = hf_models.load(str(tmp_path))
     assert type(model).__name__ == kind
-    found = analyse(model, [tokens()], capture=hf_models.capture_attention)
-    assert [layer.name for layer in found.layers] == [f"model.layers.{n}.attention" for n in range(2)]
-    assert all(layer.mixture is not None for layer in found.layers)
+    analysis = analyse(model, [tokens()], capture=hf_models.capture_attention)
+    assert [layer.name for layer in analysis.layers] == [f"model.layers.{n}.attention" for n in range(2)]
+    assert all(layer.mixture is not None for layer in analysis.layers)

@@ -118,22 +118,22 @@ def rows_of(ratio, task="speed", shapes=None, **fields):
     ]
 
 
-def got(rows, words):
-    found = [goal for goal in speed_goals.goals(rows) if words in goal.what]
-    assert found, words
-    return found
+def goals_named(rows, words):
+    goals = [goal for goal in speed_goals.goals(rows) if words in goal.what]
+    assert goals, words
+    return goals
 
 
 def test_goals_of_speed():
     rows = rows_of(0.5) + rows_of(0.6, components=4)
-    assert all(goal.reached and goal.got == pytest.approx(0.5) for goal in got(rows, "geometric mean"))
-    assert all(goal.reached and goal.got == pytest.approx(1.2) for goal in got(rows, "M 4 over M 2"))
+    assert all(goal.reached and goal.got == pytest.approx(0.5) for goal in goals_named(rows, "geometric mean"))
+    assert all(goal.reached and goal.got == pytest.approx(1.2) for goal in goals_named(rows, "M 4 over M 2"))
     slow = rows + rows_of(0.96, shapes=suite.SHAPES[:1])
-    assert not any(goal.reached for goal in got(slow, "largest, 8x8x4096x64"))
+    assert not any(goal.reached for goal in goals_named(slow, "largest, 8x8x4096x64"))
     flash = {"variant": "softmax", "backend": "flash", "heads": 8, "components": 1}
     # The one with shared keys is another peer.
     with_flash = rows + rows_of(0.4, kv_heads=8, **flash) + rows_of(0.2, kv_heads=4, **flash)
-    assert all(goal.got == pytest.approx(1.25) and not goal.reached for goal in got(with_flash, "D 16"))
+    assert all(goal.got == pytest.approx(1.25) and not goal.reached for goal in goals_named(with_flash, "D 16"))
     # Without all of its shapes a mean says nothing.
     assert not [goal for goal in speed_goals.goals(rows[2:]) if "mean" in goal.what and "M 4" not in goal.what]
 
@@ -144,15 +144,15 @@ def test_goals_of_the_other_parts():
         for n in (16384, 131072)
         for row in rows_of(n / 16384 / 10, "linear", [Shape(2, 8, n, 64, True)], variant="mlk")
     ]
-    assert all(goal.got == pytest.approx(1) and goal.reached for goal in got(linear, "power of N"))
-    assert all(goal.got == pytest.approx(0.1) for goal in got(linear, "N 16384 over SDPA"))
+    assert all(goal.got == pytest.approx(1) and goal.reached for goal in goals_named(linear, "power of N"))
+    assert all(goal.got == pytest.approx(0.1) for goal in goals_named(linear, "N 16384 over SDPA"))
     decoding = rows_of(0.5, "decoding", [suite.DECODING_SHAPES[0]]) + rows_of(
         0.4, "decoding", [suite.DECODING_SHAPES[0]], variant="softmax", backend="flash", heads=8
     )
-    assert got(decoding, "over SDPA with H heads")[0].reached
-    assert got(decoding, "GQA")[0].got == pytest.approx(1.25)
-    assert not got(rows_of(1.4, "em", [suite.EM_SHAPES[0]], variant="smgk-em"), "EM")[0].reached
-    assert not got(rows_of(1.3, "memory", [Shape(1, 8, 4096, 64, True)]), "memory")[0].reached
+    assert goals_named(decoding, "over SDPA with H heads")[0].reached
+    assert goals_named(decoding, "GQA")[0].got == pytest.approx(1.25)
+    assert not goals_named(rows_of(1.4, "em", [suite.EM_SHAPES[0]], variant="smgk-em"), "EM")[0].reached
+    assert not goals_named(rows_of(1.3, "memory", [Shape(1, 8, 4096, 64, True)]), "memory")[0].reached
 
 
 def test_goals_use_the_last_measurement():
