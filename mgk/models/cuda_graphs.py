@@ -60,7 +60,7 @@ def capture_graph(
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             static_output = run()
     except RuntimeError as error:
-        # The generator still believes that a capture is under way: replace its state by that of a new one.
+        # The generator is still in capture mode: replace its state by that of a new generator.
         torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda"))
         torch.cuda.set_rng_state(rng_state)
         raise CaptureError(str(error).strip().splitlines()[0], output) from error

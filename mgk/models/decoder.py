@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
-from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
+from mgk.models.attention_layer import make_attention
 from mgk.variants import PRESETS, check_variants, variants_per_layer
 
 # Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
 # 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
-GROUP = 4
+GROUP_SIZE = 4
 
 # Norms before and after a sublayer: x + f(norm(x)), or norm(x + f(x)) as in the original transformer.
 NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module | None, nn.Module | None]]] = {
@@ -35,14 +35,18 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": la
 
 
 @dataclass(frozen=True)
-class Positions:
+class PositionEncoding:
     """Position encoding: sinusoids added to the embedding, rotary embeddings of a given base, or neither."""
 
     added: bool = False
     rotary: float | None = None
 
 
-POSITIONS = {"sinusoidal": Positions(added=True), "rotary": Positions(rotary=10000.0), "none": Positions()}
+POSITIONS = {
+    "sinusoidal": PositionEncoding(added=True),
+    "rotary": PositionEncoding(rotary=10000.0),
+    "none": PositionEncoding(),
+}
 
 
 class SwiGLU(nn.Module):
@@ -147,7 +151,7 @@ class DecoderConfig:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_variants(self.layer_variants, self.num_layers)
-        for name, table in TABLES.items():
+        for name, table in CHOICES.items():
             one_of(name, getattr(self, name), table)
         check_cutoffs(self.cutoffs, self.vocab_size)
         number("dropout", self.dropout, 0, 1)
@@ -158,7 +162,7 @@ class DecoderConfig:
         return variants_per_layer(self.variant, self.num_layers)
 
 
-TABLES: dict[str, dict[str, Any]] = {
+CHOICES: dict[str, dict[str, Any]] = {
     "preset": PRESETS,
     "feature_map": FEATURE_MAP_FACTORIES,
     "norm": NORMS,
@@ -174,22 +178,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, variant: str) -> None:
         super().__init__()
         width = config.embed_dim
-        self.attention = Attention(
-            width,
-            config.num_heads,
-            head_dim=config.head_dim,
-            num_kv_heads=config.num_kv_heads,
-            variant=variant,
-            num_components=config.num_components,
-            preset=config.preset,
-            feature_map=FEATURE_MAP_FACTORIES[config.feature_map](config.head_dim),
-            dropout=config.attention_dropout,
-            is_causal=True,
-            # The paper shares priors over positions; the authors' code has one per position.
-            max_positions=None if config.preset == "paper" else config.max_length,
-            rotary=POSITIONS[config.positions].rotary,
-            backend=config.backend,
-        )
+        self.attention = make_attention(config, variant, is_causal=True, rotary=POSITIONS[config.positions].rotary)
         self.mlp = MLPS[config.mlp](width, config.ffn_dim, config.dropout)
         make_norms = NORM_PLACES[config.norm_place]
         self.before_attention, self.after_attention = make_norms(lambda: NORMS[config.norm](width))
@@ -232,6 +221,7 @@ def run_group(
     key_padding_mask: Tensor | None,
     caches: Sequence[Cache] | None,
 ) -> Tensor:
+    """Run consecutive layers: the unit that `LanguageModel.compile_layers` compiles."""
     for n, layer in enumerate(layers):
         x = layer(x, position_ids, key_padding_mask, None if caches is None else caches[n])
     return x
@@ -325,8 +315,8 @@ class LanguageModel(nn.Module):
         key_padding_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        for start in range(0, len(layers), GROUP):
-            group = slice(start, start + GROUP)
+        for start in range(0, len(layers), GROUP_SIZE):
+            group = slice(start, start + GROUP_SIZE)
             x = self._run_group(layers[group], x, position_ids, key_padding_mask, caches and caches[group])
         return x
 

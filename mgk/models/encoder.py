@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
-from mgk.attention import Attention
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import embed_tokens
+from mgk.models.attention_layer import make_attention
 from mgk.variants import PRESETS, VARIANTS, check_variants, variants_per_layer
 
 POOLINGS = ("mean", "mean-padded")
@@ -110,20 +110,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         width = config.embed_dim
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(
-            width,
-            config.num_heads,
-            head_dim=config.head_dim,
-            num_kv_heads=config.num_kv_heads,
-            variant=variant,
-            num_components=config.num_components,
-            preset=config.preset,
-            feature_map=FEATURE_MAP_FACTORIES[config.feature_map](config.head_dim),
-            dropout=config.attention_dropout,
-            # The paper shares priors over positions; the authors' code has one per position.
-            max_positions=None if config.preset == "paper" else config.max_length,
-            backend=config.backend,
-        )
+        self.attention = make_attention(config, variant)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
             _linear(width, config.ffn_dim), nn.GELU(), nn.Dropout(config.dropout), _linear(config.ffn_dim, width)

@@ -245,7 +245,7 @@ def test_wrong_input():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.parametrize("variant", ["softmax", "smgk", "mlk"])
 def test_one_compiled_group_of_layers_serves_all(variant, monkeypatch):
-    monkeypatch.setattr(decoder, "GROUP", 2)
+    monkeypatch.setattr(decoder, "GROUP_SIZE", 2)
     torch.compiler.reset()
     graphs = []
 

@@ -1,0 +1,37 @@
+"""Attention layers from the configuration of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mgk.attention import Attention
+from mgk.features import FEATURE_MAP_FACTORIES
+
+if TYPE_CHECKING:
+    from mgk.models.decoder import DecoderConfig
+    from mgk.models.encoder import EncoderConfig
+
+
+def make_attention(config: DecoderConfig | EncoderConfig, variant: str, **options: Any) -> Attention:
+    """Make the attention layer that a configuration describes.
+
+    Args:
+        config: Configuration of the model.
+        variant: Attention variant of the layer.
+        **options: Further arguments of Attention.
+    """
+    return Attention(
+        config.embed_dim,
+        config.num_heads,
+        head_dim=config.head_dim,
+        num_kv_heads=config.num_kv_heads,
+        variant=variant,
+        num_components=config.num_components,
+        preset=config.preset,
+        feature_map=FEATURE_MAP_FACTORIES[config.feature_map](config.head_dim),
+        dropout=config.attention_dropout,
+        # The paper shares priors over positions; the authors' code has one per position.
+        max_positions=None if config.preset == "paper" else config.max_length,
+        backend=config.backend,
+        **options,
+    )
