@@ -221,7 +221,7 @@ def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> t
     Returns:
         N_jr [B, Hk, M, S], and the number N_j of queries that attend to key j, [B, Hk, S].
     """
-    from mgk.kernels.mixture import em_ops
+    from mgk.kernels.mixture import em_counts
 
     query, keys = _ensure_last_dim_contiguous(call.query), _ensure_last_dim_contiguous(call.keys)
     scale, scale_t, tau, tau_t = _split_scale_and_tau(call)
@@ -231,7 +231,7 @@ def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> t
         attendable, mask = as_bool(mask[:, :, 0]), None
     if real_queries is not None:
         mask = and_mask(real_queries[:, None, :, None].expand(-1, -1, -1, call.value.shape[2]), mask)
-    count, pairs = em_ops.component_counts(
+    count, pairs = em_counts.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
         *_contiguous_offsets(packed), scale, tau, CAUSAL[call.causal],
         (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or call.value.shape[2],

@@ -1,5 +1,7 @@
-"""Operators of torch.library by the shortest way: plain eager calls skip the dispatcher, whose rounds cost more than a
-small kernel."""
+"""Differentiable operators whose eager calls bypass the torch.library dispatcher.
+
+The dispatcher takes longer than a small kernel runs.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ Tensors = tuple[Tensor, ...]
 
 
 def needs_dispatcher() -> bool:
-    """Whether someone looks on who must see torch.ops.mgk: a compiler, a dispatch mode, a function transform."""
+    """Return True under torch.compile, a TorchDispatchMode or torch.func: these must see torch.ops.mgk."""
     if torch.compiler.is_compiling():
         return True
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def raise_no_double_backward(ctx: Any, *grads: Any) -> Any:
-    """The gradient of our gradients, as autograd wants it."""
+    """Raise, as the backward function of a backward operator."""
     raise RuntimeError("second derivatives are not covered by this backend: use backend='eager'")
 
 
-class _Final(torch.autograd.Function):
-    """Gradients as they are, except that theirs are refused, and not silently 0."""
+class _NotDifferentiable(torch.autograd.Function):
+    """Identity on gradients that raises when it is differentiated; without it second derivatives would be 0."""
 
     @staticmethod
     def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -41,10 +43,18 @@ def make_autograd_op(
     save: Callable[[Any, Any, Any], None],
     gradients: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., Tensors]:
-    """Gives the operator its gradients, and returns what to call in its place for its first two outputs.
+    """Register the gradients of an operator and return a function to call in its place.
 
-    save(ctx, inputs, output) as for setup_context; gradients(ctx, *grads, launch=...) launches what it is given, or by
-    default the operator of the backward pass. Outputs past the first two are for the backward pass alone.
+    Args:
+        operator: The forward operator. Outputs past the first two are for the backward pass only.
+        launch_forward: Its implementation, with the same arguments.
+        launch_backward: The implementation of the backward operator.
+        save: Called as `save(ctx, inputs, output)`, like a `setup_context` function.
+        gradients: Called as `gradients(ctx, *grads)` to run the backward operator, and as
+            `gradients(ctx, *grads, launch=launch_backward)` to bypass the dispatcher.
+
+    Returns:
+        A function with the operator's arguments that returns its first two outputs.
     """
     operator.register_autograd(gradients, setup_context=save)
 
@@ -57,23 +67,25 @@ def make_autograd_op(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-            # Most backward passes are not themselves recorded: there is nothing to forbid.
+            # Without create_graph no second derivatives are possible.
             if not torch.is_grad_enabled():
                 return gradients(ctx, *grads, launch=launch_backward)
             with torch.no_grad():
-                found = gradients(ctx, *grads, launch=launch_backward)
-            recorded: tuple[Tensor | None, ...] = _Final.apply(*[x if x is None else x.requires_grad_() for x in found])
-            return recorded
+                results = gradients(ctx, *grads, launch=launch_backward)
+            guarded: tuple[Tensor | None, ...] = _NotDifferentiable.apply(
+                *[x if x is None else x.requires_grad_() for x in results]
+            )
+            return guarded
 
-    # `Direct.apply` but for its questions about function transforms: under one, a call is observed.
+    # `Direct.apply` without its check for function transforms, which `needs_dispatcher` covers.
     apply = super(torch.autograd.Function, Direct).apply
-    alive = torch._C._functorch.unwrap_if_dead
+    unwrap = torch._C._functorch.unwrap_if_dead
 
     def call(*args: Any) -> Tensors:
         if needs_dispatcher():
             return operator(*args)[:2]
         if not torch.is_grad_enabled():
             return launch_forward(*args)[:2]
-        return apply(*[alive(x) if isinstance(x, Tensor) else x for x in args])
+        return apply(*[unwrap(x) if isinstance(x, Tensor) else x for x in args])
 
     return call

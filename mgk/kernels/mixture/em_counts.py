@@ -1,13 +1,21 @@
-"""Kernels for the counts N_jr of expectation maximisation: a pass over the pairs without the values.
+"""Counts N_jr of expectation maximisation: kernels that pass over the pairs without the values, and their operator.
 
 For shifted keys with equal scales, the responsibilities do not depend on q.k_j: gamma_ijr = A_ir C_jr / sum_s A_is C_js
 takes one multiply-add per component and one reciprocal per pair.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mgk.kernels.jit_cache import LaunchSpec, launch
+from mgk.kernels.mixture.args import MixtureArgs
+from mgk.kernels.mixture.launch import count_key_tiles, empty_workspace, leading_strides, precision_of, preprocess
+from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
 from mgk.kernels.mixture.tile import (
     INTERPRETED,
     KEY_TILE,
@@ -202,3 +210,57 @@ def count_components(
             b_count = tl.where(spread <= COUNT_RANGE, b_count * tl.sum(factors[r], 1), b_count)
         tl.store(p_count + r * S, tl.where(empty, 0.0, b_count), mask=o_j < n_k)
     tl.store(pairs_ptr + (i_b * (H // GROUP) + i_k).to(tl.int64) * S + start_k + o_j, pairs, mask=o_j < n_k)
+
+
+@torch.library.custom_op("mgk::component_counts", mutates_args=())
+def component_counts(
+    query: Tensor, keys: Tensor, shift: Tensor | None, log_prior: Tensor | None, scale_t: Tensor | None,
+    tau_t: Tensor | None, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, scale: float, tau: float,
+    causal: int, max_q: int, max_k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return N_jr [B, Hk, M, S] and N_j [B, Hk, S], the number of queries for which key j is not masked."""
+    (B, H, L, D), HK, S = query.shape, keys.shape[1], keys.shape[-2]
+    # There are no values: keys stand in for them.
+    args = MixtureArgs(
+        query, keys, keys, shift, log_prior, scale_t, tau_t, mask, None, cu_q, cu_k, scale, tau, 0.0, 0.0, causal,
+        False, max_q, max_k,
+    )  # fmt: skip
+    M = args.components
+    count = query.new_empty(B, HK, M, S, dtype=torch.float32)
+    pairs = count.new_empty(B, HK, S)
+    if query.numel() == 0 or S == 0:
+        return count.zero_(), pairs.zero_()
+    sequences, key_tiles, shifted = args.num_sequences, count_key_tiles(cu_k, B, S), shift is not None
+    prepared, stats = empty_workspace(count, HK, M, key_tiles)
+    preprocess(args, prepared, stats)
+    scales = 0 if scale_t is None else scale_t.shape[1]
+    has_gemm = not shifted or scales > 1
+    block = 32 if has_gemm and (query.element_size() > 2 or D > 128) else 64
+    q_tiles, k_tiles = ceil_div(max_q, block), ceil_div(max_k, block)
+    terms, spread = count.new_empty(2 * M, B * H * L), count.new_empty(sequences * H, q_tiles)
+    common = {"M": M, "D": D, "BD": padded_width(D), "BM": block, "SHIFTED": shifted, "SCALE": scales}
+    terms_spec = LaunchSpec(
+        query_terms, (q_tiles * sequences, H, 1), (*query.stride()[:3], terms.stride(0), H // HK), (H, L, q_tiles),
+        common | {"TAU": tau_t is not None, "PACKED": cu_q is not None},
+    )  # fmt: skip
+    launch(terms_spec, (query, shift, scale_t, tau_t, cu_q, terms, spread), (scale, tau))
+    mask = None if mask is None else mask.expand(B, H, L, S)
+    counts_spec = LaunchSpec(
+        count_components, (k_tiles * sequences, HK, 1),
+        (*query.stride()[:3], *key_strides(keys.stride(), shifted), *leading_strides(mask, 4), terms.stride(0),
+        H // HK),
+        (H, L, S, key_tiles, q_tiles, k_tiles),
+        common | {"BN": block, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.is_floating_point(),
+        "PACKED": cu_q is not None, "PRECISION": precision_of(query)}, num_stages=2 if has_gemm else 1,
+    )  # fmt: skip
+    tensors = (query, keys, mask, scale_t, cu_q, cu_k, prepared, terms, spread, count, pairs)
+    launch(counts_spec, tensors, (scale,))
+    return count, pairs
+
+
+@component_counts.register_fake
+def _counts_fake(query: Any, keys: Any, shift: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    B, HK, S = keys.shape[0], keys.shape[1], keys.shape[-2]
+    M = keys.shape[2] if shift is None else shift.shape[1]
+    count = query.new_empty(B, HK, M, S, dtype=torch.float32)
+    return count, count.new_empty(B, HK, S)

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from mgk._core.calls import Packed
 from mgk._core.em import statistics_by_equations
 from mgk.backends import em_statistics, triton
-from mgk.kernels.mixture import em_ops
+from mgk.kernels.mixture import em_counts
 from tests.kernels.mixture.test_kernels import DEVICE, GPU, case, make_call
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -92,4 +92,4 @@ def test_operator_is_registered():
     leaves, _ = case()
     x = {name: t.to(DEVICE, torch.float32) for name, t in leaves.items()}
     arguments = (x["query"], x["keys"], x["shift"], x["log_prior"], *(None,) * 5, 0.25, 1.0, 1, 37, 37)
-    torch.library.opcheck(em_ops.component_counts, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(em_counts.component_counts, arguments, test_utils=("test_schema", "test_faketensor"))

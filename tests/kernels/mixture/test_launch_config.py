@@ -12,7 +12,7 @@ from mgk.backends import eager, triton
 from mgk.kernels import jit_cache
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import ops
-from mgk.kernels.mixture import block_sizes, em_ops, launch_config
+from mgk.kernels.mixture import block_sizes, em_counts, launch_config
 from mgk.kernels.mixture import launch as triton_launch
 from mgk.kernels.mixture.block_sizes import BlockConfig
 from tests.kernels.mixture.test_kernels import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
@@ -305,11 +305,11 @@ def test_linear_attention_is_launched_where_the_tensors_are(monkeypatch):
 def test_as_many_sequences_as_there_are(steps, monkeypatch):
     """The second and third axis of a grid end at 65,535, the first does not."""
     monkeypatch.setattr(triton_launch, "launch", lambda step, *_: steps.append(step))
-    monkeypatch.setattr(em_ops, "launch", lambda step, *_: steps.append(step))
+    monkeypatch.setattr(em_counts, "launch", lambda step, *_: steps.append(step))
     query, value = torch.empty(70_000, 1, 2, 16), torch.empty(70_000, 1, 2, 16)
     call = make_call({"query": query, "keys": query, "value": value, "shift": torch.empty(1, 2, 16)})
     triton.run_mixture(call)
-    em_ops.component_counts(query, query, call.shift, *(None,) * 6, 1.0, 1.0, 0, 2, 2)
+    em_counts.component_counts(query, query, call.shift, *(None,) * 6, 1.0, 1.0, 0, 2, 2)
     assert {step.kernel.__name__ for step in steps} >= {"prepare_keys", "query_terms", "count_components"}
     assert max(n for step in steps for n in step.grid[1:]) <= 65_535
 
