@@ -69,7 +69,7 @@ class SignalListener:
 
 
 class StopRequest:
-    """The signal that asks a run to stop after its current step."""
+    """The signal that stops a run after its current step."""
 
     def __init__(self) -> None:
         self._number: int | None = None  # the signal that this process received

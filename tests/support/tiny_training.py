@@ -1,4 +1,4 @@
-"""A training small enough for a test, in a process of its own. TINY_TASK=text: of a language model."""
+"""A tiny training for tests; as a script it runs in its own process. TINY_TASK=text trains a language model."""
 
 import argparse
 import os
@@ -13,11 +13,10 @@ from mgk.models import save_model
 from mgk.models.vocabulary import ByteVocabulary
 from mgk.tasks.base import Split
 from mgk.tasks.corpus import TokenStream
-from mgk.training import callbacks
-from mgk.training import module as steps
-from mgk.training import trainer as training
+from mgk.training import callbacks, trainer
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
 from mgk.training.distributed import gather_weights, shutdown_distributed
+from mgk.training.module import TrainingModule
 
 
 @dataclass
@@ -55,7 +54,7 @@ class TinyText:
 
     def split(self, data_dir: Path, name: str) -> TokenStream:
         draw = np.random.default_rng(len(name))
-        # 24 steps of 8 segments: more than one epoch, and a step that spans two.
+        # 24 steps of 8 segments are more than one epoch, and one step spans two epochs.
         return TokenStream(draw.integers(0, 60, 29 * 12 + 5 if name == "train" else 50).astype(np.uint8), 12)
 
 
@@ -67,7 +66,7 @@ MODELS = {
 TASK = os.environ.get("TINY_TASK", "classes")
 
 
-def run(out: str, **settings) -> training.Run:
+def run(out: str, **settings) -> trainer.Run:
     defaults = {"steps": 24, "batch_size": 8, "lr": 1e-3, "warmup": 4, "eval_every": 6, "precision": "fp32"}
     recipe = Recipe(
         "tiny",
@@ -76,7 +75,7 @@ def run(out: str, **settings) -> training.Run:
         model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
         training=TrainConfig(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
-    return training.Run(recipe, ModelSpec("smgk", 2), "paper", 3, Path("."), Path(out))
+    return trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 3, Path("."), Path(out))
 
 
 def main() -> None:
@@ -84,36 +83,36 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--kill-at", type=int, default=0)
     parser.add_argument("--kill-with", type=int, default=9)
-    parser.add_argument("--kill-rank", help="only this one of several processes")
+    parser.add_argument("--kill-rank", help="rank that receives the signal; default: all")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--strategy", default="auto")
-    given = parser.parse_args()
-    if given.kill_at and given.kill_rank in (None, os.environ.get("RANK")):
-        keep_going = callbacks.CheckpointCallback.on_train_batch_end
+    options = parser.parse_args()
+    if options.kill_at and options.kill_rank in (None, os.environ.get("RANK")):
+        on_train_batch_end = callbacks.CheckpointCallback.on_train_batch_end
 
-        def die(self, trainer, *arguments):
-            keep_going(self, trainer, *arguments)
-            if trainer.global_step == given.kill_at:
-                # The signal is heard in the next step.
-                if (given.kill_at + 1) % trainer.val_check_interval:
-                    steps.TrainingModule.validation_step = late
-                os.kill(os.getpid(), given.kill_with)
+        def send_signal(self, lightning, *arguments):
+            on_train_batch_end(self, lightning, *arguments)
+            if lightning.global_step == options.kill_at:
+                # The signal is handled in the next step.
+                if (options.kill_at + 1) % lightning.val_check_interval:
+                    TrainingModule.validation_step = fail_validation
+                os.kill(os.getpid(), options.kill_with)
 
-        def late(*arguments):
-            raise AssertionError("evaluated after it had been asked to leave")
+        def fail_validation(*arguments):
+            raise AssertionError("evaluated after the stop signal")
 
-        callbacks.CheckpointCallback.on_train_batch_end = die
+        callbacks.CheckpointCallback.on_train_batch_end = send_signal
     settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
-    described = run(given.out, dropout=given.dropout, **settings)
-    module, kept = training.fit(
-        described, TASKS[TASK](), resume=given.resume, accelerator="cpu", strategy=given.strategy
+    tiny_run = run(options.out, dropout=options.dropout, **settings)
+    module, callback = trainer.fit(
+        tiny_run, TASKS[TASK](), resume=options.resume, accelerator="cpu", strategy=options.strategy
     )
     weights = gather_weights(module.model)
     shutdown_distributed()
-    if kept.stopped_by is None and module.global_rank == 0:
-        save_model(module.model, Path(given.out) / "final", weights)
-    status = 0 if kept.stopped_by is None else 128 + kept.stopped_by
+    if callback.stopped_by is None and module.global_rank == 0:
+        save_model(module.model, Path(options.out) / "final", weights)
+    status = 0 if callback.stopped_by is None else 128 + callback.stopped_by
     if "WORLD_SIZE" in os.environ:
         hard_exit(status)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""What a training tells of itself, without a terminal and without a training."""
+"""Progress lines, with a fake trainer, console and clock."""
 
 import io
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from mgk.training.progress import LINE_EVERY, ProgressBar, clock_time
 
 
 class Fake:
-    """A trainer of 100 steps and a module, a console that keeps what it shows, and a clock that is set by hand."""
+    """A trainer of 100 steps, a module, a console that writes to memory, and a clock set by hand."""
 
     def __init__(self, terminal=False, objective=Classification, width=120):
         self.file, self.now = io.StringIO(), 1000.0
@@ -43,15 +43,15 @@ class Fake:
         return self.file.getvalue().splitlines()
 
 
-def test_the_line_tells_step_loss_metric_speed_and_time_left():
+def test_line_has_step_loss_metric_speed_and_remaining_time():
     fake = Fake().start()
-    fake.step(1, seconds=40)  # compiling: it counts neither for the speed nor for the time left
-    assert fake.lines[-1] == "step 1/100  40.0 s/step  1:06:00 left"  # but there is nothing else to go by yet
+    fake.step(1, seconds=40)  # includes compilation: excluded from speed and remaining time later
+    assert fake.lines[-1] == "step 1/100  40.0 s/step  1:06:00 left"
     fake.step(41, seconds=20, loss=1.5, accuracy=0.25)
     assert fake.lines[-1] == "step 41/100  loss 1.500  accuracy 25.00 %  2.0 steps/s  0:30 left"
 
 
-def test_evaluations_count_for_the_time_left_and_not_for_the_speed():
+def test_evaluations_count_for_remaining_time_but_not_for_speed():
     fake = Fake(objective=LanguageModelling).start()
     fake.step(1)
     fake.evaluate(10.0, dev_loss=0.0)
@@ -59,7 +59,7 @@ def test_evaluations_count_for_the_time_left_and_not_for_the_speed():
     assert fake.lines[-1] == "step 11/100  loss 2.000  perplexity 7.39  dev perplexity 1.00  2.0 s/step  4:27 left"
 
 
-def test_off_a_terminal_it_is_never_silent_for_long_and_never_chatty():
+def test_without_a_terminal_lines_come_at_fixed_intervals():
     fake = Fake().start()
     for number in range(1, 101):
         fake.step(number, seconds=1.0, loss=1.0, accuracy=0.5)
@@ -69,21 +69,21 @@ def test_off_a_terminal_it_is_never_silent_for_long_and_never_chatty():
     assert fake.lines[-1] == "step 100/100  evaluating, 3 of 7"
 
 
-def test_steps_that_take_long_have_a_line_each_with_the_time_left_from_the_first_on():
+def test_long_steps_have_one_line_each_with_the_remaining_time():
     fake = Fake()
-    fake.trainer.global_step = 50  # gone on with
+    fake.trainer.global_step = 50  # resumed
     fake.start()
     for number in (51, 52, 53):
         fake.step(number, seconds=120.0, loss=1.0, accuracy=0.5)
-    said = "loss 1.000  accuracy 50.00 %  120.0 s/step"
+    metrics = "loss 1.000  accuracy 50.00 %  120.0 s/step"
     assert fake.lines[1:] == [
-        f"step 51/100  {said}  1:38:00 left",
-        f"step 52/100  {said}  1:36:00 left",
-        f"step 53/100  {said}  1:34:00 left",
+        f"step 51/100  {metrics}  1:38:00 left",
+        f"step 52/100  {metrics}  1:36:00 left",
+        f"step 53/100  {metrics}  1:34:00 left",
     ]
 
 
-def test_other_processes_are_silent():
+def test_other_ranks_print_nothing():
     fake = Fake()
     fake.trainer.is_global_zero = False
     fake.start().step(50, seconds=60)
@@ -91,33 +91,33 @@ def test_other_processes_are_silent():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_on_a_terminal_there_is_a_bar_that_goes_when_the_training_ends(width):
+def test_terminal_shows_a_bar_that_is_removed_at_the_end(width):
     fake = Fake(terminal=True, width=width).start()
     fake.step(1)
     fake.step(41, seconds=20, loss=1.5, accuracy=0.25)
     assert "step 41/100  loss 1.500  accuracy 25.00 %  2.0 steps/s  0:30 left ━" in fake.file.getvalue()
     fake.bar.on_exception(fake.trainer, fake.module, KeyboardInterrupt())
-    # The cursor is shown again.
+    # The cursor is visible again.
     assert "\x1b[?25h" in fake.file.getvalue()
 
 
-def test_a_stage_of_an_analysis_that_has_had_a_line_has_one_for_its_end(monkeypatch, capsys):
+def test_stage_of_an_analysis_with_a_line_has_one_for_its_end(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with analyze._progress_bar() as tell:
+    with analyze._progress_bar() as report:
         for done in range(1, 5):
             now += 0.6 * LINE_EVERY
-            tell("looking", done, 4)
-        tell("writing", 1, 1)
-    assert capsys.readouterr().err.splitlines() == ["looking: 2 of 4", "looking: 4 of 4"]
-    with analyze._progress_bar() as tell:
-        tell("looking", 1, 2)
+            report("analysing", done, 4)
+        report("writing", 1, 1)
+    assert capsys.readouterr().err.splitlines() == ["analysing: 2 of 4", "analysing: 4 of 4"]
+    with analyze._progress_bar() as report:
+        report("analysing", 1, 2)
         now += 1.1 * LINE_EVERY
-        tell("looking", 1, 3)
-        tell("looking", 3, 3)
-        tell("looking", 3, 3)
-    assert capsys.readouterr().err.splitlines() == ["looking: 1 of 3", "looking: 3 of 3"]
+        report("analysing", 1, 3)
+        report("analysing", 3, 3)
+        report("analysing", 3, 3)
+    assert capsys.readouterr().err.splitlines() == ["analysing: 1 of 3", "analysing: 3 of 3"]
 
 
-def test_times_are_told_as_a_clock_does():
+def test_durations_are_formatted_as_clock_times():
     assert [clock_time(seconds) for seconds in (3.4, 62, 3723)] == ["0:03", "1:02", "1:02:03"]

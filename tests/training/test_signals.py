@@ -1,4 +1,4 @@
-"""Signals are answered while the process is busy in a call that Python's own handlers wait for."""
+"""Signals are handled while the process is inside a long native call."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 from mgk.training.signals import GRACE, SAME_REQUEST, STOPPING, SignalListener
 
-# hashlib lets other threads run, and no handler: as a backward pass does.
+# hashlib releases the GIL and runs no signal handlers, like a backward pass.
 BUSY = """
 import hashlib, signal, sys
 from mgk.training.signals import SignalListener
@@ -22,13 +22,13 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
 
 
 @pytest.mark.slow
-def test_the_first_signal_is_told_at_once_and_the_second_ends_the_process():
+def test_first_signal_prints_at_once_and_second_ends_the_process():
     with subprocess.Popen([sys.executable, "-c", BUSY], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             assert process.stderr.readline() == f"{STOPPING}\n"
-            # As if a launcher passed it on.
+            # A launcher may forward the same request: a second signal within SAME_REQUEST is ignored.
             process.send_signal(signal.SIGTERM)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(GRACE + SAME_REQUEST + 0.5)
@@ -38,12 +38,12 @@ def test_the_first_signal_is_told_at_once_and_the_second_ends_the_process():
             process.kill()
 
 
-def test_what_is_closed_hears_nothing_and_other_signals_are_others(capfd):
+def test_closed_listener_and_other_signals_print_nothing(capfd):
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    heard = SignalListener([signal.SIGUSR2])
+    listener = SignalListener([signal.SIGUSR2])
     os.kill(os.getpid(), signal.SIGUSR1)
-    heard.close()
-    heard.close()
+    listener.close()
+    listener.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before)
     assert signal.set_wakeup_fd(-1) == -1

@@ -1,0 +1,44 @@
+"""Evaluation of a finished run."""
+
+import torch
+
+from mgk.models import LanguageModel, save_model
+from mgk.tasks.base import Split
+from mgk.training import trainer
+from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.evaluate import evaluate_run, load_objective
+from mgk.training.objectives import OBJECTIVES
+from tests.support import tiny_training
+
+
+def test_best_model_is_evaluated_not_the_last(tmp_path, monkeypatch):
+    """The module holds the last weights; the evaluation must load the best ones."""
+    monkeypatch.setattr(tiny_training.TinyText, "baselines", lambda self, data_dir: {}, raising=False)
+    monkeypatch.setattr(tiny_training.TinyText, "dataset", "tiny", raising=False)
+    task, model = tiny_training.TinyText(), tiny_training.MODELS["text"]
+    recipe = Recipe("tiny", "", "tiny", model=model, training=TrainConfig(steps=4, warmup=1, eval_every=2, stride=6))
+    run = trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 0, tmp_path, tmp_path / "run")
+    module, callback = trainer.fit(run, task, resume=False, accelerator="cpu")
+    torch.manual_seed(1)
+    save_model(LanguageModel(module.model.config), run.files.best_model)
+    metrics = {
+        row["metric"]: row["value"] for row in evaluate_run(run, task, module, callback) if row["split"] == "test"
+    }
+    objective = load_objective(run.files.best_model, recipe.training, task, tmp_path, torch.device("cpu"), "test")
+    assert metrics["loss_stride_6"] == next(
+        m.value for m in objective.evaluate("test", None) if m.metric == "loss_stride_6"
+    )
+
+
+def test_compiled_network_is_reused_for_evaluation(monkeypatch):
+    """Compiled modules raise in a boolean context."""
+
+    class Compiled:
+        def __len__(self):
+            raise TypeError("does not support len()")
+
+    objective_class, network = OBJECTIVES["classification"], Compiled()
+    monkeypatch.setattr(objective_class, "load_split", lambda self, split: split)
+    objective = objective_class(None, TrainConfig(), None, {"test": Split})
+    objective.to_device(torch.device("cuda"), network)
+    assert objective.network is network
