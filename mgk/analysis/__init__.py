@@ -3,7 +3,8 @@
 Shapes use H heads, M components per key, L queries, S keys, D head width, E value width, R rows of a block.
 """
 
-from mgk.analysis.analyse import Analysis, Layer, analyse
+from mgk.analysis.analyse import Analysis, analyse
+from mgk.analysis.layer import Layer
 from mgk.analysis.ranks import Spectra, spectra
 from mgk.analysis.similarity import effective_number
 

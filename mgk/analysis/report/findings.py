@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mgk.analysis.analyse import Analysis, Layer
+from mgk.analysis.analyse import Analysis
 from mgk.analysis.flops import ModelCost, PerHead
+from mgk.analysis.layer import Layer
 
 # Least share of effectively different heads, and the grade it gets.
 GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))

@@ -13,9 +13,10 @@ import numpy as np
 
 from mgk import __version__
 from mgk._core.io import write_atomically
-from mgk.analysis.analyse import Analysis, Layer
+from mgk.analysis.analyse import Analysis
 from mgk.analysis.attention_maps import LOWEST, PALETTE, TILE, Maps, png
 from mgk.analysis.flops import ModelCost, PerHead
+from mgk.analysis.layer import Layer
 from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
 from mgk.analysis.similarity import SAME_GROUP

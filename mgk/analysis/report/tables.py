@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from mgk._core.io import write_atomically
-from mgk.analysis.analyse import Analysis, Layer
+from mgk.analysis.analyse import Analysis
 from mgk.analysis.flops import ModelCost
+from mgk.analysis.layer import Layer
 from mgk.analysis.report.curves import Curve
 
 Rows = Iterable[Sequence[Any]]
