@@ -3,6 +3,9 @@
 Operators: mgk_attention, smgk_attention (Eq. 8–12), mlk_attention, smlk_attention (Eq. 14), explain_backend.
 Layers: Attention and MultiheadAttention, configured by Variant, VARIANTS and PRESETS; Cache for decoding.
 Parts of layers: the feature maps FAVOR and DPFP, the position embedding Rotary.
+
+Shapes: B batch, H query heads, Hk key heads, M components, L queries, S keys, D head dimension, E value dimension,
+F features, N packed sequences.
 """
 
 from mgk._core.deprecated_paths import install as _install_deprecated_paths

@@ -1,4 +1,4 @@
-"""mgk.Attention: every variant and preset against the oracle fed with the layer's own weights."""
+"""mgk.Attention: every variant and preset against the oracle with the layer's weights."""
 
 import dataclasses
 
@@ -29,16 +29,16 @@ MEANING = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("preset", mgk.PRESETS)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_every_variant_and_preset_is_the_oracle(variant, preset, causal):
+def test_every_variant_and_preset_equals_the_oracle(variant, preset, causal):
     layer, x = make(variant, preset=preset, is_causal=causal), randn(2, L, EMBED)
     out, weights = layer(x, need_weights=True)
-    wanted, wanted_weights = reference(layer, x, preset=preset, causal="top-left" if causal else None)
-    close(out, wanted)
-    close(weights, wanted_weights)
-    close(layer(x), wanted)
+    expected, expected_weights = reference(layer, x, preset=preset, causal="top-left" if causal else None)
+    close(out, expected)
+    close(weights, expected_weights)
+    close(layer(x), expected)
 
 
-def test_the_table_of_variants_is_the_papers():
+def test_table_of_variants():
     assert list(mgk.VARIANTS) == list(MEANING)
     for name, (similarity, keys, prior, assignment, components) in MEANING.items():
         layer = Attention(EMBED, H, variant=name, num_components=3)
@@ -74,12 +74,12 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize("variant, heads, count", PARAMETERS)
-def test_the_number_of_parameters(variant, heads, count):
+def test_number_of_parameters(variant, heads, count):
     layer = Attention(64, heads, head_dim=32, variant=variant)
     assert sum(p.numel() for p in layer.parameters()) == count
 
 
-def test_what_a_preset_sets():
+def test_settings_of_presets():
     start = {preset: Attention(64, 4, head_dim=32, preset=preset) for preset in mgk.PRESETS}
     assert [layer.dropout for layer in start.values()] == [0.0, 0.1, 0.0]
     assert [layer.query.bias is not None for layer in start.values()] == [True, True, False]
@@ -115,19 +115,19 @@ def test_grouped_heads(variant):
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_cross_attention_with_its_own_widths(variant):
+def test_cross_attention_with_other_widths(variant):
     layer = make(variant, kdim=7, vdim=3, num_kv_heads=HK)
     query, key, value = randn(2, L, EMBED), randn(2, 13, 7), randn(2, 13, 3)
     out, weights = layer(query, key, value, need_weights=True)
-    wanted, wanted_weights = reference(layer, query, key, value)
-    close((out, weights), (wanted, wanted_weights))
+    expected, expected_weights = reference(layer, query, key, value)
+    close((out, weights), (expected, expected_weights))
     with pytest.raises(ValueError, match="key is needed"):
         layer(query)
     with pytest.raises(ValueError, match="value has length 12, but key has 13"):
         layer(query, key, value[:, :12])
 
 
-def test_the_value_is_the_key_by_default():
+def test_value_defaults_to_key():
     layer, x, memory = make("smgk"), randn(2, L, EMBED), randn(2, 13, EMBED)
     assert torch.equal(layer(x, memory), layer(x, memory, memory))
     assert torch.equal(layer(x), layer(x, x, x))
@@ -141,7 +141,7 @@ BETWEEN = [
 
 
 @pytest.mark.parametrize("variant", BETWEEN, ids=lambda v: f"{v.keys}-{v.prior}-{v.assignment}")
-def test_a_learned_tau(variant):
+def test_learned_tau(variant):
     layer, x = make(variant, num_kv_heads=HK), randn(2, L, EMBED)
     assert layer.tau.shape == (HK,)
     assert torch.equal(Attention(EMBED, H, variant=variant).tau, torch.ones(H))
@@ -156,17 +156,17 @@ def test_a_learned_tau(variant):
 @pytest.mark.parametrize("keys", ["independent", "shifted"])
 @pytest.mark.parametrize("prior", ["uniform", "learned", "em"])
 @pytest.mark.parametrize("variance", ["learned", "em"])
-def test_free_variances_come_with_their_normaliser(keys, prior, variance):
+def test_unequal_variances_include_the_normaliser(keys, prior, variance):
     layer, x = make(Variant("gaussian", keys, prior, variance=variance), num_kv_heads=HK), randn(2, L, EMBED)
     start = Attention(EMBED, H, head_dim=D, variant=layer.variant).variance.log_variance
     close(start.exp().double(), torch.full((H, 2), D**0.5, dtype=F64), 1e-6)
     with torch.no_grad():
         layer.variance.log_variance.copy_(randn(HK, 2))
     variances = layer.variance.log_variance.exp()
-    given = log_prior(layer, L)
-    given = torch.tensor(0.5, dtype=F64).log() if given is None else given
+    prior = log_prior(layer, L)
+    prior = torch.tensor(0.5, dtype=F64).log() if prior is None else prior
     q, k, v = split(layer.query(x), H), component_keys(layer, x), split(layer.value(x), HK)
-    normalised = given + (D / 2 * (1 / variances).log())[..., None]
+    normalised = prior + (D / 2 * (1 / variances).log())[..., None]
     out = oracle.mixture(q, k, v, log_prior=normalised, scale=1 / variances)[0]
     close(layer(x), layer.out(out.transpose(1, 2).flatten(2)))
     assert isinstance(layer.variance.log_variance, torch.nn.Parameter) == (variance == "learned")
@@ -177,7 +177,7 @@ def test_free_variances_come_with_their_normaliser(keys, prior, variance):
 
 @pytest.mark.parametrize("keys", ["independent", "shifted"])
 def test_normalised_queries_and_keys(keys):
-    """Norm 1 for queries and projected keys; shifts come after. With one component and no shift it is Eq. 6."""
+    """Normalise queries and projected keys before shifts. With one component and no shift this is Eq. 6."""
     layer, x = make(Variant("gaussian", keys, normalise=True)), randn(2, L, EMBED)
     unit = lambda t: t / t.norm(dim=-1, keepdim=True)  # noqa: E731
     close(layer(x), reference(layer, x, rotate=unit)[0])
@@ -186,7 +186,7 @@ def test_normalised_queries_and_keys(keys):
     close(layer(x, need_weights=True)[1], (q @ k.mT / D**0.5).softmax(-1))
 
 
-def test_a_variant_of_ones_own():
+def test_custom_variant():
     mine = Variant("dot", "independent", "learned", components=3)
     layer, x = make(mine, num_components=2), randn(2, L, EMBED)
     assert layer.variant == mine
@@ -219,6 +219,6 @@ INVALID = [
 
 
 @pytest.mark.parametrize("fields, message", INVALID, ids=lambda x: str(x)[:40])
-def test_an_invalid_variant_is_refused(fields, message):
+def test_invalid_variant_raises(fields, message):
     with pytest.raises(ValueError, match=message):
         Variant(**fields)

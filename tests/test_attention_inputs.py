@@ -1,4 +1,4 @@
-"""What mgk.Attention is given besides the query: packed sequences, positions, masks."""
+"""Inputs of mgk.Attention besides the query: packed sequences, positions, masks."""
 
 import math
 
@@ -18,12 +18,12 @@ CU = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_packed_sequences_are_separate_sequences(variant, causal, options):
     layer, x = make(variant, is_causal=causal, num_kv_heads=HK, **options), randn(1, 14, EMBED)
-    wanted = torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1)
-    close(layer(x, cu_seqlens=CU), wanted)
-    assert (layer(x) - wanted).abs().max() > 1e-3
+    expected = torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1)
+    close(layer(x, cu_seqlens=CU), expected)
+    assert (layer(x) - expected).abs().max() > 1e-3
 
 
-def test_packed_sequences_go_with_self_attention_alone():
+def test_packed_sequences_require_self_attention():
     layer, x = make("smgk"), randn(1, 14, EMBED)
     with pytest.raises(ValueError, match="cu_seqlens goes with self-attention without a cache"):
         layer(x, x.clone(), cu_seqlens=CU)
@@ -32,7 +32,7 @@ def test_packed_sequences_go_with_self_attention_alone():
 
 
 def turn(base, positions, width=D):
-    """Rotary positions, written out: pair n of the halves turns by position * base^(-n / pairs)."""
+    """Return a rotary embedding, written out: pair n of the halves is rotated by position * base^(-n / pairs)."""
     pairs = width // 2
 
     def rotate(x):
@@ -51,14 +51,14 @@ ANGLES = 2e-6
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_rotary_turns_queries_and_keys_before_the_shift(variant):
+def test_rotary_is_applied_before_the_shift(variant):
     layer, x = make(variant, rotary=50.0, num_kv_heads=HK), randn(2, L, EMBED)
     close(layer(x), reference(layer, x, rotate=turn(50.0, torch.arange(L)))[0], ANGLES)
     ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5])
     close(layer(x, position_ids=ids), reference(layer, x, rotate=turn(50.0, ids))[0], ANGLES)
 
 
-def test_a_callable_as_rotary():
+def test_callable_as_rotary():
     calls = []
 
     def rotary(x, positions):
@@ -77,7 +77,7 @@ def test_a_callable_as_rotary():
 
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "mgk-hard"])
-def test_rotary_attention_sees_distances_alone(variant):
+def test_rotary_attention_depends_on_distances_only(variant):
     layer, x = make(variant, rotary=10000.0), randn(2, L, EMBED)
     near, far = (layer(x, position_ids=torch.arange(L) + start) for start in (0, 100))
     close(near, far, 1e-4)
@@ -86,7 +86,7 @@ def test_rotary_attention_sees_distances_alone(variant):
 
 
 @pytest.mark.parametrize("options", [{"rotary": 50.0}, {"max_positions": 12}], ids=str)
-def test_position_ids_for_each_row(options):
+def test_position_ids_per_row(options):
     layer, x = make("smgk-em", **options), randn(2, L, EMBED)
     ids = torch.stack([torch.arange(L), torch.arange(L) + 3])
     out = layer(x, position_ids=ids)
@@ -98,7 +98,7 @@ def test_position_ids_for_each_row(options):
 
 
 @pytest.mark.parametrize("variant, preset", [("smgk-em", "paper"), ("mgk", "ref-lm"), ("smlk", "ref-lm")])
-def test_priors_per_position_have_a_last_position(variant, preset):
+def test_priors_per_position_limit_the_length(variant, preset):
     limit = 256 if preset == "ref-lm" else 6
     layer = make(variant, preset=preset, **({} if preset == "ref-lm" else {"max_positions": limit}))
     assert layer.prior(limit, None).shape == (H, 2, limit)
@@ -134,15 +134,15 @@ def test_true_in_attn_mask_is_attend(variant, shape):
     padding[1, 7:] = True
     close(layer(x, attn_mask=mask, need_weights=True), reference(layer, x, mask=mask, causal="top-left"))
     both = mask & ~padding[:, None, None]
-    found = layer(x, attn_mask=mask, key_padding_mask=padding)
-    close(found, reference(layer, x, mask=both, causal="top-left")[0])
+    actual = layer(x, attn_mask=mask, key_padding_mask=padding)
+    close(actual, reference(layer, x, mask=both, causal="top-left")[0])
     added = randn(*shape)
-    found = layer(x, attn_mask=added, key_padding_mask=padding)
+    actual = layer(x, attn_mask=added, key_padding_mask=padding)
     hidden = added.expand(2, -1, L, L) if len(shape) == 4 else added.expand(2, 1, L, L)
     hidden = hidden.masked_fill(padding[:, None, None], -math.inf)
-    close(found, reference(layer, x, mask=hidden, causal="top-left")[0])
+    close(actual, reference(layer, x, mask=hidden, causal="top-left")[0])
 
 
-def test_linear_attention_says_that_it_takes_no_attn_mask():
+def test_linear_attention_rejects_attn_mask():
     with pytest.raises(ValueError, match="attn_mask does not go with linear attention"):
         make("mlk")(randn(2, L, EMBED), attn_mask=torch.ones(L, L, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""mgk.Attention as a module: files, devices, dropout, precision, what it says of itself."""
+"""mgk.Attention as a module: state dicts, devices, dropout, precision, repr."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ STATEFUL = [
 
 
 @pytest.mark.parametrize("variant, options", STATEFUL, ids=lambda x: str(x)[:30])
-def test_weights_survive_a_file(variant, options, tmp_path):
+def test_weights_are_saved_and_loaded(variant, options, tmp_path):
     layer, x = make(variant, **options), randn(2, L, EMBED)
     other = make(variant, **options)
     assert (other(x) - layer(x)).abs().max() > 1e-3
@@ -33,7 +33,7 @@ def test_weights_survive_a_file(variant, options, tmp_path):
     assert torch.equal(third(x), layer(x))
 
 
-def test_favor_directions_survive_a_file():
+def test_favor_directions_are_saved_and_loaded():
     layer, x = make("mlk", feature_map=mgk.FAVOR(D)), randn(2, L, EMBED)
     other = make("mlk", feature_map=mgk.FAVOR(D))
     other.load_state_dict(layer.state_dict())
@@ -51,14 +51,14 @@ def test_weights_loaded_into_a_layer_made_on_the_meta_device(variant, options):
 
 @pytest.mark.parametrize("options", [{}, {"rotary": 100.0, "is_causal": True, "num_kv_heads": HK}], ids=str)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_shapes_flow_on_the_meta_device(variant, options):
+def test_shapes_on_the_meta_device(variant, options):
     layer = Attention(EMBED, H, variant=variant, device="meta", **options)
     x = torch.empty(2, L, EMBED, device="meta")
     assert layer(x).shape == layer.eval()(x).shape == x.shape
     assert layer(x, need_weights=True)[1].shape == (2, H, L, L)
 
 
-def test_repr_says_what_it_is():
+def test_repr_lists_sizes_and_axes():
     text = repr(Attention(EMBED, H, head_dim=D, variant="mgk-hard", num_components=3))
     for part in (
         "12, heads=4, head_dim=5",
@@ -73,14 +73,14 @@ def test_repr_says_what_it_is():
 
 
 @pytest.mark.parametrize("variant", ["smgk", "mlk", "softmax"])
-def test_dropout_is_for_training(variant):
+def test_dropout_acts_in_training_only(variant):
     layer, x = make(variant, dropout=0.5), randn(1, L, EMBED)
-    wanted = layer(x)
-    assert torch.equal(layer(x), wanted)
+    expected = layer(x)
+    assert torch.equal(layer(x), expected)
     layer.train()
     assert not torch.equal(layer(x), layer(x))
     draws = layer(x.expand(4000, -1, -1))
-    close(draws.mean(0, keepdim=True), wanted, 0.25)
+    close(draws.mean(0, keepdim=True), expected, 0.25)
 
 
 def test_width_and_heads():
@@ -95,16 +95,16 @@ def test_width_and_heads():
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_lower_precision_layers(variant, dtype):
     layer, x = make(variant, is_causal=True, num_kv_heads=HK), randn(2, L, EMBED)
-    wanted = layer(x)
+    expected = layer(x)
     out = layer.to(dtype)(x.to(dtype))
     assert out.dtype == dtype
-    assert (out - wanted).abs().max() < 40 * torch.finfo(dtype).eps * wanted.abs().max()
+    assert (out - expected).abs().max() < 40 * torch.finfo(dtype).eps * expected.abs().max()
 
 
 @pytest.mark.parametrize("preset", ["paper", "ref-lra", "ref-lm"])
 @pytest.mark.parametrize("variant", [*mgk.VARIANTS, Variant("between", variance="learned", prior="learned")], ids=str)
-def test_reset_parameters_draws_all_that_there_is(variant, preset):
-    """A layer made on the meta device has memory with anything in it until then."""
+def test_reset_parameters_initialises_everything(variant, preset):
+    """Start from uninitialised memory, as after to_empty() of a layer on the meta device."""
     options = {"preset": preset, "max_positions": 8} if preset == "ref-lm" else {"preset": preset}
     torch.manual_seed(3)
     fresh = Attention(EMBED, H, head_dim=D, variant=variant, **options)
@@ -112,13 +112,13 @@ def test_reset_parameters_draws_all_that_there_is(variant, preset):
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.data.fill_(77)
     layer.reset_parameters()
-    for (name, found), (_, wanted) in zip(layer.state_dict().items(), fresh.state_dict().items(), strict=True):
-        assert found.abs().max() < 77, name
-        close(found.std(correction=0), wanted.std(correction=0), 0.25 * float(wanted.std(correction=0)) + 1e-7)
+    for (name, actual), (_, expected) in zip(layer.state_dict().items(), fresh.state_dict().items(), strict=True):
+        assert actual.abs().max() < 77, name
+        close(actual.std(correction=0), expected.std(correction=0), 0.25 * float(expected.std(correction=0)) + 1e-7)
 
 
 @pytest.mark.parametrize("preset", ["paper", "ref-lm"])
-def test_reset_parameters_draws_the_directions_of_features(preset):
+def test_reset_parameters_redraws_favor_directions(preset):
     layer = Attention(EMBED, H, head_dim=D, variant="mlk", preset=preset, feature_map=mgk.FAVOR(D), device="meta")
     layer = layer.to_empty(device="cpu")
     for buffer in layer.buffers():
@@ -127,12 +127,12 @@ def test_reset_parameters_draws_the_directions_of_features(preset):
     assert all(buffer.abs().max() < 77 for buffer in layer.buffers())
 
 
-def test_other_modules_in_the_place_of_projections():
+def test_replaced_projections():
     x = torch.randn(2, L, EMBED)
     layer = Attention(EMBED, H, head_dim=D)
-    wanted = layer(x)
+    expected = layer(x)
     layer.query = torch.nn.Sequential(layer.query)
-    close(layer(x), wanted)
+    close(layer(x), expected)
 
     class Packed(torch.nn.Module):
         """As layers of 4 bits are: a weight of bytes."""
@@ -146,4 +146,4 @@ def test_other_modules_in_the_place_of_projections():
             return self.linear(x)
 
     layer.value = Packed(layer.value)
-    close(layer(x), wanted)
+    close(layer(x), expected)

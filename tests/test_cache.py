@@ -1,4 +1,4 @@
-"""Decoding: a cache gives what the full forward gives, in the memory that it promises."""
+"""Decoding with a cache: equality with the full forward, sizes, and errors."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ def randn(*size):
     return torch.randn(*size, dtype=torch.float64)
 
 
-def close(found, wanted, tolerance=1e-11):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-11):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def make(variant, **options):
@@ -37,7 +37,7 @@ def make(variant, **options):
 
 
 def decode(layer, x, chunks, cache=None, **options):
-    """The outputs of x given piece by piece; a key_padding_mask is of all keys so far."""
+    """Return the outputs of x processed in chunks; a key_padding_mask covers all keys so far."""
     cache = layer.make_cache(x.shape[0], x.shape[1]) if cache is None else cache
     padding, outs = options.pop("key_padding_mask", None), []
     for piece in x.split(chunks, 1):
@@ -59,7 +59,7 @@ OPTIONS = {
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_piece_by_piece_is_the_full_forward(variant, options, chunks):
+def test_decoding_in_chunks_equals_the_full_forward(variant, options, chunks):
     layer, x = make(variant, **options), randn(2, L, EMBED)
     close(decode(layer, x, chunks), layer(x))
 
@@ -71,7 +71,7 @@ FREE = [
 
 
 @pytest.mark.parametrize("variant", FREE, ids=["em", "learned"])
-def test_free_variances_and_tau_are_decoded(variant):
+def test_decoding_with_unequal_variances_and_tau(variant):
     layer, x = make(variant, rotary=30.0), randn(2, L, EMBED)
     close(decode(layer, x, (6, 1, 6)), layer(x))
 
@@ -82,14 +82,14 @@ FEATURE_MAPS = {"relu": lambda: "relu", "favor": lambda: mgk.FAVOR(D, 8), "dpfp"
 @pytest.mark.parametrize("preset", ["paper", "ref-lm"])
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS.values(), ids=FEATURE_MAPS)
 @pytest.mark.parametrize("variant", ["linear", "mlk", "smlk"])
-def test_every_feature_map_is_decoded(variant, feature_map, preset):
+def test_decoding_with_every_feature_map(variant, feature_map, preset):
     layer, x = make(variant, feature_map=feature_map(), preset=preset), randn(2, L, EMBED)
     close(decode(layer, x, (4, 1, 1, 7)), layer(x))
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_left_padding(variant):
-    """Rows of different lengths end together: each is what it is alone."""
+    """Check rows of different lengths that end together against each row alone."""
     layer, x = make(variant, rotary=30.0, num_kv_heads=HK, max_positions=L), randn(3, L, EMBED)
     lengths = (L, 4, 9)
     padding = torch.stack([torch.arange(L) < L - n for n in lengths])
@@ -98,20 +98,20 @@ def test_left_padding(variant):
     for start, stop in ((0, 10), (10, 11), (11, L)):
         masks = {"key_padding_mask": padding[:, :stop], "position_ids": ids[:, start:stop]}
         outs.append(layer(x[:, start:stop], cache=cache, **masks))
-    found = torch.cat(outs, 1)
+    actual = torch.cat(outs, 1)
     for row, n in enumerate(lengths):
-        close(found[row : row + 1, L - n :], layer(x[row : row + 1, L - n :]))
-        assert not found[row, : L - n].isnan().any()
+        close(actual[row : row + 1, L - n :], layer(x[row : row + 1, L - n :]))
+        assert not actual[row, : L - n].isnan().any()
 
 
-def test_without_causality_a_piece_sees_itself_whole():
+def test_chunks_without_causality():
     layer, x = make("smgk", is_causal=False), randn(2, 6, EMBED)
     cache = layer.make_cache(2, 6)
     close(layer(x[:, :4], cache=cache), layer(x[:, :4]))
     close(layer(x[:, 4:], cache=cache), layer(x)[:, 4:])
 
 
-def test_weights_of_all_keys_held():
+def test_weights_cover_all_cached_keys():
     layer, x = make("mgk"), randn(2, L, EMBED)
     cache = layer.make_cache(2, L)
     layer(x[:, :9], cache=cache)
@@ -124,12 +124,12 @@ PER_TOKEN = {"softmax": 2 * D, "mgk": 3 * D, "mgk-hard": 3 * D, "mgk-em": 3 * D,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", PER_TOKEN)
-def test_the_size_of_a_cache(variant, dtype):
+def test_size_of_a_cache(variant, dtype):
     cache = Attention(EMBED, H, head_dim=D, num_kv_heads=HK, variant=variant, dtype=dtype).make_cache(3, 20)
     assert cache.nbytes == 3 * 20 * HK * PER_TOKEN[variant] * dtype.itemsize
 
 
-def test_the_saving_with_half_the_heads():
+def test_half_the_heads_halve_the_cache():
     softmax = Attention(512, 8, head_dim=64, variant="softmax").make_cache(2, 100).nbytes
     assert Attention(512, 4, head_dim=64, variant="smgk").make_cache(2, 100).nbytes == 0.5 * softmax
     assert Attention(512, 4, head_dim=64, variant="mgk").make_cache(2, 100).nbytes == 0.75 * softmax
@@ -169,7 +169,7 @@ def test_reorder(variant, options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_more_room_and_other_rows(variant, options):
+def test_enlarge_and_take(variant, options):
     layer, x = make(variant, **options), randn(2, L, EMBED)
     cache = layer.make_cache(2, 6)
     layer(x[:, :6], cache=cache)
@@ -186,7 +186,7 @@ def test_more_room_and_other_rows(variant, options):
 
 
 @pytest.mark.parametrize("variant, options", SOME, ids=["softmax", "smgk", "mgk-em", "mlk", "favor"])
-def test_reset_forgets_everything_and_keeps_the_memory(variant, options):
+def test_reset_keeps_the_buffers(variant, options):
     layer, x, y = make(variant, **options), randn(2, L, EMBED), randn(2, L, EMBED)
     cache = layer.make_cache(2, L)
     size = cache.nbytes
@@ -199,7 +199,7 @@ def test_reset_forgets_everything_and_keeps_the_memory(variant, options):
 
 
 @pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk"])
-def test_crop_takes_back_tokens(variant):
+def test_crop_discards_tokens(variant):
     layer, x = make(variant, rotary=30.0), randn(2, L, EMBED)
     cache = layer.make_cache(2, L)
     layer(x[:, :5], cache=cache)
@@ -211,7 +211,7 @@ def test_crop_takes_back_tokens(variant):
             cache.crop(length)
 
 
-def test_a_cache_that_is_cropped_to_nothing_has_no_padding():
+def test_crop_to_zero_discards_padding():
     layer, x = make("smgk"), randn(2, L, EMBED)
     cache = layer.make_cache(2, L)
     layer(x, cache=cache, key_padding_mask=torch.zeros(2, L, dtype=torch.bool))
@@ -219,7 +219,7 @@ def test_a_cache_that_is_cropped_to_nothing_has_no_padding():
     close(layer(x, cache=cache), layer(x))
 
 
-def test_a_sum_cannot_be_cropped():
+def test_state_cache_cannot_be_cropped():
     layer = make("mlk")
     cache = layer.make_cache(2, L)
     layer(randn(2, 5, EMBED), cache=cache)
@@ -229,18 +229,18 @@ def test_a_sum_cannot_be_cropped():
 
 
 @pytest.mark.parametrize("variant", ["smgk", "mlk"])
-def test_what_a_cache_refuses(variant):
-    """... it refuses before it takes anything in: what comes next is as if nothing had been said."""
+def test_rejected_calls_leave_the_cache_unchanged(variant):
+    """Check that the next valid call is not affected by rejected ones."""
     layer, x = make(variant), randn(2, L, EMBED)
     cache = layer.make_cache(2, L)
     layer(x[:, :8], cache=cache)
     wrong_padding = {"key_padding_mask": torch.zeros(2, 2, dtype=torch.bool)}
-    refused = [
+    rejected = [
         (randn(2, 6, EMBED), {}, "cache holds 8 of at most 13 tokens: 6 more do not fit"),
         (randn(3, 1, EMBED), {}, "cache was made for a batch of 2, got 3"),
         (randn(2, 1, EMBED), wrong_padding, r"key_padding_mask must have shape \[B, S\] = \[2, 9\]"),
     ]
-    for piece, options, message in refused:
+    for piece, options, message in rejected:
         with pytest.raises(ValueError, match=message):
             layer(piece, cache=cache, **options)
         assert cache.length == 8
@@ -253,12 +253,12 @@ def test_what_a_cache_refuses(variant):
 
 
 @pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk-em", "mlk"])
-def test_the_key_said_or_not_said(variant):
-    """attn(x, x, x), torch's way to say self-attention, decodes as attn(x)."""
+def test_explicit_key_equals_default_key(variant):
+    """Check that attn(x, x, x), as in torch, decodes as attn(x)."""
     layer, x = make(variant, rotary=30.0, max_positions=L), randn(2, L, EMBED)
     cache = layer.make_cache(2, L)
-    found = torch.cat([layer(piece, piece, piece, cache=cache) for piece in x.split(5, 1)], 1)
-    close(found, layer(x))
+    actual = torch.cat([layer(piece, piece, piece, cache=cache) for piece in x.split(5, 1)], 1)
+    close(actual, layer(x))
 
 
 def test_positions_beyond_the_prior():
@@ -274,20 +274,20 @@ def test_positions_beyond_the_prior():
 def test_decoding_in_lower_precision(variant, dtype):
     layer, x = make(variant, rotary=30.0), randn(2, L, EMBED)
     layer, x = layer.to(dtype), x.to(dtype)
-    found, wanted = decode(layer, x, (1,) * L), layer(x)
-    assert found.dtype == dtype
-    assert (found - wanted).abs().max() <= 8 * torch.finfo(dtype).eps * wanted.abs().max()
+    actual, expected = decode(layer, x, (1,) * L), layer(x)
+    assert actual.dtype == dtype
+    assert (actual - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max()
 
 
 def test_decoding_under_autocast():
     layer, x = make("smgk").float(), torch.randn(2, L, EMBED)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, wanted = decode(layer, x, (3, 10)), layer(x)
-    assert found.dtype == torch.bfloat16
-    assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()
+        actual, expected = decode(layer, x, (3, 10)), layer(x)
+    assert actual.dtype == torch.bfloat16
+    assert (actual - expected).abs().max() <= 0.05 * expected.abs().max()
 
 
-def test_padding_of_earlier_tokens_is_asked_for_again():
+def test_padding_mask_of_earlier_tokens_is_required():
     layer = mgk.Attention(16, 2, head_dim=8, is_causal=True)
     x, padding = torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool)
     padding[0, :2] = True
@@ -302,13 +302,13 @@ def test_padding_of_earlier_tokens_is_asked_for_again():
         layer(x, cache=cache)
 
 
-def test_a_cache_of_another_layer_is_refused():
+def test_cache_of_another_layer_raises():
     cache = mgk.Attention(16, 2, head_dim=4, is_causal=True).make_cache(2, 10)
     with torch.no_grad(), pytest.raises(ValueError, match="cache was made by a layer of other sizes"):
         mgk.Attention(16, 2, head_dim=8, is_causal=True)(torch.randn(2, 6, 16), cache=cache)
 
 
 @pytest.mark.parametrize("rows", [[1, 0], torch.tensor([0.0, 1.0]), torch.tensor([0, 5]), torch.tensor([0])], ids=str)
-def test_wrong_rows_of_a_reorder(rows):
+def test_reorder_rejects_wrong_rows(rows):
     with pytest.raises(ValueError, match="rows must be"):
         mgk.Attention(16, 2, head_dim=4).make_cache(2, 10).reorder(rows)

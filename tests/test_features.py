@@ -1,4 +1,4 @@
-"""Feature maps of linear attention: what they compute, what they approximate, and that large inputs break none."""
+"""Feature maps of linear attention: values, approximation errors, large inputs."""
 
 import math
 
@@ -21,7 +21,7 @@ def randn(*size, dtype=F64):
 
 
 def inputs(length=9, size=None, batch=B, dtype=F64):
-    """query, keys, value, and a prior for each position."""
+    """Return query, keys, value, and a prior per position."""
     size = length if size is None else size
     prior = randn(HK, M, size, dtype=dtype).log_softmax(1)
     return (
@@ -33,16 +33,16 @@ def inputs(length=9, size=None, batch=B, dtype=F64):
 
 
 @pytest.mark.parametrize("dtype, x", [(torch.float32, -20.0), (torch.bfloat16, -8.0), (torch.float16, -10.0)])
-def test_elu_plus_one_does_not_vanish(dtype, x):
+def test_elu_plus_one_is_positive(dtype, x):
     x = torch.tensor(x, dtype=dtype, requires_grad=True)
     assert torch.nn.functional.elu(x) + 1 == 0
-    found = elu_plus_one(x)
-    torch.testing.assert_close(found.double(), x.detach().double().exp(), rtol=0.02, atol=0)
-    assert torch.autograd.grad(found, x)[0] > 0
+    actual = elu_plus_one(x)
+    torch.testing.assert_close(actual.double(), x.detach().double().exp(), rtol=0.02, atol=0)
+    assert torch.autograd.grad(actual, x)[0] > 0
 
 
 def test_elu_plus_one_has_slope_one_at_zero():
-    """torch 2.15 gives a clamp slope 0 there."""
+    """Check the slope at 0, where a clamp has slope 0 from torch 2.15 on."""
     x = torch.zeros(2, dtype=F64, requires_grad=True)
     assert torch.autograd.grad(elu_plus_one(x).sum(), x)[0].tolist() == [1, 1]
 
@@ -55,7 +55,7 @@ def test_elu_plus_one_and_its_gradient():
 
 
 def favor_kernel(favor, query, keys):
-    """phi(q).phi(k) by the Performer's definition from its directions w: [B, H, M, L, S]."""
+    """Return phi(q).phi(k) by Performer's definition, [B, H, M, L, S]."""
 
     def phi(x, norm):
         x = x * favor.scale**0.5
@@ -67,7 +67,7 @@ def favor_kernel(favor, query, keys):
 
 
 def mixed_weights(kernel, query, keys, prior, causal=None):
-    """Eq. 14: the prior mixes after the feature map."""
+    """Return the weights of Eq. 14, which mixes after the feature map."""
     kernel = (oracle.full_prior(prior, query, keys).exp()[..., None, :] * kernel).sum(2)
     kernel = kernel * oracle.allowed(*kernel.shape[-2:], causal)
     return kernel / kernel.sum(-1, keepdim=True)
@@ -93,18 +93,18 @@ def test_favor_mixes_after_the_map(backend, similarity, causal):
 
 @pytest.mark.parametrize("similarity", ["dot", "gaussian"])
 def test_favor_approximates_softmax_better_with_more_features(similarity):
-    """The kernel of Eq. 8, or Eq. 9 with "gaussian": the error falls as one over the root of the number of features."""
+    """Check that the error falls as the inverse square root of the number of features."""
     query, keys, value, prior = inputs(12)
     tau = 1.0 if similarity == "gaussian" else 0.0
-    _, wanted, _ = oracle.mixture(query, keys, value, log_prior=prior, scale=0.15, tau=tau)
+    _, expected, _ = oracle.mixture(query, keys, value, log_prior=prior, scale=0.15, tau=tau)
 
     def error(features):
         draws = []
         for _ in range(5):
             favor = FAVOR(D, features, scale=0.15, similarity=similarity)
-            found = mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=favor, return_weights=True)[1]
-            draws.append((found - wanted).abs().mean())
-        return torch.stack(draws).mean() / wanted.mean()
+            actual = mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=favor, return_weights=True)[1]
+            draws.append((actual - expected).abs().mean())
+        return torch.stack(draws).mean() / expected.mean()
 
     few, more, many = error(32), error(512), error(8192)
     assert more < 0.5 * few
@@ -113,10 +113,10 @@ def test_favor_approximates_softmax_better_with_more_features(similarity):
     other = mgk.mlk_attention(
         query, keys, value, log_prior=prior, feature_map=FAVOR(D, 8192, scale=0.15), return_weights=True
     )
-    assert similarity == "dot" or (other[1] - wanted).abs().mean() / wanted.mean() > 2 * many
+    assert similarity == "dot" or (other[1] - expected).abs().mean() / expected.mean() > 2 * many
 
 
-def test_favor_has_the_scale_of_sdpa_by_default_and_orthogonal_directions():
+def test_favor_default_scale_and_orthogonal_directions():
     favor = FAVOR(D, 20)
     assert favor.scale == pytest.approx(D**-0.5)
     first, second = favor.directions[:D], favor.directions[D : 2 * D]
@@ -138,8 +138,8 @@ def test_favor_has_the_scale_of_sdpa_by_default_and_orthogonal_directions():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_favor_survives_large_keys(dtype, backend, causal, similarity):
-    """Keys of norm 50: finite, no row without weight, and finite gradients."""
+def test_favor_with_large_keys(dtype, backend, causal, similarity):
+    """Check keys of norm 50: finite outputs and gradients, and no row without weight."""
     query, keys, value, prior = inputs(150, dtype=dtype)
     keys = (50 * keys / keys.norm(dim=-1, keepdim=True)).requires_grad_()
     query.requires_grad_()
@@ -155,7 +155,7 @@ def test_favor_survives_large_keys(dtype, backend, causal, similarity):
 @pytest.mark.parametrize("change", [1, 63, 64, 100])
 @pytest.mark.parametrize("similarity", ["dot", "gaussian"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_huge_key_in_the_future_does_not_change_the_past(backend, similarity, change):
+def test_large_later_key_does_not_change_earlier_outputs(backend, similarity, change):
     query, keys, value, prior = inputs(150, dtype=torch.float32)
     favor, outs = FAVOR(D, similarity=similarity), []
     for size in (1.0, 300.0):
@@ -178,7 +178,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
-def test_chunked_is_eager(feature_map, options):
+def test_chunked_equals_eager(feature_map, options):
     feature_map, tensors = feature_map(), [x.requires_grad_() for x in inputs(150)]
     query, keys, value, prior = tensors
     outs = [
@@ -194,8 +194,8 @@ def test_chunked_is_eager(feature_map, options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_sequences_do_not_meet(backend, feature_map, causal, large):
-    """... not even in the scale of their sums: one sequence has keys whose features are far from the others'."""
+def test_packed_sequences_are_independent(backend, feature_map, causal, large):
+    """Check sequences whose features differ by many orders of magnitude."""
     query, keys, value, prior = (x.float() for x in inputs(80, batch=1))
     keys[..., large, :] *= 40
     feature_map, cu = feature_map(), torch.tensor([0, 30, 31, 80], dtype=torch.int32)
@@ -203,19 +203,21 @@ def test_packed_sequences_do_not_meet(backend, feature_map, causal, large):
     out = mgk.mlk_attention(query, keys, value, log_prior=prior, cu_seqlens=cu, **options)
     for start, stop in ((0, 30), (30, 31), (31, 80)):
         i = slice(start, stop)
-        wanted = mgk.mlk_attention(query[:, :, i], keys[..., i, :], value[:, :, i], log_prior=prior[..., i], **options)
-        close(out[:, :, i], wanted, 2e-5)
+        expected = mgk.mlk_attention(
+            query[:, :, i], keys[..., i, :], value[:, :, i], log_prior=prior[..., i], **options
+        )
+        close(out[:, :, i], expected, 2e-5)
 
 
 @pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_pieces_with_keys_that_grow_and_shrink(backend, feature_map):
-    """The state is rescaled as larger keys come."""
+def test_state_with_growing_and_shrinking_keys(backend, feature_map):
+    """Check that the state is rescaled for larger keys."""
     query, keys, value, prior = inputs(150)
     keys = keys * torch.tensor([1.0, 12.0, 0.1], dtype=F64).repeat_interleave(50)[:, None]
     feature_map = feature_map()
     options = {"feature_map": feature_map, "is_causal": True, "backend": backend, "return_state": True}
-    wanted, end = mgk.mlk_attention(query, keys, value, log_prior=prior, **options)
+    expected, end = mgk.mlk_attention(query, keys, value, log_prior=prior, **options)
     outs, state, start = [], None, 0
     for n in (40, 1, 30, 79):
         i = slice(start, start + n)
@@ -224,7 +226,7 @@ def test_in_pieces_with_keys_that_grow_and_shrink(backend, feature_map):
         )
         outs.append(out)
         start += n
-    close(torch.cat(outs, 2), wanted)
+    close(torch.cat(outs, 2), expected)
     close(state, end)
 
 
@@ -232,24 +234,24 @@ def test_in_pieces_with_keys_that_grow_and_shrink(backend, feature_map):
 def test_dpfp(nu):
     x = randn(3, D)
     rectified = [*x.relu().unbind(-1), *(-x).relu().unbind(-1)]
-    wanted = [rectified[i] * rectified[(i - shift) % (2 * D)] for shift in range(1, nu + 1) for i in range(2 * D)]
-    found = DPFP(nu)(x)
-    assert found.shape == (3, 2 * D * nu)
-    close(found, torch.stack(wanted, -1))
-    assert (found >= 0).all()
+    expected = [rectified[i] * rectified[(i - shift) % (2 * D)] for shift in range(1, nu + 1) for i in range(2 * D)]
+    actual = DPFP(nu)(x)
+    assert actual.shape == (3, 2 * D * nu)
+    close(actual, torch.stack(expected, -1))
+    assert (actual >= 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dpfp_mixes_after_the_map(backend):
     query, keys, value, prior = inputs()
-    wanted, _ = oracle.linear(query, keys, value, log_prior=prior, feature_map=DPFP(2))
-    close(mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=DPFP(2), backend=backend), wanted)
+    expected, _ = oracle.linear(query, keys, value, log_prior=prior, feature_map=DPFP(2))
+    close(mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=DPFP(2), backend=backend), expected)
 
 
-def test_any_callable_is_a_feature_map():
+def test_callable_as_feature_map():
     query, keys, value, prior = inputs()
-    wanted, _ = oracle.linear(query, keys, value, log_prior=prior, feature_map=torch.exp)
-    close(mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=torch.exp), wanted)
+    expected, _ = oracle.linear(query, keys, value, log_prior=prior, feature_map=torch.exp)
+    close(mgk.mlk_attention(query, keys, value, log_prior=prior, feature_map=torch.exp), expected)
     for wrong in (lambda x: x.sum(-1), lambda x: x[:, :1]):
         with pytest.raises(ValueError, match="feature_map"):
             mgk.mlk_attention(query, keys, value, feature_map=wrong)
@@ -258,7 +260,7 @@ def test_any_callable_is_a_feature_map():
 
 
 @pytest.mark.parametrize("feature_map", ["elu", mgk.FAVOR(4)], ids=["elu", "favor"])
-def test_a_long_causal_call_is_the_same_in_blocks(monkeypatch, feature_map):
+def test_long_causal_call_in_blocks(monkeypatch, feature_map):
     torch.manual_seed(0)
     query, keys, value = torch.randn(1, 4, 100, 4), torch.randn(1, 2, 3, 100, 4), torch.randn(1, 2, 100, 5)
     options = {
@@ -277,8 +279,8 @@ def test_a_long_causal_call_is_the_same_in_blocks(monkeypatch, feature_map):
 
     whole = run()
     monkeypatch.setattr("mgk.backends.chunked.BLOCK", 33)
-    for found, wanted in zip(run(), whole, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -295,14 +297,16 @@ def test_a_long_causal_call_is_the_same_in_blocks(monkeypatch, feature_map):
         (lambda: Rotary(8)(randn(1, 1, 3, 4), torch.arange(3)), "x"),
     ],
 )
-def test_wrong_arguments_are_named(make, name):
+def test_errors_name_the_argument(make, name):
     with pytest.raises(ValueError, match=rf"^{name} "):
         make()
 
 
-def test_rotary_positions_are_as_exact_as_what_they_turn():
+def test_rotary_precision():
     x, positions = randn(1, 1, 2, 6), torch.tensor([30_000, 7])
     angles = positions[:, None].double() * 10_000.0 ** (-torch.arange(3, dtype=F64) / 3)
     first, second = x.split(3, -1)
-    wanted = torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
-    torch.testing.assert_close(Rotary(6)(x, positions), wanted, rtol=0, atol=1e-14)
+    expected = torch.cat(
+        [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1
+    )
+    torch.testing.assert_close(Rotary(6)(x, positions), expected, rtol=0, atol=1e-14)

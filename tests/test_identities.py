@@ -1,4 +1,4 @@
-"""Equalities that hold whatever the inputs: what the operators are, and what must not matter to them."""
+"""Identities of the operators that hold for all inputs."""
 
 import math
 
@@ -21,14 +21,14 @@ def randn(*size):
 
 
 def inputs(length=L, size=S, components=M, batch=B):
-    """query, keys, value, a prior per position and a scale per component."""
+    """Return query, keys, value, a prior per position and a scale per component."""
     prior = randn(HK, components, size).log_softmax(-2)
     query, keys, value = randn(batch, H, length, D), randn(batch, HK, components, size, D), randn(batch, HK, size, E)
     return query, keys, value, prior, 0.2 + torch.rand(HK, components, dtype=torch.float64)
 
 
-def close(found, wanted, tolerance=1e-12):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 MASKS = {
@@ -41,15 +41,15 @@ MASKS = {
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_component_with_dot_is_sdpa(backend, masks):
+def test_one_component_with_dot_equals_sdpa(backend, masks):
     query, keys, value, _, _ = inputs(components=1)
-    wanted = sdpa(query, keys[:, :, 0], value, enable_gqa=True, **masks)
-    close(mgk.mgk_attention(query, keys, value, similarity="dot", backend=backend, **masks), wanted)
+    expected = sdpa(query, keys[:, :, 0], value, enable_gqa=True, **masks)
+    close(mgk.mgk_attention(query, keys, value, similarity="dot", backend=backend, **masks), expected)
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dot_with_shifts_and_a_shared_prior_is_sdpa(backend, masks):
+def test_dot_with_shifts_and_a_shared_prior_equals_sdpa(backend, masks):
     query, keys, value, _, _ = inputs()
     key, shift, prior = keys[:, :, 0], 3 * randn(HK, M, D), randn(HK, M, 1)
     out = mgk.smgk_attention(query, key, value, shift, similarity="dot", log_prior=prior, backend=backend, **masks)
@@ -62,7 +62,7 @@ def test_dot_with_shifts_and_a_shared_prior_is_sdpa(backend, masks):
 
 
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-def test_equal_components_are_one_component(backend, assignment):
+def test_equal_components_equal_one_component(backend, assignment):
     query, keys, value, prior, _ = inputs()
     options = {"assignment": assignment, "backend": backend, "return_lse": True}
     many = mgk.mgk_attention(query, keys[:, :, :1].expand(-1, -1, M, -1, -1), value, log_prior=prior, **options)
@@ -70,20 +70,20 @@ def test_equal_components_are_one_component(backend, assignment):
 
 
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-def test_the_order_of_components_does_not_matter(backend, assignment):
+def test_order_of_components_does_not_matter(backend, assignment):
     query, keys, value, prior, scale = inputs()
     order = torch.tensor([2, 0, 1])
     options = {"assignment": assignment, "backend": backend, "return_lse": True}
-    wanted = mgk.mgk_attention(query, keys, value, log_prior=prior, scale=scale, **options)
+    expected = mgk.mgk_attention(query, keys, value, log_prior=prior, scale=scale, **options)
     permuted = {"log_prior": prior[:, order], "scale": scale[:, order]}
-    close(mgk.mgk_attention(query, keys[:, :, order], value, **permuted, **options), wanted)
+    close(mgk.mgk_attention(query, keys[:, :, order], value, **permuted, **options), expected)
     shift = randn(HK, M, D)
-    wanted = mgk.smgk_attention(query, keys[:, :, 0], value, shift, log_prior=prior, scale=scale, **options)
-    close(mgk.smgk_attention(query, keys[:, :, 0], value, shift[:, order], **permuted, **options), wanted)
+    expected = mgk.smgk_attention(query, keys[:, :, 0], value, shift, log_prior=prior, scale=scale, **options)
+    close(mgk.smgk_attention(query, keys[:, :, 0], value, shift[:, order], **permuted, **options), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_constant_on_all_log_priors_moves_the_lse_alone(backend):
+def test_constant_added_to_log_prior_changes_only_the_lse(backend):
     query, keys, value, prior, _ = inputs()
     out, lse = mgk.mgk_attention(query, keys, value, log_prior=prior, backend=backend, return_lse=True)
     moved = mgk.mgk_attention(query, keys, value, log_prior=prior + 2.5, backend=backend, return_lse=True)
@@ -96,15 +96,15 @@ def test_gaussian_keys_are_translation_invariant(backend, assignment):
     offset, shift = 3 * randn(D), randn(HK, M, D)
     options = {"log_prior": prior, "assignment": assignment, "backend": backend, "return_lse": True}
     for extra in ({}, {"scale": scale}):
-        wanted = mgk.mgk_attention(query, keys, value, **options, **extra)
-        close(mgk.mgk_attention(query + offset, keys + offset, value, **options, **extra), wanted)
-        wanted = mgk.smgk_attention(query, keys[:, :, 0], value, shift, **options, **extra)
-        close(mgk.smgk_attention(query + offset, keys[:, :, 0] + offset, value, shift, **options, **extra), wanted)
+        expected = mgk.mgk_attention(query, keys, value, **options, **extra)
+        close(mgk.mgk_attention(query + offset, keys + offset, value, **options, **extra), expected)
+        expected = mgk.smgk_attention(query, keys[:, :, 0], value, shift, **options, **extra)
+        close(mgk.smgk_attention(query + offset, keys[:, :, 0] + offset, value, shift, **options, **extra), expected)
 
 
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
 @pytest.mark.parametrize("similarity", ["gaussian", "dot", 0.4])
-def test_smgk_is_mgk_with_shifted_keys(backend, assignment, similarity):
+def test_smgk_equals_mgk_with_shifted_keys(backend, assignment, similarity):
     query, keys, value, prior, scale = inputs()
     key, shift = keys[:, :, 0], randn(HK, M, D)
     options = {
@@ -115,16 +115,16 @@ def test_smgk_is_mgk_with_shifted_keys(backend, assignment, similarity):
         "backend": backend,
     }
     options |= {"is_causal": "bottom-right", "return_lse": True}
-    wanted = mgk.mgk_attention(query, oracle.shifted(key, shift), value, **options)
-    close(mgk.smgk_attention(query, key, value, shift, **options), wanted)
+    expected = mgk.mgk_attention(query, oracle.shifted(key, shift), value, **options)
+    close(mgk.smgk_attention(query, key, value, shift, **options), expected)
 
 
-def test_no_prior_is_the_uniform_one():
+def test_default_prior_is_uniform():
     query, keys, value, _, _ = inputs()
     uniform = torch.full((M, 1), -math.log(M), dtype=torch.float64)
     for backend in BACKENDS:
-        wanted = mgk.mgk_attention(query, keys, value, log_prior=uniform, backend=backend, return_lse=True)
-        close(mgk.mgk_attention(query, keys, value, backend=backend, return_lse=True), wanted)
+        expected = mgk.mgk_attention(query, keys, value, log_prior=uniform, backend=backend, return_lse=True)
+        close(mgk.mgk_attention(query, keys, value, backend=backend, return_lse=True), expected)
 
 
 def test_hard_ignores_the_prior_and_splits_ties_evenly():
@@ -143,7 +143,7 @@ def test_hard_ignores_the_prior_and_splits_ties_evenly():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("assignment", ["soft", "hard"])
-def test_weights_sum_to_one_and_make_the_output(assignment, dtype):
+def test_weights_sum_to_one_and_give_the_output(assignment, dtype):
     query, keys, value, prior, scale = (x.to(dtype) for x in inputs())
     options = {"log_prior": prior, "scale": scale, "assignment": assignment, "return_weights": True, "return_lse": True}
     out, weights, lse = mgk.mgk_attention(query, keys, value, **options)
@@ -155,34 +155,36 @@ def test_weights_sum_to_one_and_make_the_output(assignment, dtype):
     close(weights.double().sum(-1), torch.ones(B, H, L, dtype=torch.float64), 4 * eps)
     close(weights.double() @ value.double().repeat_interleave(H // HK, 1), out.double(), 4 * eps)
     exact = {"log_prior": prior.double(), "scale": scale.double(), "hard": assignment == "hard"}
-    wanted = oracle.mixture(query.double(), keys.double(), value.double(), **exact)
-    close(weights.double(), wanted[1], 4 * eps)
-    close(lse.double(), wanted[2], 1e-5 if dtype != torch.float64 else 1e-12)
+    expected = oracle.mixture(query.double(), keys.double(), value.double(), **exact)
+    close(weights.double(), expected[1], 4 * eps)
+    close(lse.double(), expected[2], 1e-5 if dtype != torch.float64 else 1e-12)
 
 
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_mlk_weights_sum_to_one_and_make_the_output(backend, causal):
+def test_mlk_weights_sum_to_one_and_give_the_output(backend, causal):
     query, keys, value, prior, _ = inputs(length=S)
-    wanted = oracle.linear(query, keys, value, log_prior=prior, causal="top-left" if causal else None)
+    expected = oracle.linear(query, keys, value, log_prior=prior, causal="top-left" if causal else None)
     options = {"log_prior": prior, "is_causal": causal}
-    close(mgk.mlk_attention(query, keys, value, **options, return_weights=True), wanted)
-    close(wanted[1].sum(-1), torch.ones(B, H, S, dtype=torch.float64))
-    close(mgk.mlk_attention(query, keys, value, **options, backend=backend), wanted[1] @ value.repeat_interleave(2, 1))
+    close(mgk.mlk_attention(query, keys, value, **options, return_weights=True), expected)
+    close(expected[1].sum(-1), torch.ones(B, H, S, dtype=torch.float64))
+    close(
+        mgk.mlk_attention(query, keys, value, **options, backend=backend), expected[1] @ value.repeat_interleave(2, 1)
+    )
 
 
 @pytest.mark.parametrize("op", ["mgk", "smgk"])
 def test_dropout(op):
-    """The weights returned are the ones used; each is dropped or divided by 1 - p, and the mean is kept."""
+    """Check that the returned weights are those used, each dropped or divided by 1 - p."""
     query, keys, value, _, _ = inputs(length=64, size=48)
     args = (keys, value) if op == "mgk" else (keys[:, :, 0], value, randn(HK, M, D))
     operator = getattr(mgk, f"{op}_attention")
     full = operator(query, *args, return_weights=True)[1]
     out, weights = operator(query, *args, dropout_p=0.25, return_weights=True)
     close(weights @ value.repeat_interleave(H // HK, 1), out)
-    kept = weights != 0
-    close(weights[kept], full[kept] / 0.75)
-    assert 0.74 < kept.double().mean() < 0.76
+    nonzero = weights != 0
+    close(weights[nonzero], full[nonzero] / 0.75)
+    assert 0.74 < nonzero.double().mean() < 0.76
     torch.manual_seed(1)
     first = operator(query, *args, dropout_p=0.25)
     second = operator(query, *args, dropout_p=0.25)
@@ -192,15 +194,15 @@ def test_dropout(op):
 
 
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_mlk_is_linear_attention_on_the_mixed_feature(backend):
+def test_mlk_equals_linear_attention_on_mixed_features(backend):
     query, keys, value, prior, _ = inputs()
     mixed = (prior.exp()[..., None] * oracle.elu(keys)).sum(2).repeat_interleave(H // HK, 1)  # [B, H, S, D]
     features, value_heads = oracle.elu(query), value.repeat_interleave(H // HK, 1)
     numerator, denominator = features @ (mixed.mT @ value_heads), features @ mixed.sum(2)[..., None]
     close(mgk.mlk_attention(query, keys, value, log_prior=prior, backend=backend), numerator / denominator)
     shift, key = randn(HK, M, D), keys[:, :, 0]
-    wanted = mgk.mlk_attention(query, oracle.shifted(key, shift), value, log_prior=prior, backend=backend)
-    close(mgk.smlk_attention(query, key, value, shift, log_prior=prior, backend=backend), wanted)
+    expected = mgk.mlk_attention(query, oracle.shifted(key, shift), value, log_prior=prior, backend=backend)
+    close(mgk.smlk_attention(query, key, value, shift, log_prior=prior, backend=backend), expected)
 
 
 LENGTHS = (5, 1, 8)
@@ -208,7 +210,7 @@ CU = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 
 
 def padded(x, dim):
-    """The sequences of a packed tensor as a batch, each padded at its end with numbers that must not matter."""
+    """Return the sequences of a packed tensor as a batch, padded with random numbers."""
     pieces = [x.narrow(dim, start, n) for start, n in zip(CU, LENGTHS, strict=False)]
     pad = [[*list(x.shape[:dim]), max(LENGTHS) - n, *list(x.shape[dim + 1 :])] for n in LENGTHS]
     return torch.cat([torch.cat([piece, randn(*size)], dim) for piece, size in zip(pieces, pad, strict=True)])
@@ -223,58 +225,58 @@ KEY_MASK = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
 
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-def test_packed_is_padded(backend, assignment, causal):
+def test_packed_equals_padded(backend, assignment, causal):
     query, keys, value, prior, _ = inputs(length=S, batch=1)
     options = {"assignment": assignment, "backend": backend, "is_causal": causal}
     out = mgk.mgk_attention(
         query, keys, value, log_prior=prior, cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=8, max_seqlen_k=8, **options
     )
     batched = (padded(query, 2), padded(keys, 3), padded(value, 2))
-    wanted = mgk.mgk_attention(*batched, KEY_MASK[:, None, None], log_prior=padded(prior[None], 3), **options)
-    close(out, unpadded(wanted))
+    expected = mgk.mgk_attention(*batched, KEY_MASK[:, None, None], log_prior=padded(prior[None], 3), **options)
+    close(out, unpadded(expected))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_packed_mlk_is_padded(backend, causal):
+def test_packed_mlk_equals_padded(backend, causal):
     query, keys, value, prior, _ = inputs(length=S, batch=1)
     options = {"backend": backend, "is_causal": causal}
     out = mgk.mlk_attention(query, keys, value, log_prior=prior, cu_seqlens=CU, **options)
     batched = (padded(query, 2), padded(keys, 3), padded(value, 2))
-    wanted = mgk.mlk_attention(*batched, log_prior=padded(prior[None], 3), key_mask=KEY_MASK, **options)
-    close(out, unpadded(wanted))
+    expected = mgk.mlk_attention(*batched, log_prior=padded(prior[None], 3), key_mask=KEY_MASK, **options)
+    close(out, unpadded(expected))
 
 
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-def test_a_row_does_not_depend_on_batch_mates_or_padding(backend, assignment):
+def test_row_does_not_depend_on_other_rows_or_padding(backend, assignment):
     query, keys, value, prior, _ = inputs(batch=3)
     options = {"assignment": assignment, "backend": backend}
-    wanted = mgk.mgk_attention(query, keys, value, log_prior=prior, **options)
+    expected = mgk.mgk_attention(query, keys, value, log_prior=prior, **options)
     for n in range(3):
         alone = mgk.mgk_attention(query[n : n + 1], keys[n : n + 1], value[n : n + 1], log_prior=prior, **options)
-        close(alone, wanted[n : n + 1])
+        close(alone, expected[n : n + 1])
     for padding in (1, 9):
         longer_keys = torch.cat([keys, 30 * randn(3, HK, M, padding, D)], 3)
         longer_value = torch.cat([value, 1e3 * randn(3, HK, padding, E)], 2)
         longer_prior = torch.cat([prior, randn(HK, M, padding)], 2)
         mask = (torch.arange(S + padding) < S)[None, None, None]
-        close(mgk.mgk_attention(query, longer_keys, longer_value, mask, log_prior=longer_prior, **options), wanted)
+        close(mgk.mgk_attention(query, longer_keys, longer_value, mask, log_prior=longer_prior, **options), expected)
 
 
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_an_mlk_row_does_not_depend_on_batch_mates_or_padding(backend):
+def test_mlk_row_does_not_depend_on_other_rows_or_padding(backend):
     query, keys, value, prior, _ = inputs(batch=3)
-    wanted = mgk.mlk_attention(query, keys, value, log_prior=prior, backend=backend)
+    expected = mgk.mlk_attention(query, keys, value, log_prior=prior, backend=backend)
     alone = mgk.mlk_attention(query[1:2], keys[1:2], value[1:2], log_prior=prior, backend=backend)
-    close(alone, wanted[1:2])
+    close(alone, expected[1:2])
     longer = (torch.cat([keys, 30 * randn(3, HK, M, 7, D)], 3), torch.cat([value, 1e3 * randn(3, HK, 7, E)], 2))
     mask = (torch.arange(S + 7) < S).expand(3, -1)
     longer_prior = torch.cat([prior, randn(HK, M, 7)], 2)
-    close(mgk.mlk_attention(query, *longer, log_prior=longer_prior, key_mask=mask, backend=backend), wanted)
+    close(mgk.mlk_attention(query, *longer, log_prior=longer_prior, key_mask=mask, backend=backend), expected)
 
 
 def futures(length, change):
-    """Two sets of float32 inputs that agree before position `change` and nowhere after."""
+    """Return two sets of float32 inputs that agree before position `change` only."""
     past = [x.float() for x in inputs(length=length, size=length)[:4]]
     future = [x.float() for x in inputs(length=length, size=length)[:4]]
     return past, [
@@ -287,7 +289,7 @@ def futures(length, change):
 @pytest.mark.parametrize("causal", [True, "bottom-right"])
 @pytest.mark.parametrize("op", ["mgk", "smgk"])
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-def test_the_future_changes_no_bit_of_the_past(backend, assignment, op, causal, change):
+def test_later_tokens_do_not_change_earlier_outputs(backend, assignment, op, causal, change):
     shift, options = torch.randn(HK, M, D), {"is_causal": causal, "assignment": assignment, "backend": backend}
     outs = []
     for query, keys, value, prior in futures(131, change):
@@ -299,7 +301,7 @@ def test_the_future_changes_no_bit_of_the_past(backend, assignment, op, causal, 
 
 @pytest.mark.parametrize("change", [1, 16, 50, 129])
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_the_future_changes_no_bit_of_the_past_of_mlk(backend, change):
+def test_later_tokens_do_not_change_earlier_outputs_of_mlk(backend, change):
     outs = [
         mgk.mlk_attention(query, keys, value, log_prior=prior, is_causal=True, backend=backend)
         for query, keys, value, prior in futures(131, change)
@@ -311,12 +313,12 @@ def test_the_future_changes_no_bit_of_the_past_of_mlk(backend, change):
 @pytest.mark.parametrize("feature_map", ["elu", "relu"])
 @pytest.mark.parametrize("pieces", [(7, 7), (1,) * 14, (5, 8, 1)], ids=str)
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_mlk_in_pieces_is_mlk_in_one(backend, pieces, feature_map):
-    """A state carries the past: output, final state and gradients are those of one call."""
+def test_mlk_in_chunks_equals_one_call(backend, pieces, feature_map):
+    """Check output, final state and gradients of chunks that pass on a state."""
     tensors = [x.requires_grad_() for x in inputs(length=S)[:4]]
     query, keys, value, prior = tensors
     options = {"is_causal": True, "feature_map": feature_map, "backend": backend, "return_state": True}
-    wanted, end = mgk.mlk_attention(query, keys, value, log_prior=prior, **options)
+    expected, end = mgk.mlk_attention(query, keys, value, log_prior=prior, **options)
     outs, state, start = [], None, 0
     for n in pieces:
         i = slice(start, start + n)
@@ -325,20 +327,21 @@ def test_mlk_in_pieces_is_mlk_in_one(backend, pieces, feature_map):
         )
         outs.append(out)
         start += n
-    found = torch.cat(outs, 2)
-    close(found, wanted)
+    actual = torch.cat(outs, 2)
+    close(actual, expected)
     close(state, end)
     numerator, denominator = oracle.state(keys, value, log_prior=prior, feature_map=feature_map)
     close(end[0], numerator)
     close(end[1], denominator)
-    upstream = randn(*found.shape)
+    upstream = randn(*actual.shape)
     close(
-        torch.autograd.grad((found * upstream).sum(), tensors), torch.autograd.grad((wanted * upstream).sum(), tensors)
+        torch.autograd.grad((actual * upstream).sum(), tensors),
+        torch.autograd.grad((expected * upstream).sum(), tensors),
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_state_of_mlk_is_kept_in_float32(dtype):
+def test_mlk_state_is_float32(dtype):
     query, keys, value, prior = (x.to(dtype) for x in inputs(length=S)[:4])
     out, state = mgk.mlk_attention(query, keys, value, log_prior=prior, is_causal=True, return_state=True)
     assert out.dtype == dtype
@@ -362,17 +365,17 @@ def test_equations_11_and_13():
     gamma = equations.responsibilities(
         query, keys, prior[None], scale=scale[None, ..., None], tau=0.7
     )  # [B, H, L, M, S]
-    wanted = oracle.responsibilities(query, keys, log_prior=prior, scale=scale, tau=0.7)  # [B, H, M, L, S]
-    close(gamma, wanted.transpose(2, 3))
-    found = equations.m_step(query, gamma)
-    means, variance = oracle.m_step(query[1, 1], wanted[1, 1])
-    close((found.means[1, 1], found.variance[1, 1], found.prior), (means, variance, wanted.mean(3)))
+    expected = oracle.responsibilities(query, keys, log_prior=prior, scale=scale, tau=0.7)  # [B, H, M, L, S]
+    close(gamma, expected.transpose(2, 3))
+    actual = equations.m_step(query, gamma)
+    means, variance = oracle.m_step(query[1, 1], expected[1, 1])
+    close((actual.means[1, 1], actual.variance[1, 1], actual.prior), (means, variance, expected.mean(3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("components", [1, 2], ids=["softmax", "mgk"])
-def test_the_least_number_hides_as_minus_infinity_does(components, dtype):
-    """Also in a row that has nothing else, by every backend."""
+def test_least_number_masks_like_minus_infinity(components, dtype):
+    """Check every backend, with a row that is fully masked."""
     query, value = torch.randn(1, 2, 5, 8, dtype=dtype), torch.randn(1, 2, 5, 8, dtype=dtype)
     keys = torch.randn(1, 2, components, 5, 8, dtype=dtype)
     mask = torch.zeros(5, 5, dtype=dtype)
@@ -383,13 +386,13 @@ def test_the_least_number_hides_as_minus_infinity_does(components, dtype):
     )
     assert not by_infinity[:, :, 3].any()
     for backend in ("eager", "sdpa", "plain") if components == 1 else ("eager", "sdpa"):
-        found = mgk.mgk_attention(query, keys, value, mask, similarity=similarity, backend=backend)
-        close(found, by_infinity, 1e-5 if dtype == torch.float32 else 2e-2)
+        actual = mgk.mgk_attention(query, keys, value, mask, similarity=similarity, backend=backend)
+        close(actual, by_infinity, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("operator", [mgk.mgk_attention, mgk.mlk_attention])
-def test_transforms_of_functions(operator):
-    """What auto takes for a call like this would have no rule for them."""
+def test_torch_func_transforms(operator):
+    """Check that auto does not select a backend whose operators have no rule for them."""
     queries, keys, value = torch.randn(3, 1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
 
     def loss(query):
@@ -403,13 +406,13 @@ def test_transforms_of_functions(operator):
     close(torch.func.vmap(torch.func.grad(loss))(queries.detach()), torch.stack(gradients), 1e-5)
 
 
-def test_an_unknown_similarity_names_all_that_there_are():
+def test_error_lists_all_similarities():
     x = torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match=r"'gaussian', 'dot', or τ .* number or a tensor .*did you mean 'gaussian'"):
         mgk.mgk_attention(x, x[:, :, None], x, similarity="gausian")
 
 
-def test_a_second_derivative_is_eager_s():
+def test_second_derivative_requires_eager():
     query, keys, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
     query.requires_grad_()
 
@@ -425,8 +428,8 @@ def test_a_second_derivative_is_eager_s():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("operator", [mgk.mgk_attention, mgk.mlk_attention])
-def test_forward_mode_derivatives_are_those_of_the_equations(operator):
-    """What auto takes for a call like this would have none."""
+def test_forward_mode_derivatives_equal_the_equations(operator):
+    """Check that auto does not select a backend without forward-mode derivatives."""
     torch.manual_seed(0)
     query, keys, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 2, 20, 8), torch.randn(1, 2, 20, 8)
     tangents = [

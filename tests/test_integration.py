@@ -1,4 +1,4 @@
-"""The layer inside the rest of PyTorch: compile, export, ONNX, autocast, checkpointing, copies, and bounded memory."""
+"""The layer with other parts of PyTorch: compile, export, ONNX, autocast, checkpointing, copies; bounded memory."""
 
 import copy
 import io
@@ -24,8 +24,8 @@ def fresh():
     torch._dynamo.reset()
 
 
-def close(found, wanted, tolerance=1e-5):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 COMPILED = {
@@ -48,7 +48,7 @@ def gradients(layer, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
-def test_twenty_lengths_take_at_most_two_compilations(options, training):
+def test_twenty_lengths_need_at_most_two_compilations(options, training):
     layer = Attention(EMBED, H, head_dim=D, **options).train(training)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -56,11 +56,11 @@ def test_twenty_lengths_take_at_most_two_compilations(options, training):
     for length in LENGTHS:
         x = torch.randn(2, length, EMBED)
         if training:
-            found, wanted = gradients(compiled, x), gradients(layer, x)
+            actual, expected = gradients(compiled, x), gradients(layer, x)
         else:
             with torch.no_grad():
-                found, wanted = compiled(x), layer(x)
-        close(found, wanted, 1e-4)
+                actual, expected = compiled(x), layer(x)
+        close(actual, expected, 1e-4)
     assert counter.frame_count <= 2
 
 
@@ -71,15 +71,15 @@ def test_compiled_by_inductor():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_em_is_compiled_too(masked):
+def test_compiled_em(masked):
     layer, x = Attention(EMBED, H, head_dim=D, variant="smgk-em", is_causal=True), torch.randn(2, 12, EMBED)
     masks = {"key_padding_mask": torch.arange(12).expand(2, -1) >= torch.tensor([[9], [12]])} if masked else {}
     other = copy.deepcopy(layer)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        found, wanted = compiled(x, **masks), other(x, **masks)
-        close(found, wanted)
-        found.sum().backward()
+        actual, expected = compiled(x, **masks), other(x, **masks)
+        close(actual, expected)
+        actual.sum().backward()
         close(layer.prior.prior, other.prior.prior)
     start = layer.prior.prior.clone()
     compiled.eval()
@@ -98,7 +98,7 @@ def exportable(variant, backend="eager"):
 
 
 class Padded(torch.nn.Module):
-    """ONNX and export want positional arguments."""
+    """A wrapper with positional arguments, which ONNX and export need."""
 
     def __init__(self, layer):
         super().__init__()
@@ -134,7 +134,7 @@ def test_export_with_any_length(variant):
 
 @pytest.mark.parametrize("variant", ["linear", "mlk", "smlk"])
 def test_export_of_causal_linear_attention(variant):
-    """By the default backend, at lengths below, at and above whole chunks."""
+    """Export the default backend; lengths are below, at and above multiples of the chunk."""
     layer = Attention(EMBED, H, head_dim=D, variant=variant, is_causal=True).eval()
     length = torch.export.Dim("length", min=2, max=512)
     program = torch.export.export(layer, (torch.randn(2, 130, EMBED),), dynamic_shapes={"query": {1: length}})
@@ -147,7 +147,7 @@ def test_export_of_causal_linear_attention(variant):
 @pytest.mark.filterwarnings("ignore:# The axis name:UserWarning")
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk-hard", "smgk-em", "smlk"])
 def test_onnx_with_any_length(variant):
-    """By the default backend, which is "eager" there."""
+    """Export the default backend, which is "eager" in ONNX export."""
     module = Padded(exportable(variant, backend="auto")).eval()
     with torch.no_grad():
         program = torch.onnx.export(module, example(3, 10), dynamic_shapes=dynamic(), dynamo=True, verbose=False)
@@ -155,20 +155,20 @@ def test_onnx_with_any_length(variant):
     names = [entry.name for entry in session.get_inputs()]
     for batch, length in ((3, 10), (2, 2), (5, 77)):
         args = example(batch, length)
-        (found,) = session.run(None, dict(zip(names, (x.numpy() for x in args), strict=True)))
-        close(torch.from_numpy(found), module(*args).detach(), 1e-4)
+        (actual,) = session.run(None, dict(zip(names, (x.numpy() for x in args), strict=True)))
+        close(torch.from_numpy(actual), module(*args).detach(), 1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"rotary": 100.0, "num_kv_heads": HK, "is_causal": True}], ids=str)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_autocast(variant, options):
     layer, x = Attention(EMBED, H, head_dim=D, variant=variant, **options), torch.randn(2, 20, EMBED)
-    wanted = layer.eval()(x)
+    expected = layer.eval()(x)
     layer.train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
     assert out.dtype == torch.bfloat16
-    assert (out - wanted).abs().max() < 0.05 * wanted.abs().max()
+    assert (out - expected).abs().max() < 0.05 * expected.abs().max()
     out.square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
@@ -179,7 +179,7 @@ def test_autocast(variant, options):
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_activation_checkpointing(variant):
-    """EM: see test_em.py."""
+    """Compare with the plain layer; for EM see test_em_checkpointing.py."""
     layer = Attention(EMBED, H, head_dim=D, variant=variant, is_causal=True, dropout=0.2).train("em" not in variant)
     x, results = torch.randn(2, 20, EMBED, requires_grad=True), []
     for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
@@ -192,16 +192,16 @@ def test_activation_checkpointing(variant):
 @pytest.mark.parametrize(
     "options", [{"variant": "smgk-em", "max_positions": 30}, {"variant": "mlk", "feature_map": mgk.FAVOR(D)}], ids=str
 )
-def test_a_copy_is_equal_and_separate(options):
+def test_copy_is_equal_and_independent(options):
     layer, x = Attention(EMBED, H, head_dim=D, rotary=100.0, **options), torch.randn(2, 20, EMBED)
     other = copy.deepcopy(layer)
-    wanted = layer.eval()(x)
-    assert torch.equal(other.eval()(x), wanted)
+    expected = layer.eval()(x)
+    assert torch.equal(other.eval()(x), expected)
     with torch.no_grad():
         for tensor in (*other.parameters(), *other.buffers()):
             tensor.add_(0.5)
-    assert torch.equal(layer(x), wanted)
-    assert not torch.equal(other(x), wanted)
+    assert torch.equal(layer(x), expected)
+    assert not torch.equal(other(x), expected)
     drop_in = mgk.MultiheadAttention(EMBED, H, batch_first=True).eval()
     assert torch.equal(copy.deepcopy(drop_in)(x, x, x)[0], drop_in(x, x, x)[0])
 
@@ -218,8 +218,8 @@ BLOCKED = {
 
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("options, masks", BLOCKED.values(), ids=BLOCKED)
-def test_blocks_of_queries_change_nothing(options, masks, shifted, monkeypatch):
-    """The eager backend in blocks: output, lse, weights and gradients of one block, and no block beyond the limit."""
+def test_query_blocks_do_not_change_results(options, masks, shifted, monkeypatch):
+    """Compare output, lse, weights and gradients of the eager backend in blocks with those of one block."""
     inputs = [
         torch.randn(2, H, 50, D),
         torch.randn(2, HK, 70, D) if shifted else torch.randn(2, HK, 3, 70, D),
@@ -250,18 +250,18 @@ def test_blocks_of_queries_change_nothing(options, masks, shifted, monkeypatch):
         out, lse = op(*inputs, backend="eager", return_lse=True, **options, **extra)[:: 2 if extra else 1]
         return [out, lse, *torch.autograd.grad(out.square().sum() + lse.masked_fill(lse.isinf(), 0).sum(), leaves)]
 
-    wanted, whole = everything(), max(sizes)
+    expected, whole = everything(), max(sizes)
     for limit in (whole // 7, 1):
         monkeypatch.setattr(query_blocks, "BLOCK_ELEMENTS", limit)
         sizes.clear()
-        close(everything(), wanted, 1e-10)
+        close(everything(), expected, 1e-10)
         assert max(sizes) <= max(limit, whole // 50)
         assert len(sizes) >= 2 * (whole // max(limit, whole // 50))  # once in the forward, once in the backward
-        close(everything(return_weights=True), wanted, 1e-10)
+        close(everything(return_weights=True), expected, 1e-10)
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes: views of what is there do not count."""
+    """Records the largest tensor that an operation creates, views excluded."""
 
     elements = 0
 
@@ -276,7 +276,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("assignment", ["hard", "soft"])
 def test_long_sequences_form_no_full_matrix(assignment):
-    """L = S = 4096, two heads, M = 2: 67 million logits, a block of queries at a time, in the backward too."""
+    """Run L = S = 4096 with two heads and M = 2: 67 million logits, in blocks of queries in both passes."""
     query, key, value, shift = (torch.randn(*s, requires_grad=True) for s in [(1, 2, 4096, D)] * 3 + [(2, 2, D)])
     with Largest() as largest:
         out = mgk.smgk_attention(query, key, value, shift, assignment=assignment, backend="eager")
@@ -285,8 +285,8 @@ def test_long_sequences_form_no_full_matrix(assignment):
     assert out.isfinite().all()
 
 
-def test_weights_of_hard_assignment_are_made_in_blocks():
-    """The weights asked for are L x S; what has a component axis is a block."""
+def test_weights_of_hard_assignment_are_computed_in_blocks():
+    """Check that only the weights are L x S; tensors with a component axis are blocks."""
     query, key, value, shift = (torch.randn(*s) for s in [(1, 1, 4096, D)] * 3 + [(1, 8, D)])
     with Largest() as largest:
         _, weights = mgk.smgk_attention(query, key, value, shift, assignment="hard", return_weights=True)
@@ -297,7 +297,7 @@ def test_weights_of_hard_assignment_are_made_in_blocks():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk"])
-def test_a_traced_layer_does_the_same_at_other_lengths(variant):
+def test_traced_layer_at_other_lengths(variant):
     layer = mgk.Attention(16, 2, variant=variant, is_causal=True).eval()
     traced = torch.jit.trace(layer, torch.randn(2, 7, 16))
     x = torch.randn(3, 11, 16)

@@ -1,4 +1,4 @@
-"""mgk.MultiheadAttention where nn.MultiheadAttention was: its calls and its places."""
+"""mgk.MultiheadAttention as a replacement for torch.nn.MultiheadAttention."""
 
 import inspect
 import itertools
@@ -18,32 +18,34 @@ def parameters(function):
     return list(inspect.signature(function).parameters.values())
 
 
-def test_the_constructor_is_torchs_and_more_by_keyword():
+def test_constructor_extends_torch_by_keywords():
     theirs, ours = parameters(nn.MultiheadAttention.__init__), parameters(MultiheadAttention.__init__)
     assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 
-def test_more_is_all_that_a_layer_takes():
-    mine, layers = ({each.name for each in parameters(kind.__init__)} for kind in (MultiheadAttention, Attention))
+def test_constructor_takes_all_arguments_of_attention():
+    mine, layers = (
+        {parameter.name for parameter in parameters(kind.__init__)} for kind in (MultiheadAttention, Attention)
+    )
     assert layers - mine == {"is_causal"}
     torch.manual_seed(0)
-    given = {"variant": "mlk", "feature_map": "relu", "num_kv_heads": 1}
-    ours = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, rotary=100.0, **given)
+    options = {"variant": "mlk", "feature_map": "relu", "num_kv_heads": 1}
+    ours = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, rotary=100.0, **options)
     torch.manual_seed(0)
-    layer = Attention(EMBED, H, dropout=0.0, bias=True, dtype=F64, rotary=100.0, **given)
+    layer = Attention(EMBED, H, dropout=0.0, bias=True, dtype=F64, rotary=100.0, **options)
     x = torch.randn(2, 5, EMBED, dtype=F64)
     torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], layer(x))
 
 
-def test_the_forward_is_torchs():
+def test_forward_has_the_signature_of_torch():
     theirs, ours = parameters(nn.MultiheadAttention.forward), parameters(MultiheadAttention.forward)
     assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
 
 
 @torch.no_grad()
 def pair(**options):
-    """torch's module and ours with its weights."""
+    """Return torch's module, and ours with its weights."""
     torchs = nn.MultiheadAttention(EMBED, H, dtype=F64, **options)
     for parameter in torchs.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
@@ -71,7 +73,7 @@ def inputs(batch_first=True, batched=True, length=L, size=S):
 
 
 def masks(kind, batched=True):
-    """Keyword arguments; every query sees a key."""
+    """Return masks as keyword arguments; every query attends to at least one key."""
     hidden, hidden_3d = torch.rand(L, S) > 0.6, torch.rand((B if batched else 1) * H, L, S) > 0.6
     padding = torch.arange(S).expand(B, -1) >= torch.tensor([[S], [5], [7]])
     padding = padding if batched else padding[1]
@@ -99,21 +101,21 @@ KINDS = ["none", "bool", "bool-3d", "float", "float-3d", "padding", "float-paddi
 @pytest.mark.parametrize("need_weights, average", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("batched, batch_first", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_softmax_is_torchs_module(kind, batched, batch_first, need_weights, average):
+def test_softmax_equals_torch(kind, batched, batch_first, need_weights, average):
     torchs, ours = pair(batch_first=batch_first)
     args, options = inputs(batch_first, batched), masks(kind, batched)
     options |= {"need_weights": need_weights, "average_attn_weights": average}
-    wanted, found = torchs(*args, **options), ours(*args, **options)
-    close(found[0], wanted[0])
-    assert (found[1] is None) == (wanted[1] is None) == (not need_weights)
+    expected, actual = torchs(*args, **options), ours(*args, **options)
+    close(actual[0], expected[0])
+    assert (actual[1] is None) == (expected[1] is None) == (not need_weights)
     if need_weights:
-        close(found[1], wanted[1])
+        close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize(
     "options", [{"bias": False}, {"kdim": 5, "vdim": 3}, {"kdim": 5, "vdim": 3, "bias": False}], ids=str
 )
-def test_softmax_is_torchs_module_with_other_widths(options):
+def test_softmax_equals_torch_with_other_widths(options):
     torchs, ours = pair(batch_first=True, **options)
     args = randn(B, L, EMBED), randn(B, S, options.get("kdim", EMBED)), randn(B, S, options.get("vdim", EMBED))
     close(ours(*args), torchs(*args))
@@ -126,13 +128,13 @@ def test_is_causal(need_weights, kind):
     args = inputs(length=S)
     options = masks(kind) | {"need_weights": need_weights}
     hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
-    wanted = torchs(*args, attn_mask=hidden, is_causal=True, **options)
-    close(ours(*args, attn_mask=hidden, is_causal=True, **options), wanted)
-    close(ours(*args, attn_mask=hidden, **options), wanted)
-    close(ours(*args, is_causal=True, **options), wanted)
+    expected = torchs(*args, attn_mask=hidden, is_causal=True, **options)
+    close(ours(*args, attn_mask=hidden, is_causal=True, **options), expected)
+    close(ours(*args, attn_mask=hidden, **options), expected)
+    close(ours(*args, is_causal=True, **options), expected)
 
 
-def test_with_weights_the_mask_counts_and_not_the_hint():
+def test_mask_overrides_is_causal_with_need_weights():
     torchs, ours = pair(batch_first=True)
     args = inputs(length=S)
     window = torch.ones(S, S, dtype=torch.bool).triu(1) | torch.ones(S, S, dtype=torch.bool).tril(-2)
@@ -142,7 +144,7 @@ def test_with_weights_the_mask_counts_and_not_the_hint():
             ours(*args, attn_mask=window[:-1], is_causal=True, need_weights=need_weights)
 
 
-def test_the_attributes_of_torchs_module():
+def test_attributes_of_torch_module():
     options = {"kdim": 5, "vdim": 3, "dropout": 0.25, "batch_first": True}
     theirs, ours = nn.MultiheadAttention(EMBED, H, **options), MultiheadAttention(EMBED, H, **options)
     names = "embed_dim kdim vdim num_heads dropout batch_first head_dim bias_k bias_v add_zero_attn".split()
@@ -150,8 +152,8 @@ def test_the_attributes_of_torchs_module():
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
-def test_it_is_mgk_attention_with_torchs_masks(variant):
-    """True = masked in both; L first by default; the variant reaches the layer."""
+def test_equals_attention_with_converted_masks(variant):
+    """Check that True = masked in both masks, and the default layout [L, B, E]."""
     ours = MultiheadAttention(EMBED, 2, head_dim=5, dtype=F64, variant=variant, num_components=3)
     assert ours.attention.variant is mgk.VARIANTS[variant]
     query, key, value = inputs(batch_first=False)
@@ -159,10 +161,10 @@ def test_it_is_mgk_attention_with_torchs_masks(variant):
     batch = [x.transpose(0, 1) for x in (query, key, value)]
     out, weights = ours(query, key, value, key_padding_mask=padding)
     ours.eval()
-    wanted, wanted_weights = ours.attention(*batch, key_padding_mask=padding, need_weights=True)
+    expected, expected_weights = ours.attention(*batch, key_padding_mask=padding, need_weights=True)
     if "em" not in variant:
-        close(out, wanted.transpose(0, 1))
-        close(weights, wanted_weights.mean(1))
+        close(out, expected.transpose(0, 1))
+        close(weights, expected_weights.mean(1))
     assert not weights[padding.unsqueeze(1).expand_as(weights)].any()
 
 
@@ -177,7 +179,7 @@ def padding_mask():
 
 
 def attention_parameters(module):
-    """Parameters that softmax attention does not have: the fast path of torch could not know them."""
+    """Return the parameters that softmax attention does not have, which torch's fast path would ignore."""
     return [p for name, p in module.named_parameters() if name.endswith(("keys.shifts", "prior.weights"))]
 
 
@@ -202,7 +204,7 @@ def test_in_an_encoder_layer(padded, norm_first):
         assert (layer(x, **mask) - before).abs().max() > 1e-4
 
 
-def test_an_encoder_layer_with_softmax_inside_is_torchs():
+def test_encoder_layer_with_softmax_equals_torch():
     torchs, ours = pair(batch_first=True)
     layer = nn.TransformerEncoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64)
     x, outs = randn(B, L, EMBED), []
@@ -217,15 +219,15 @@ def test_an_encoder_layer_with_softmax_inside_is_torchs():
                 outs.append(layer(x, causal, padding))
                 outs.append(layer(x, src_key_padding_mask=padding))
     half = len(outs) // 2
-    for theirs, own in zip(outs[:half], outs[half:], strict=True):
+    for theirs, ours in zip(outs[:half], outs[half:], strict=True):
         real = ~padding_mask()
-        close(own[real], theirs[real])
+        close(ours[real], theirs[real])
 
 
 @pytest.mark.parametrize("replaced_later", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_in_an_encoder(padded, replaced_later):
-    """Replaced later: the encoder was made for nested tensors, and must notice that it has none of torch's layers."""
+    """Replace layers after construction too: the encoder was then made for nested tensors."""
     if replaced_later:
         plain = nn.TransformerEncoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64)
         encoder = nn.TransformerEncoder(plain, 2)
@@ -245,7 +247,7 @@ def test_in_an_encoder(padded, replaced_later):
             close(encoder(x, **mask)[row, :length], encoder(x[row : row + 1, :length])[0])
 
 
-def test_an_encoder_of_layers_with_different_kinds():
+def test_encoder_with_mixed_layers():
     encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
     encoder.layers[1].self_attn = MultiheadAttention(
         EMBED, 2, head_dim=3, variant="mgk-hard", batch_first=True, dtype=F64
@@ -258,7 +260,7 @@ def test_an_encoder_of_layers_with_different_kinds():
 
 @pytest.mark.parametrize("variant", ["mlk", "smlk", "linear"])
 def test_linear_attention_in_an_encoder_layer_with_padding(variant):
-    """nn.TransformerEncoderLayer turns bool masks into floating-point ones before it calls its self_attn."""
+    """Check the floating-point masks that nn.TransformerEncoderLayer makes of bool ones."""
     layer, x = encoder_layer(variant), randn(B, L, EMBED)
     for mode in (True, False):
         out = layer.train(mode)(x, src_key_padding_mask=padding_mask())
@@ -288,7 +290,7 @@ def test_in_a_decoder_layer():
 
 
 @pytest.mark.parametrize("name", ["", "self_attn."])
-def test_weights_of_torchs_layer_are_not_taken_for_ours(name):
+def test_loading_torch_weights_raises(name):
     theirs = {f"{name}{key}": value for key, value in nn.MultiheadAttention(EMBED, H).state_dict().items()}
     ours = MultiheadAttention(EMBED, H)
     model = nn.ModuleDict({"self_attn": ours}) if name else ours
@@ -296,7 +298,7 @@ def test_weights_of_torchs_layer_are_not_taken_for_ours(name):
         model.load_state_dict(theirs)
 
 
-REFUSED = [
+WRONG_CALLS = [
     (lambda: MultiheadAttention(EMBED, H, add_bias_kv=True), "add_bias_kv is not supported"),
     (lambda: MultiheadAttention(EMBED, H, add_zero_attn=True), "add_zero_attn is not supported"),
     (lambda: MultiheadAttention(EMBED, 5), "num_heads = 5 does not divide embed_dim"),
@@ -319,7 +321,7 @@ def call(query, key=None, **options):
     return MultiheadAttention(EMBED, H, dtype=F64)(query, key, key, **options)
 
 
-@pytest.mark.parametrize("refused, message", REFUSED, ids=lambda x: x[:40] if isinstance(x, str) else "")
-def test_what_is_refused(refused, message):
+@pytest.mark.parametrize("call_wrongly, message", WRONG_CALLS, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_errors(call_wrongly, message):
     with pytest.raises(ValueError, match=message):
-        refused()
+        call_wrongly()

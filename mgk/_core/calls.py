@@ -1,8 +1,4 @@
-"""Records of validated calls, which every backend receives, and the functions that build them.
-
-Dimensions, here and in the rest of the package: B batch, H query heads, Hk key heads, M components, L queries, S keys,
-D head dimension, E value dimension, F features, N packed sequences.
-"""
+"""Records of validated calls, which every backend receives, and the functions that build them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expectation maximisation: what a training batch says about prior and variance, and when it counts."""
+"""Expectation maximisation: updates of prior and variance from training batches."""
 
 import copy
 
@@ -28,7 +28,7 @@ def split(x, heads):
 
 
 def gammas(layer, query, key=None, log_prior=None, scale=None, tau=1.0):
-    """Eq. 11 with the layer's weights and the prior it has now, [B, H, M, L, S]."""
+    """Return Eq. 11 with the layer's weights and current prior, [B, H, M, L, S]."""
     key = query if key is None else key
     q, k, heads = split(layer.query(query), H), layer.keys.projection(key), layer.num_kv_heads
     if layer.variant.keys == "shifted":
@@ -40,7 +40,7 @@ def gammas(layer, query, key=None, log_prior=None, scale=None, tau=1.0):
 
 
 def counts(layer, gamma, allowed=None):
-    """N_jr [Hk, M, S] and N_j [S]-broadcastable, over the pairs that count; a group of query heads counts together."""
+    """Return N_jr [Hk, M, S] and N_j, broadcastable to [S], over allowed pairs; query heads of a group are summed."""
     allowed = torch.ones(gamma.shape[0], 1, *gamma.shape[-2:], dtype=torch.bool) if allowed is None else allowed
     allowed = allowed.expand(gamma.shape[0], H, *gamma.shape[-2:])[:, :, None]
     count, pairs = (gamma * allowed).sum((0, 3)), allowed.sum((0, 3)).to(F64)  # [H, M, S], [H, 1, S]
@@ -54,22 +54,22 @@ def pooled(layer, gamma, allowed=None):
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": HK}, {"num_kv_heads": 1}], ids=str)
 @pytest.mark.parametrize("variant", ["mgk-em", "smgk-em", Variant("between", "shifted", "em")], ids=str)
-def test_a_shared_prior_is_the_pooled_ratio(variant, options):
+def test_shared_prior_is_the_pooled_ratio(variant, options):
     layer, x = make(variant, is_causal=True, **options), randn(B, L, EMBED)
     if layer.tau is not None:
         layer.tau.data.copy_(torch.rand_like(layer.tau))
     gamma = gammas(layer, x, tau=1.0 if layer.tau is None else layer.tau)
-    seen = oracle.allowed(L, L, "top-left")
+    visible = oracle.allowed(L, L, "top-left")
     layer(x)
-    close(layer.prior.prior, pooled(layer, gamma, seen))
-    count, pairs = counts(layer, gamma, seen)
+    close(layer.prior.prior, pooled(layer, gamma, visible))
+    count, pairs = counts(layer, gamma, visible)
     assert ((count / pairs).mean(-1, keepdim=True) - layer.prior.prior).abs().max() > 1e-4
     close(layer.prior.prior.sum(1), torch.ones(layer.num_kv_heads, 1, dtype=F64))
 
 
 @pytest.mark.parametrize("max_positions", [None, L + 3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_forward_uses_the_prior_from_before(causal, max_positions):
+def test_forward_uses_the_prior_before_the_update(causal, max_positions):
     layer, x = make(is_causal=causal, max_positions=max_positions), randn(B, L, EMBED)
     before = layer.eval()(x)
     close(layer.train()(x), before)
@@ -78,7 +78,7 @@ def test_the_forward_uses_the_prior_from_before(causal, max_positions):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("variant", ["mgk-em", "smgk-em"])
-def test_a_prior_for_each_position_and_unseen_ones_keep_theirs(variant, causal):
+def test_prior_per_position_is_kept_for_unattended_positions(variant, causal):
     layer, x = make(variant, is_causal=causal, max_positions=L + 3, num_kv_heads=HK), randn(B, L, EMBED)
     start, gamma = layer.prior.prior.clone(), gammas(layer, x)
     layer(x)
@@ -99,8 +99,8 @@ MASKS["float-both"] = MASKS["padding"] | MASKS["float"]
 
 @pytest.mark.parametrize("max_positions", [None, L])
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
-def test_only_pairs_that_attend_count(masks, max_positions):
-    """A floating-point mask adds to what a pair weighs in the attention, and hides it where it is -inf: no more."""
+def test_masked_pairs_are_not_counted(masks, max_positions):
+    """Check that an additive mask leaves a pair out if it is -inf, and otherwise does not change the counts."""
     layer, x = make(is_causal=True, max_positions=max_positions, num_kv_heads=HK), randn(B, L, EMBED)
     start, gamma = layer.prior.prior.clone(), gammas(layer, x)
     allowed = oracle.allowed(L, L, "top-left").expand(B, 1, L, L)
@@ -117,8 +117,18 @@ def test_only_pairs_that_attend_count(masks, max_positions):
         close(layer.prior.prior, torch.where(pairs > 0, count / pairs, start))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_additive_mask_in_any_precision_leaves_out_masked_keys(dtype):
+    layer = make(max_positions=L).to(dtype)
+    start, mask = layer.prior.prior.clone(), torch.zeros(L, L, dtype=dtype)
+    mask[:, 4:] = -torch.inf
+    layer(randn(B, L, EMBED).to(dtype), attn_mask=mask)
+    assert torch.equal(layer.prior.prior[..., 4:], start[..., 4:])
+    assert not torch.equal(layer.prior.prior[..., :4], start[..., :4])
+
+
 @pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_what_padding_holds_does_not_matter(variant):
+def test_values_of_padding_do_not_matter(variant):
     layer, x, padding = make(variant), randn(B, L, EMBED), MASKS["padding"]["key_padding_mask"]
     results = []
     for junk in (0.0, 50.0):
@@ -128,7 +138,7 @@ def test_what_padding_holds_does_not_matter(variant):
     close(*results)
 
 
-def test_nobody_says_which_queries_of_cross_attention_are_padding():
+def test_all_queries_of_cross_attention_are_counted():
     layer, x, padding = make(), randn(B, L, EMBED), MASKS["padding"]["key_padding_mask"]
     gamma = gammas(layer, x)
     layer(x, x.masked_fill(padding[..., None], 50.0), key_padding_mask=padding)
@@ -136,22 +146,22 @@ def test_nobody_says_which_queries_of_cross_attention_are_padding():
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_padding_inside_torchs_own_encoder_layer(batch_first):
-    """It turns a bool mask into a floating-point one, and the sequence may come first."""
+def test_padding_in_torch_encoder_layer(batch_first):
+    """Test the floating-point masks that torch makes of bool ones, and both layouts."""
     outer = torch.nn.TransformerEncoderLayer(EMBED, H, 8, dropout=0.0, batch_first=batch_first, dtype=F64)
     inner = MultiheadAttention(EMBED, H, variant="mgk-em", batch_first=batch_first, dtype=F64)
     outer.self_attn = inner
     prior, x, padding = inner.attention.prior, randn(1, 4, EMBED), torch.arange(9)[None] >= 4
-    start, found = prior.prior.clone(), []
+    start, actual = prior.prior.clone(), []
     for tokens, masks in ((x, {}), (torch.cat([x, randn(1, 5, EMBED)], 1), {"src_key_padding_mask": padding})):
         prior.prior.copy_(start)
         outer(tokens if batch_first else tokens.transpose(0, 1), **masks)
-        found.append(prior.prior.clone())
-    close(*found)
-    assert not torch.equal(found[0], start)
+        actual.append(prior.prior.clone())
+    close(*actual)
+    assert not torch.equal(actual[0], start)
 
 
-def test_a_batch_that_sees_nothing_changes_nothing():
+def test_fully_masked_batch_changes_nothing():
     layer, x = make(), randn(B, L, EMBED)
     start = layer.prior.prior.clone()
     layer(x, key_padding_mask=torch.ones(B, L, dtype=torch.bool))
@@ -173,12 +183,12 @@ CU = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("max_positions", [None, 10])
-def test_packed_sequences_count_as_the_same_sequences_padded(max_positions, causal):
+def test_packed_sequences_equal_padded_sequences(max_positions, causal):
     layer, x = make(max_positions=max_positions, is_causal=causal), randn(1, 14, EMBED)
     padded = copy.deepcopy(layer)
     start = layer.prior.prior.clone()
     layer(x, cu_seqlens=CU)
-    found = layer.prior.prior.clone()
+    actual = layer.prior.prior.clone()
     # Each by itself, added up.
     count, pairs = 0.0, 0.0
     for piece in x.split((5, 1, 8), 1):
@@ -190,20 +200,20 @@ def test_packed_sequences_count_as_the_same_sequences_padded(max_positions, caus
             for x in one
         ]
         count, pairs = count + one[0], pairs + one[1]
-    close(found, torch.where(pairs > 0, count / pairs.clamp(min=1), start))
+    close(actual, torch.where(pairs > 0, count / pairs.clamp(min=1), start))
     rows = torch.nn.utils.rnn.pad_sequence(x[0].split((5, 1, 8)), batch_first=True, padding_value=7.0)
     padded(rows, key_padding_mask=torch.arange(8) >= CU.diff()[:, None])
-    close(padded.prior.prior, found)
+    close(padded.prior.prior, actual)
 
 
-def test_positions_said_by_the_caller():
+def test_explicit_position_ids():
     layer, x = make(max_positions=20), randn(B, 4, EMBED)
     ids = torch.tensor([[0, 1, 2, 3], [7, 8, 2, 3], [16, 17, 18, 19]])
     start = layer.prior.prior.clone()
     layer(x, position_ids=ids)
-    seen = ids.unique()
+    visible = ids.unique()
     changed = (layer.prior.prior != start).any(1).any(0)
-    assert changed.nonzero().flatten().tolist() == seen.tolist()
+    assert changed.nonzero().flatten().tolist() == visible.tolist()
 
 
 def test_momentum_averages_over_batches():
@@ -239,8 +249,8 @@ def test_no_update_in_eval_or_under_no_grad(variant):
 
 
 @pytest.mark.parametrize("similarity", ["gaussian", "between"])
-def test_the_variance_is_that_of_equation_13(similarity):
-    """Pooled over positions, with the keys as they are and the normaliser in gamma."""
+def test_variance_follows_equation_13(similarity):
+    """Pool over positions, with fixed keys and the normaliser in the responsibilities."""
     layer, x = (
         make(Variant(similarity, "independent", "em", variance="em"), is_causal=True, num_kv_heads=HK),
         randn(B, L, EMBED),
@@ -248,18 +258,18 @@ def test_the_variance_is_that_of_equation_13(similarity):
     layer.variance.log_variance.copy_(randn(HK, M))
     old = layer.variance.log_variance.exp()
     log_prior = layer.prior.prior.log() - (D / 2 * old.log())[..., None]
-    gamma, seen = gammas(layer, x, log_prior=log_prior, scale=1 / old), oracle.allowed(L, L, "top-left")
+    gamma, visible = gammas(layer, x, log_prior=log_prior, scale=1 / old), oracle.allowed(L, L, "top-left")
     layer(x)
-    close(layer.prior.prior, pooled(layer, gamma, seen))
+    close(layer.prior.prior, pooled(layer, gamma, visible))
     q, keys = split(layer.query(x), H), layer.keys(x).repeat_interleave(H // HK, 1)
     distance = (q[:, :, None, :, None] - keys[:, :, :, None]).square().sum(-1)
-    spread, count = ((gamma * seen * weight).sum((0, 3, 4)) for weight in (distance, 1.0))
+    spread, count = ((gamma * visible * weight).sum((0, 3, 4)) for weight in (distance, 1.0))
     spread, count = (t.unflatten(0, (HK, -1)).sum(1) for t in (spread, count))
     close(layer.variance.log_variance.exp(), spread / count / D)
 
 
 def known_mixture(total=4000, width=4, momentum=0.0, floor=1e-4):
-    """A layer with one key of two components at known means, and queries drawn from them."""
+    """Return a layer with one key of two components at known means, and queries drawn from them."""
     variant = Variant("gaussian", "independent", "em", variance="em", em_momentum=momentum, variance_floor=floor)
     layer = Attention(width, 1, variant=variant, bias=True, dtype=F64)
     means = torch.stack([torch.full((width,), -1.0, dtype=F64), torch.full((width,), 1.0, dtype=F64)])
@@ -287,7 +297,7 @@ def test_em_recovers_a_known_prior_and_variance():
     assert all((tensor - before[name]).abs().max() < 1e-6 for name, tensor in layer.named_buffers())
 
 
-def test_the_variance_has_a_floor_and_momentum():
+def test_variance_floor_and_momentum():
     layer, queries, key = known_mixture(floor=0.5)
     for _ in range(20):
         layer(queries, key)
@@ -299,7 +309,7 @@ def test_the_variance_has_a_floor_and_momentum():
     close(slow.variance.log_variance.exp(), 0.9 * old + 0.1 * fast.variance.log_variance.exp())
 
 
-def test_a_component_that_answers_for_nothing_keeps_its_variance():
+def test_component_without_responsibility_keeps_its_variance():
     layer, queries, key = known_mixture()
     layer.prior.prior.copy_(torch.tensor([[[1.0], [0.0]]]))
     start = layer.variance.log_variance[0, 1].clone()
@@ -309,23 +319,23 @@ def test_a_component_that_answers_for_nothing_keeps_its_variance():
     assert not layer(queries, key).isnan().any()
 
 
-def test_m_step_with_pairs_that_do_not_count():
-    """Of each key, the queries that see it; a key that none sees has finite values."""
+def test_m_step_with_masked_pairs():
+    """Check sums over the queries that attend to a key, and finite values of a key without queries."""
     query, keys = randn(2, H, L, D), randn(2, H, M, 6, D)
-    seen = torch.arange(L)[:, None] >= torch.tensor([0, 1, 2, 3, 5, L])
-    gamma = oracle.responsibilities(query, keys) * seen
-    found = equations.m_step(query, gamma.transpose(2, 3), floor=0.3)
+    visible = torch.arange(L)[:, None] >= torch.tensor([0, 1, 2, 3, 5, L])
+    gamma = oracle.responsibilities(query, keys) * visible
+    actual = equations.m_step(query, gamma.transpose(2, 3), floor=0.3)
     for b, h in ((0, 0), (1, 3)):
         means, variance = oracle.m_step(query[b, h], gamma[b, h, ..., :5])
-        close(found.means[b, h, :, :5], means)
-        close(found.variance[b, h, :, :5], variance.clamp(min=0.3))
-    assert (found.variance == 0.3).any()
-    assert all(part.isfinite().all() for part in found)
-    close(found.prior[..., :5], gamma.sum(3)[..., :5] / seen[:, :5].sum(0))
+        close(actual.means[b, h, :, :5], means)
+        close(actual.variance[b, h, :, :5], variance.clamp(min=0.3))
+    assert (actual.variance == 0.3).any()
+    assert all(part.isfinite().all() for part in actual)
+    close(actual.prior[..., :5], gamma.sum(3)[..., :5] / visible[:, :5].sum(0))
 
 
 def test_em_by_the_equations_recovers_a_known_mixture():
-    """Eq. 11 and 13 in turn, the normaliser in log_prior, for one key: means too."""
+    """Iterate Eq. 11 and 13 for one key, with the normaliser in log_prior."""
     _, queries, _ = known_mixture()
     query = queries[None]
     log_prior, scale = torch.full((1, 1, 2, 1), 0.5, dtype=F64).log(), torch.ones(1, 1, 2, 1, dtype=F64)
@@ -348,7 +358,7 @@ def parallel_batch():
 
 
 def parallel_states(rows):
-    """The EM buffers of each kind of layer after two batches, of which this process has some rows."""
+    """Return the EM buffers of layers after two batches, of which this rank has some rows."""
     states = []
     x, padding = parallel_batch()
     for variant, options in PARALLEL:
@@ -369,10 +379,10 @@ def worker(rank, folder):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(tmp_path):
-    """Unequal shares of a batch, with unequal padding: the same prior and variance as one process with all of it."""
+def test_two_ranks_equal_one_process(tmp_path):
+    """Split a batch unevenly, with uneven padding: prior and variance equal those of one process."""
     mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
-    wanted = parallel_states(slice(0, 4))
+    expected = parallel_states(slice(0, 4))
     for rank in range(2):
-        for found, one in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), wanted, strict=True):
-            close(found, one, 1e-12)
+        for actual, one in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected, strict=True):
+            close(actual, one, 1e-12)

@@ -1,4 +1,4 @@
-"""EM under activation checkpointing, which runs a forward again in the backward: with the state that it has used."""
+"""EM under activation checkpointing: a recomputed forward uses the state of the first one."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from tests.support.exact import F64, close, randn
 
 
 @pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_a_checkpointed_layer_is_updated_once(variant):
+def test_checkpointed_layer_is_updated_once(variant):
     layer, x = make(variant), randn(B, L, EMBED).requires_grad_()
     plain = copy.deepcopy(layer)
     plain(x)
@@ -24,16 +24,16 @@ def test_a_checkpointed_layer_is_updated_once(variant):
 
 
 @pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_a_checkpointed_layer_has_the_gradients_of_the_prior_from_before(variant):
+def test_checkpointed_gradients_use_the_prior_before_the_update(variant):
     layer, x = make(variant), randn(B, L, EMBED).requires_grad_()
     plain = copy.deepcopy(layer)
-    wanted = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
     out = checkpoint(layer, x, use_reentrant=False)
-    close(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]), wanted)
+    close(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]), expected)
 
 
 def after_two_forwards(layer, run, order, same_input):
-    """The gradients of two forwards whose backwards run in this order."""
+    """Return the gradients of two forwards whose backwards run in this order."""
     torch.manual_seed(2)
     x = randn(B, L, EMBED).requires_grad_()
     outs = [run(layer, x), run(layer, x if same_input else 3 * x)]
@@ -43,7 +43,7 @@ def after_two_forwards(layer, run, order, same_input):
 
 
 class Block(torch.nn.Module):
-    """Applies an attention layer twice, and not first."""
+    """A block that applies an attention layer twice, after another operation."""
 
     def __init__(self, layer):
         super().__init__()
@@ -64,31 +64,31 @@ def nested(layer, x):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,), (1, 0, 1)], ids=str)
 @pytest.mark.parametrize("same_input", [False, True])
 @pytest.mark.parametrize("variant", ["mgk-em", VARIANCE], ids=["prior", "variance"])
-def test_each_checkpointed_forward_finds_its_own_state(variant, same_input, order):
+def test_each_recomputed_forward_uses_its_first_state(variant, same_input, order):
     block = Block(make(variant))
     plain = copy.deepcopy(block)
-    found = after_two_forwards(block, checkpointed, order, same_input)
-    close(found, after_two_forwards(plain, lambda layer, x: layer(x), order, same_input))
+    actual = after_two_forwards(block, checkpointed, order, same_input)
+    close(actual, after_two_forwards(plain, lambda layer, x: layer(x), order, same_input))
     assert same(em_state(block), em_state(plain))
 
 
-def test_a_checkpoint_inside_a_checkpoint():
+def test_nested_checkpoints():
     layer = make()
     plain = copy.deepcopy(layer)
-    found = after_two_forwards(layer, nested, (0, 1), True)
-    close(found, after_two_forwards(plain, lambda layer, x: layer(x.sin()).cos(), (0, 1), True))
+    actual = after_two_forwards(layer, nested, (0, 1), True)
+    close(actual, after_two_forwards(plain, lambda layer, x: layer(x.sin()).cos(), (0, 1), True))
     assert same(em_state(layer), em_state(plain))
 
 
-def test_a_frozen_layer_in_a_checkpoint_finds_its_state():
+def test_frozen_layer_in_a_checkpoint_uses_its_first_state():
     layer, last, x = make().requires_grad_(False), torch.nn.Linear(EMBED, 2, dtype=F64), randn(B, L, EMBED)
     plain = copy.deepcopy(layer)
-    wanted = torch.autograd.grad(last(plain(x)).square().sum(), last.parameters())
+    expected = torch.autograd.grad(last(plain(x)).square().sum(), last.parameters())
     out = checkpoint(lambda x: last(layer(x)).square(), x, use_reentrant=False)
-    close(torch.autograd.grad(out.sum(), last.parameters()), wanted)
+    close(torch.autograd.grad(out.sum(), last.parameters()), expected)
 
 
-def test_states_are_kept_for_no_longer_than_a_backward_may_come():
+def test_states_are_freed_with_their_graph():
     layer, x = make(), randn(B, L, EMBED)
     out = layer(x)
     assert len(layer.prior.state_log) == 0
@@ -104,18 +104,18 @@ def test_states_are_kept_for_no_longer_than_a_backward_may_come():
         assert len(layer.prior.state_log) == em_checkpointing.MAX_STATES
 
 
-def test_a_torch_that_does_not_tell_what_is_checkpointed(monkeypatch):
+def test_torch_without_queryable_hooks(monkeypatch):
     monkeypatch.setattr(em_checkpointing, "_top_hooks", None)
     layer = make()
     plain = copy.deepcopy(layer)
-    found = after_two_forwards(layer, checkpointed, (0, 1), True)
-    close(found, after_two_forwards(plain, lambda layer, x: layer(x), (0, 1), True))
+    actual = after_two_forwards(layer, checkpointed, (0, 1), True)
+    close(actual, after_two_forwards(plain, lambda layer, x: layer(x), (0, 1), True))
     for _ in range(70):
         layer(randn(1, 2, EMBED))
     assert len(layer.prior.state_log) == em_checkpointing.MAX_STATES
 
 
-def test_a_copy_of_a_layer_has_no_states():
+def test_copied_layer_has_no_states():
     layer, x = make(), randn(B, L, EMBED)
     out = checkpointed(layer, x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -123,12 +123,12 @@ def test_a_copy_of_a_layer_has_no_states():
     out.sum().backward()
 
 
-def without_its_random_state(layer, x):
+def without_random_state(layer, x):
     out = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
     return out.sum()
 
 
-def with_the_same_seed_twice(layer, x):
+def with_repeated_seed(layer, x):
     outs = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -136,32 +136,32 @@ def with_the_same_seed_twice(layer, x):
     return sum(outs)
 
 
-@pytest.mark.parametrize("run", [without_its_random_state, with_the_same_seed_twice])
-def test_a_forward_that_is_not_found_is_an_error(run):
+@pytest.mark.parametrize("run", [without_random_state, with_repeated_seed])
+def test_unmatched_recomputation_raises(run):
     out = run(make(), randn(B, L, EMBED))
     with pytest.raises(RuntimeError, match="use_reentrant=False and preserve_rng_state=True"):
         out.backward()
 
 
-@pytest.mark.parametrize("torch_tells", [True, False])
-def test_reentrant_checkpointing_is_an_error_and_not_a_prior_that_stays(torch_tells, monkeypatch):
-    if not torch_tells:
+@pytest.mark.parametrize("has_hooks", [True, False])
+def test_reentrant_checkpointing_raises(has_hooks, monkeypatch):
+    if not has_hooks:
         monkeypatch.setattr(em_checkpointing, "_top_hooks", None)
     layer, x = make(), randn(B, L, EMBED).requires_grad_()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         checkpoint(layer, x, use_reentrant=True).sum().backward()
 
 
-def test_reentrant_checkpointing_of_a_layer_that_is_not_trained():
+def test_reentrant_checkpointing_in_eval_mode():
     layer, x = make().eval(), randn(B, L, EMBED).requires_grad_()
-    wanted = torch.autograd.grad(layer(x).sum(), x)[0]
+    expected = torch.autograd.grad(layer(x).sum(), x)[0]
     checkpoint(layer, x, use_reentrant=True).sum().backward()
-    close(x.grad, wanted)
+    close(x.grad, expected)
 
 
-@pytest.mark.skipif(em_checkpointing._top_hooks is None, reason="this torch does not tell what is checkpointed")
-def test_a_compiled_layer_in_a_checkpoint_is_refused():
-    """Not left to move its prior twice, with gradients of the second."""
+@pytest.mark.skipif(em_checkpointing._top_hooks is None, reason="this torch cannot query saved-tensor hooks")
+def test_compiled_layer_in_a_checkpoint_raises():
+    """Check the error, without which the prior would be updated twice."""
     layer = torch.compile(make("mgk-em"), backend="aot_eager")
     x = randn(B, L, EMBED)
     with pytest.raises(Exception, match="compiled EM layer is trained in a checkpointed region: checkpoint with"):

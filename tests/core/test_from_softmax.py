@@ -1,4 +1,4 @@
-"""From a trained softmax layer: the same output at first, in the place of the source, and learning from there."""
+"""Conversion from softmax layers: equal outputs, drop-in replacement of the source, trainable parameters."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_from_softmax_is_exact(variant, options):
     assert layer.num_components == (fixed or 3)
 
 
-def test_from_softmax_refuses_what_cannot_be_exact():
+def test_inexact_conversions_are_rejected():
     with pytest.raises(ValueError, match="variant normalises queries and keys"):
         Attention.from_softmax(trained_softmax(), Variant(normalise=True))
 
@@ -42,11 +42,11 @@ def test_from_softmax_refuses_what_cannot_be_exact():
 @pytest.mark.parametrize("variant", ["mgk", "mgk-em"])
 def test_from_softmax_with_independent_keys_is_exact_up_to_the_noise_squared(variant):
     source, x = trained_softmax(), randn(B, L, EMBED)
-    wanted, errors = source(x, x, x)[0], []
+    expected, errors = source(x, x, x)[0], []
     for noise in (0.1, 0.01):
         torch.manual_seed(1)
         layer = Attention.from_softmax(source, variant, noise=noise)
-        errors.append((layer(x) - wanted).abs().max())
+        errors.append((layer(x) - expected).abs().max())
         keys = layer.keys(x)
         assert (keys[:, :, 0] - keys[:, :, 1]).abs().max() > 0.1 * noise
     assert 0 < errors[1] < errors[0] / 50
@@ -54,13 +54,13 @@ def test_from_softmax_with_independent_keys_is_exact_up_to_the_noise_squared(var
 
 
 @pytest.mark.parametrize("variant", ["mgk", "smgk"])
-def test_from_softmax_is_where_the_source_is(variant):
-    """The meta device stands for any other than the CPU."""
+def test_from_softmax_keeps_device_and_dtype(variant):
+    """Use the meta device in place of a GPU."""
     layer = Attention.from_softmax(nn.MultiheadAttention(EMBED, H, batch_first=True, device="meta"), variant)
     assert {x.device.type for x in (*layer.parameters(), *layer.buffers())} == {"meta"}
 
 
-def test_attention_in_the_place_of_a_layer_that_is_not_batch_first_is_warned_of():
+def test_source_that_is_not_batch_first_warns():
     source = nn.MultiheadAttention(EMBED, H)
     with pytest.warns(UserWarning, match=r"source takes \[L, B, E\].* use mgk.MultiheadAttention.from_softmax"):
         Attention.from_softmax(source)
@@ -69,22 +69,23 @@ def test_attention_in_the_place_of_a_layer_that_is_not_batch_first_is_warned_of(
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
-def test_what_from_softmax_copies_of_frozen_weights_is_frozen(options):
+def test_copies_of_frozen_weights_are_frozen(options):
     source = nn.MultiheadAttention(EMBED, H, batch_first=True, **options)
-    assert all(each.requires_grad for each in Attention.from_softmax(source).parameters())
+    assert all(parameter.requires_grad for parameter in Attention.from_softmax(source).parameters())
     source.requires_grad_(False)
-    learning = {name for name, each in Attention.from_softmax(source).named_parameters() if each.requires_grad}
-    assert learning == {"tau", "keys.shifts", "prior.weights"}
+    parameters = Attention.from_softmax(source).named_parameters()
+    trainable = {name for name, parameter in parameters if parameter.requires_grad}
+    assert trainable == {"tau", "keys.shifts", "prior.weights"}
     source.out_proj.requires_grad_(True)
     with torch.no_grad():
         layer = Attention.from_softmax(source)
-    assert {name for name, each in layer.out.named_parameters() if each.requires_grad} == dict(
+    assert {name for name, parameter in layer.out.named_parameters() if parameter.requires_grad} == dict(
         source.out_proj.named_parameters()
     ).keys()
     assert not layer.query.weight.requires_grad
 
 
-def test_from_softmax_is_causal_when_asked():
+def test_from_softmax_with_is_causal():
     source, x = trained_softmax(), randn(B, L, EMBED)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     close(Attention.from_softmax(source, is_causal=True)(x), source(x, x, x, attn_mask=hidden)[0])
@@ -93,8 +94,8 @@ def test_from_softmax_is_causal_when_asked():
 @pytest.mark.parametrize(
     "variant", ["smgk", "mgk", Variant("gaussian", "shifted", "learned", variance="learned")], ids=str
 )
-def test_from_softmax_can_learn(variant):
-    """After ten steps components differ, and what only mixtures have has moved."""
+def test_converted_layer_is_trainable(variant):
+    """Check that ten steps change the components, the shifts, the prior and τ."""
     layer = Attention.from_softmax(trained_softmax().train(), variant)
     x, target = randn(8, L, EMBED), randn(8, L, EMBED)
     start = {name: p.detach().clone() for name, p in layer.named_parameters()}
@@ -122,22 +123,22 @@ def test_from_softmax_can_learn(variant):
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_from_softmax_takes_the_place_of_the_source(batch_first):
-    """In a whole encoder of torch's, layer by layer, with its masks."""
+def test_from_softmax_replaces_the_source(batch_first):
+    """Convert every layer of torch's encoder, and call it with masks."""
     layer = nn.TransformerEncoderLayer(EMBED, H, 32, dropout=0.0, batch_first=batch_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     x, padding = torch.randn(3, 7, EMBED), torch.arange(7) >= torch.tensor([[7], [5], [4]])
     x = x if batch_first else x.transpose(0, 1)
     causal = nn.Transformer.generate_square_subsequent_mask(7) < 0
-    wanted = encoder(x, causal, padding)
-    for each in encoder.layers:
-        each.self_attn = MultiheadAttention.from_softmax(each.self_attn)
-    close(encoder(x, causal, padding), wanted, 1e-5)
+    expected = encoder(x, causal, padding)
+    for block in encoder.layers:
+        block.self_attn = MultiheadAttention.from_softmax(block.self_attn)
+    close(encoder(x, causal, padding), expected, 1e-5)
     encoder(x).sum().backward()
-    assert all(each.self_attn.attention.tau.grad.abs().sum() > 0 for each in encoder.layers)
+    assert all(block.self_attn.attention.tau.grad.abs().sum() > 0 for block in encoder.layers)
 
 
-REFUSED = [
+WRONG_CALLS = [
     (lambda: Attention.from_softmax(nn.Linear(3, 3)), "source must be a torch.nn.MultiheadAttention, got torch.nn"),
     (
         lambda: Attention.from_softmax(nn.TransformerEncoderLayer(EMBED, H)),
@@ -153,7 +154,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("refused, message", REFUSED, ids=lambda x: x[:40] if isinstance(x, str) else "")
-def test_what_is_refused(refused, message):
+@pytest.mark.parametrize("call_wrongly, message", WRONG_CALLS, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_errors(call_wrongly, message):
     with pytest.raises(ValueError, match=message):
-        refused()
+        call_wrongly()

@@ -1,6 +1,6 @@
-"""Each argument of each public callable, wrong in each way: a ValueError that names it, listing what is known.
+"""Every argument of every public callable with wrong values: a ValueError names it and lists the valid names.
 
-The rows come from the signatures: an argument whose kind is not listed here fails `test_every_argument_has_rows`.
+The rows come from the signatures: an argument without rows fails `test_every_argument_has_rows`.
 """
 
 import inspect
@@ -20,7 +20,7 @@ def integers(*sizes):
 
 
 def tensor(valid, dtypes=(torch.int64,), **more):
-    """The ways in which a tensor can be wrong, made from a right one."""
+    """Return wrong variations of a valid tensor."""
     rows = {"type": valid.tolist(), "text": "tensor", "dimensions": valid[(None,) * (6 - valid.dim())]}
     rows |= {"size": torch.cat([valid, valid[..., :1]], -1), "device": valid.to("meta")}
     rows |= {f"dtype {dtype}": valid.to(dtype) for dtype in dtypes}
@@ -28,7 +28,7 @@ def tensor(valid, dtypes=(torch.int64,), **more):
 
 
 def offsets(valid):
-    """Of packed sequences; a batch of 2 may not have them."""
+    """Return wrong offsets of packed sequences."""
     wrong = {"start": valid + 1, "end": torch.cat([valid[:-1], valid[-1:] + 1]), "falls": valid[[0, 2, 1, 3]]}
     return tensor(valid, (torch.int64, torch.float32), **wrong)
 
@@ -50,7 +50,7 @@ def name(known):
 
 
 class Unknown:
-    """A name that nobody knows, and the names that the message must list."""
+    """An unknown name, and the names that the message must list."""
 
     def __init__(self, value, known):
         self.value, self.known = value, known
@@ -65,7 +65,7 @@ VALUE, SHIFT, PRIOR = torch.randn(B, HK, S, E), torch.randn(HK, M, D), torch.ran
 
 
 def main_tensor(valid, **more):
-    """query, keys, key or value: these share a dtype and a batch."""
+    """Return wrong variations of query, keys, key or value, which share a dtype and a batch."""
     return tensor(valid, (torch.int64, torch.complex64, torch.float64, torch.float16), batch=wrong_batch(valid), **more)
 
 
@@ -206,33 +206,33 @@ def forward_call(cls, **options):
     return call
 
 
-def own_parameters(function):
+def parameter_names(function):
     return [n for n in inspect.signature(function).parameters if n != "self"]
 
 
 # callable -> its arguments, its rows, and how to call it with one argument wrong
 CALLABLES = {
-    operator: (own_parameters(getattr(mgk, operator)), rows, operator_call(operator, valid))
+    operator: (parameter_names(getattr(mgk, operator)), rows, operator_call(operator, valid))
     for operator, (valid, rows) in OPERATORS.items()
 } | {
-    "Attention": (own_parameters(mgk.Attention.__init__), ATTENTION, constructor_call(mgk.Attention)),
-    "Attention.forward": (own_parameters(mgk.Attention.forward), FORWARD, forward_call(mgk.Attention)),
+    "Attention": (parameter_names(mgk.Attention.__init__), ATTENTION, constructor_call(mgk.Attention)),
+    "Attention.forward": (parameter_names(mgk.Attention.forward), FORWARD, forward_call(mgk.Attention)),
     "MultiheadAttention": (
-        own_parameters(mgk.MultiheadAttention.__init__),
+        parameter_names(mgk.MultiheadAttention.__init__),
         MULTIHEAD | MULTIHEAD_EXTRA,
         constructor_call(mgk.MultiheadAttention),
     ),
     "MultiheadAttention.forward": (
-        own_parameters(mgk.MultiheadAttention.forward),
+        parameter_names(mgk.MultiheadAttention.forward),
         MULTIHEAD_FORWARD,
         forward_call(mgk.MultiheadAttention, batch_first=True),
     ),
 }
 ROWS = [
-    pytest.param(function, argument, value, id=f"{function}-{argument}-{way}")
+    pytest.param(function, argument, value, id=f"{function}-{argument}-{fault}")
     for function, (arguments, rows, _) in CALLABLES.items()
     for argument in arguments
-    for way, value in rows.get(argument, {}).items()
+    for fault, value in rows.get(argument, {}).items()
 ]
 
 
@@ -243,17 +243,17 @@ def test_every_argument_has_rows(function):
 
 
 @pytest.mark.parametrize("function, argument, value", ROWS)
-def test_a_wrong_argument_is_named(function, argument, value):
+def test_error_names_the_wrong_argument(function, argument, value):
     known = value.known if isinstance(value, Unknown) else []
     value = value.value if isinstance(value, Unknown) else value
     with pytest.raises(ValueError, match=rf"\b{argument}\b") as caught:
         CALLABLES[function][2](argument, value)
     message = str(caught.value)
-    assert all(re.search(rf"(?<![\w-]){re.escape(each)}(?![\w-])", message) for each in known), message
+    assert all(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", message) for name in known), message
 
 
-def right_values():
-    """The values that the rows were made from, to see that it is the wrong part that is refused."""
+def valid_values():
+    """Yield calls with the valid values that the rows were made from."""
     for operator, (valid, _) in OPERATORS.items():
         yield lambda operator=operator, valid=valid: getattr(mgk, operator)(**valid)
     mask = torch.ones(B, 1, L, S, dtype=torch.bool)
@@ -277,28 +277,28 @@ def right_values():
     yield lambda: mgk.MultiheadAttention(EMBED, 4, batch_first=True)(X, X, X, key_padding_mask=PADDING)
 
 
-@pytest.mark.parametrize("call", list(right_values()))
-def test_the_right_values_are_accepted(call):
+@pytest.mark.parametrize("call", list(valid_values()))
+def test_valid_values_are_accepted(call):
     call()
 
 
-def test_explain_backend_wants_an_operator():
+def test_explain_backend_rejects_layers():
     with pytest.raises(ValueError, match="got a layer, Attention"):
         mgk.explain_backend(mgk.Attention(8, 2), QUERY)
 
 
-def test_explain_backend_of_a_backend_that_is_named():
+def test_explain_backend_with_a_named_backend():
     call = mgk.mgk_attention, QUERY, KEYS, VALUE
     assert mgk.explain_backend(*call, backend="eager").backend == "eager"
-    for backend, told in (("nonsense", "backend must be one of"), ("triton", "'triton' does not support this call")):
-        with pytest.raises(ValueError, match=told):
+    for backend, message in (("nonsense", "backend must be one of"), ("triton", "'triton' does not support this call")):
+        with pytest.raises(ValueError, match=message):
             mgk.explain_backend(*call, backend=backend)
     with pytest.raises(ValueError, match="args of smgk_attention: missing a required argument: 'shift'"):
         mgk.explain_backend("smgk_attention", QUERY, QUERY, QUERY)
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
-def test_explain_backend_checks_too(backend):
+def test_explain_backend_validates_arguments(backend):
     assert "eager" in str(mgk.explain_backend(mgk.mgk_attention, QUERY, KEYS, VALUE, backend=backend))
     with pytest.raises(ValueError, match="keys"):
         mgk.explain_backend(mgk.mgk_attention, QUERY, KEYS[:, :, 0], VALUE, backend=backend)
@@ -307,7 +307,7 @@ def test_explain_backend_checks_too(backend):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_nested_tensors_are_told_of_packing():
+def test_error_for_nested_tensors_suggests_packing():
     nested = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=torch.jagged)
     with pytest.raises(ValueError, match=r"query is a nested tensor: .* pass cu_seqlens"):
         mgk.Attention(64, 2)(nested)

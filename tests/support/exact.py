@@ -1,4 +1,4 @@
-"""What the tests in float64 share: inputs, and agreement to the last digits."""
+"""Helpers of tests in float64."""
 
 import torch
 
@@ -9,5 +9,5 @@ def randn(*size):
     return torch.randn(*size, dtype=F64)
 
 
-def close(found, wanted, tolerance=1e-10):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

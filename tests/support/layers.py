@@ -1,4 +1,4 @@
-"""Layers with nothing at its start, and the oracle fed with their own weights."""
+"""Layers with random parameters, and the oracle with their weights."""
 
 import torch
 
@@ -14,7 +14,7 @@ LINEAR = ["linear", "mlk", "smlk"]
 
 @torch.no_grad()
 def scrambled(layer):
-    """The layer with every parameter and EM prior moved off its start, so that nothing can be left out unseen."""
+    """Move every parameter and EM prior off its initial value, so that each affects the output."""
     for name, parameter in layer.named_parameters():
         clamped = name == "prior.weights" and layer.prior.clamped
         parameter.copy_(
@@ -31,7 +31,7 @@ def make(variant, heads=H, **options):
 
 
 def split(x, heads):
-    """[B, L, heads * D] -> [B, heads, L, D]"""
+    """Reshape [B, L, heads * D] to [B, heads, L, D]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -45,7 +45,7 @@ def component_keys(layer, key, preset="paper", rotate=None):
 
 
 def log_prior(layer, size, preset="paper"):
-    """[Hk or 1, M, S or 1], or None for a uniform one."""
+    """Return the log prior, [Hk or 1, M, S or 1], or None if it is uniform."""
     kind = layer.variant.prior
     if kind == "uniform":
         return None
@@ -57,7 +57,7 @@ def log_prior(layer, size, preset="paper"):
 
 
 def reference(layer, query, key=None, value=None, *, preset="paper", causal=None, mask=None, rotate=None):
-    """Output and weights of a layer, written out. mask is SDPA's, or for linear attention the key mask."""
+    """Return output and weights of a layer, written out. mask is SDPA's, or for linear attention the key mask."""
     key = query if key is None else key
     value = split(layer.value(key if value is None else value), layer.num_kv_heads)
     q = split(layer.query(query), layer.num_heads)

@@ -1,7 +1,7 @@
-"""The paper's equations, typed literally: what every test compares with. Imports torch alone, nothing of the package.
+"""The equations of the paper, transcribed literally, as the reference of the tests. Imports torch only.
 
-Everything runs in the dtype of its inputs: in float64 it is the truth, in a lower one the yardstick of the 2x rule.
-B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width, F feature width.
+Everything runs in the dtype of its inputs: float64 is the reference, a lower dtype the baseline of the 2x rule.
+Shapes: see mgk/__init__.py.
 """
 
 import torch
@@ -11,15 +11,15 @@ INF = float("inf")
 
 
 def allowed(length: int, size: int, causal: str | Tensor | None) -> Tensor:
-    """[L, S]: True where query i may see key j. A tensor is this already."""
+    """Return the allowed pairs [L, S]; a tensor is returned unchanged."""
     if isinstance(causal, Tensor):
         return causal
-    seen = torch.ones(length, size, dtype=torch.bool)
-    return seen if causal is None else seen.tril(size - length if causal == "bottom-right" else 0)
+    visible = torch.ones(length, size, dtype=torch.bool)
+    return visible if causal is None else visible.tril(size - length if causal == "bottom-right" else 0)
 
 
 def component_scores(query: Tensor, keys: Tensor, scale=None, tau=1.0) -> Tensor:
-    """[B, H, M, L, S]: Eq. 9's exponent -|q - k|^2 / 2 sigma^2 for tau 1, Eq. 8's q.k / sigma^2 for tau 0."""
+    """Return [B, H, M, L, S]: Eq. 9's exponent -|q - k|^2 / 2 sigma^2 for tau 1, Eq. 8's q.k / sigma^2 for tau 0."""
     groups = query.shape[1] // keys.shape[1]
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -34,7 +34,7 @@ def component_scores(query: Tensor, keys: Tensor, scale=None, tau=1.0) -> Tensor
 
 
 def full_prior(log_prior: Tensor | None, query: Tensor, keys: Tensor) -> Tensor:
-    """[B, H, M, S]; None is uniform, 1/M."""
+    """Return log_prior as [B, H, M, S]; None is uniform, 1/M."""
     batch, key_heads, components, size, _ = keys.shape
     if log_prior is None:
         log_prior = -torch.tensor(float(components), dtype=query.dtype).log()
@@ -42,7 +42,7 @@ def full_prior(log_prior: Tensor | None, query: Tensor, keys: Tensor) -> Tensor:
 
 
 def mixture(query, keys, value, *, log_prior=None, scale=None, tau=1.0, mask=None, causal=None, hard=False):
-    """Eq. 10 with the weights of Eq. 8, 9 or 12: output, weights [B, H, L, S], log of the denominator [B, H, L]."""
+    """Return Eq. 10 with the weights of Eq. 8, 9 or 12: output, weights [B, H, L, S], log denominator [B, H, L]."""
     scores = component_scores(query, keys, scale, tau)  # [B, H, M, L, S]
     if not hard:
         scores = scores + full_prior(log_prior, query, keys)[..., None, :]
@@ -66,7 +66,7 @@ def mixture(query, keys, value, *, log_prior=None, scale=None, tau=1.0, mask=Non
 
 
 def posterior(query, key, log_prior=None, sigma2=None):
-    """Eq. 4-5, weights [B, H, L, S]: one Gaussian a key; log_prior and sigma2 broadcast to [B, H, S]."""
+    """Return the weights of Eq. 4-5, [B, H, L, S], one Gaussian per key; arguments broadcast to [B, H, S]."""
     size = key.shape[2]
     prior = torch.full((size,), 1 / size, dtype=query.dtype) if log_prior is None else log_prior.exp()
     sigma2 = query.shape[-1] ** 0.5 if sigma2 is None else sigma2[..., None, :]
@@ -76,14 +76,14 @@ def posterior(query, key, log_prior=None, sigma2=None):
 
 
 def responsibilities(query, keys, *, log_prior=None, scale=None, tau=1.0):
-    """Eq. 11, [B, H, M, L, S]: the share of component r in what key j explains of query i."""
+    """Return the responsibilities of Eq. 11, [B, H, M, L, S]."""
     scores = component_scores(query, keys, scale, tau) + full_prior(log_prior, query, keys)[..., None, :]
     joint = (scores - scores.amax(2, keepdim=True)).exp()
     return joint / joint.sum(2, keepdim=True)
 
 
 def m_step(query, gamma):
-    """Eq. 13 for one head: query [L, D], gamma [M, L, S] -> means [M, S, D], variances [M, S] (of D dimensions)."""
+    """Return Eq. 13 for one head: query [L, D], gamma [M, L, S] -> means [M, S, D], variances [M, S]."""
     count = gamma.sum(1)  # [M, S]
     mean = torch.einsum("mls,ld->msd", gamma, query) / count[..., None]
     distance = (query[None, :, None] - mean[:, None]).square().sum(-1)  # [M, L, S]
@@ -91,7 +91,7 @@ def m_step(query, gamma):
 
 
 def elu(x: Tensor) -> Tensor:
-    """elu(x) + 1."""
+    """Return elu(x) + 1."""
     return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
@@ -99,7 +99,7 @@ FEATURE_MAPS = {"elu": elu, "relu": torch.relu}
 
 
 def linear(query, keys, value, *, log_prior=None, feature_map="elu", key_mask=None, causal=None):
-    """Eq. 14 by its L x S sums: output, weights [B, H, L, S]; a row whose denominator is 0 gives 0."""
+    """Return Eq. 14 by its L x S sums: output, weights [B, H, L, S]; a row whose denominator is 0 gives 0."""
     phi = FEATURE_MAPS.get(feature_map, feature_map)
     groups = query.shape[1] // keys.shape[1]
     features = phi(keys).repeat_interleave(groups, 1)  # [B, H, M, S, F]
@@ -114,7 +114,7 @@ def linear(query, keys, value, *, log_prior=None, feature_map="elu", key_mask=No
 
 
 def state(keys, value, *, log_prior=None, feature_map="elu", key_mask=None):
-    """The sums of Eq. 14 over all keys: Z [B, Hk, F, E] and z [B, Hk, F]."""
+    """Return the sums of Eq. 14 over all keys: Z [B, Hk, F, E] and z [B, Hk, F]."""
     prior = full_prior(log_prior, keys[:, :, 0], keys).exp()[..., None]
     mixed = (prior * FEATURE_MAPS[feature_map](keys)).sum(2)  # [B, Hk, S, F]
     if key_mask is not None:
@@ -123,12 +123,12 @@ def state(keys, value, *, log_prior=None, feature_map="elu", key_mask=None):
 
 
 def shifted(key: Tensor, shift: Tensor) -> Tensor:
-    """k_jr = k_j + b_r: [B, Hk, S, D] and [Hk, M, D] -> [B, Hk, M, S, D]."""
+    """Return k_jr = k_j + b_r: [B, Hk, S, D] and [Hk, M, D] -> [B, Hk, M, S, D]."""
     return key[:, :, None] + shift[:, :, None]
 
 
 def packed(operator, query, keys, value, cu_seqlens_q, cu_seqlens_k, *, log_prior=None, **options):
-    """`operator` on each sequence by itself; the results joined along the queries (the weights are left out)."""
+    """Apply `operator` to each sequence, and join the results along the queries, without the weights."""
     results = []
     for n in range(len(cu_seqlens_q) - 1):
         i, j = slice(*cu_seqlens_q[n : n + 2].tolist()), slice(*cu_seqlens_k[n : n + 2].tolist())
