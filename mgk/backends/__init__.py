@@ -5,7 +5,7 @@ returns (output, lse, weights) of a MixtureCall or (output, state, weights) of a
 both families has one `run` function for each. Backend modules do not import each other.
 
 To add a backend, write such a module and add a row to MIXTURE_BACKENDS or LINEAR_BACKENDS, before the slower backends.
-If it is not the fastest for every call that it supports, add a rule below that returns the measured reason.
+If a later backend is faster for some calls, give the row a `prefer_other_reason` that returns the measured reason.
 
 In this package: B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width,
 F features.
@@ -98,6 +98,9 @@ def select_backend(
         name: "auto", or the name of a backend. A ValueError is raised if that does not support the call.
         explain: Return a reason for every other backend. Otherwise the reasons end with the selected backend: no
             message is formatted that the selection does not need.
+
+    Returns:
+        The backend, and a dict of the names and reasons of others.
     """
     backends = MIXTURE_BACKENDS if isinstance(call, MixtureCall) else LINEAR_BACKENDS
     reasons: dict[str, str] = {}
@@ -108,8 +111,8 @@ def select_backend(
         if reason is not None:
             fail("backend", f"{name!r} does not support this call: {reason}. Use 'auto' or 'eager'")
         if explain:
-            others = (other for other in backend_names(backends) if other not in ("auto", name))
-            reasons = dict.fromkeys(others, f"backend={name!r} was requested")
+            names = (key for key in backend_names(backends) if key not in ("auto", name))
+            reasons = dict.fromkeys(names, f"backend={name!r} was requested")
         return backend, reasons
     selected: Backend | None = None
     for key, backend in backends.items():
@@ -120,7 +123,7 @@ def select_backend(
             continue
         reason = backend.unsupported_reason(call)
         if reason is None:
-            reason = _passed_over_reason(backend, call)
+            reason = _skip_reason(backend, call)
         if reason is not None:
             reasons[key] = reason
             continue
@@ -131,14 +134,12 @@ def select_backend(
     return selected, reasons
 
 
-def _passed_over_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None:
+def _skip_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None:
     """Return why "auto" does not run a supported call on the backend, or None."""
-    if backend.prefer_other_reason is not None:
-        reason = backend.prefer_other_reason(call)
-        if reason is not None:
-            return reason
-    if backend.is_reference:
-        return None
+    prefer_other_reason = backend.prefer_other_reason
+    reason = None if prefer_other_reason is None else prefer_other_reason(call)
+    if reason is not None or backend.is_reference:
+        return reason
     if call.query.dtype == torch.float64:
         return "auto runs fp64 on the equations"
     # Checked only while compiling or tracing: is_in_onnx_export() is slow.

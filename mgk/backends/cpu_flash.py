@@ -112,7 +112,7 @@ def _concatenate(parts: list[Tensor], width: int) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _pieces(
+def _flash_calls(
     query: Tensor, keys: Tensor, mask: Tensor | None, causal: str, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
     """Split the attention into calls that the flash kernel supports.
@@ -150,15 +150,15 @@ def _pieces(
                 bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :visible]), MASK_VALUE)
             # The sum has the layout of the mask.
             bias = bias.contiguous().expand(query.shape[0], query.shape[1], -1, -1)
-            yield _offset(tile, rows.start), slice(columns.start, columns.start + visible), False, bias
+            yield _shift_slice(tile, rows.start), slice(columns.start, columns.start + visible), False, bias
 
 
-def _for_query_heads(tensor: Tensor, group: int) -> Tensor:
+def _repeat_key_heads(tensor: Tensor, group: int) -> Tensor:
     """Repeat the key heads, a single one too: the flash kernel does not broadcast, it reads out of bounds."""
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
 
 
-def _row_major(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _make_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors contiguous: copies of those that are not.
 
     The flash kernel takes the last dimension's stride for 1 without a check, and `torch.cat` keeps the channels-last
@@ -167,7 +167,7 @@ def _row_major(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-def _offset(part: slice, start: int) -> slice:
+def _shift_slice(part: slice, start: int) -> slice:
     return slice(part.start + start, part.stop + start)
 
 
@@ -195,12 +195,12 @@ def mixture_forward(
     Returns:
         The output [B, H, L, F] and the lse [B, H, L].
     """
-    query, keys, value = _row_major(query, keys, value)
+    query, keys, value = _make_contiguous(query, keys, value)
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
-    keys, value = _for_query_heads(keys, group), _for_query_heads(value, group)
+    keys, value = _repeat_key_heads(keys, group), _repeat_key_heads(value, group)
     parts = []
     if query.numel():
-        for rows, columns, is_causal, bias in _pieces(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
+        for rows, columns, is_causal, bias in _flash_calls(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
             results = [
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                     query[:, :, rows],
@@ -255,9 +255,9 @@ def mixture_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, keys and value."""
-    query, keys, value = _row_major(query, keys, value)
+    query, keys, value = _make_contiguous(query, keys, value)
     group, components = query.shape[1] // keys.shape[1], keys.shape[2]
-    all_keys, all_value = _for_query_heads(keys, group), _for_query_heads(value, group)
+    all_keys, all_value = _repeat_key_heads(keys, group), _repeat_key_heads(value, group)
     grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
     # Fully masked rows: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
     lse = lse.masked_fill(lse == -math.inf, -MASK_VALUE)
@@ -265,7 +265,7 @@ def mixture_backward(
     grad_output, output = (x.clone(memory_format=torch.contiguous_format) for x in (grad_output, output))
     grad_output[..., -1] = 1
     output[..., -1] = -grad_lse
-    for rows, columns, is_causal, bias in _pieces(query, all_keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
+    for rows, columns, is_causal, bias in _flash_calls(query, all_keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
         for r in range(components):
             part_query, part_key, part_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_output[:, :, rows],
