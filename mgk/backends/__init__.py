@@ -105,33 +105,32 @@ def select_backend(
     backends = MIXTURE_BACKENDS if isinstance(call, MixtureCall) else LINEAR_BACKENDS
     reasons: dict[str, str] = {}
     if name != "auto":
-        one_of("backend", name, backend_names(backends))
-        backend = backends[name]
+        backend = backends[one_of("backend", name, backend_names(backends))]
         reason = backend.unsupported_reason(call)
         if reason is not None:
             fail("backend", f"{name!r} does not support this call: {reason}. Use 'auto' or 'eager'")
         if explain:
-            names = (key for key in backend_names(backends) if key not in ("auto", name))
-            reasons = dict.fromkeys(names, f"backend={name!r} was requested")
+            _add_reason(reasons, backends, backend, f"backend={name!r} was requested")
         return backend, reasons
-    selected: Backend | None = None
     for key, backend in backends.items():
         if key == "meta" and not call.query.is_meta:
-            continue
-        if selected is not None:
-            reasons[key] = f"{selected.name} supports the call and is faster"
             continue
         reason = backend.unsupported_reason(call)
         if reason is None:
             reason = _skip_reason(backend, call)
-        if reason is not None:
-            reasons[key] = reason
-            continue
-        if not explain:
+        if reason is None:
+            if explain:
+                _add_reason(reasons, backends, backend, f"{key} supports the call and is faster")
             return backend, reasons
-        selected = backend
-    assert selected is not None  # eager supports every call
-    return selected, reasons
+        reasons[key] = reason
+    raise AssertionError("eager supports every call")
+
+
+def _add_reason(reasons: dict[str, str], backends: Mapping[str, Backend], selected: Backend, reason: str) -> None:
+    """Add a reason for every backend that has none and is not selected."""
+    for name in backend_names(backends)[1:]:
+        if name != selected.name:
+            reasons.setdefault(name, reason)
 
 
 def _skip_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None:
