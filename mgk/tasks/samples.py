@@ -48,13 +48,13 @@ def sample_split(
     """Draw samples from a split at random.
 
     Args:
-        model: its configuration gives the longest sample.
-        split: examples, or a running text to cut segments from.
-        name: of the split, for messages and for the report.
-        count: number of samples, at most.
-        length: use only documents of at least this many tokens, cut to it; for a running text, the segment length.
-        seed: of the draw.
-        codec: gives the token names of the first sample.
+        model: The model; its configuration limits the length.
+        split: Examples, or a running text to cut segments from.
+        name: Name of the split, for messages and for the report.
+        count: Number of samples, at most.
+        length: Use only documents of at least this many tokens, cut to it; for a running text, the segment length.
+        seed: Random seed.
+        codec: Gives the token names of the first sample.
     """
     config: Any = model.config
     if isinstance(split, TokenStream):

@@ -34,8 +34,8 @@ def read_metrics(path: Path, name: str) -> list[Curve]:
     """Read every metric of every split from a metrics file.
 
     Args:
-        path: a CSV file with the columns of metrics.csv.
-        name: the name of the run in the curves.
+        path: A CSV file with the columns of metrics.csv.
+        name: The name of the run in the curves.
     """
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
