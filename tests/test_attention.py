@@ -11,7 +11,7 @@ from tests.support import oracle
 from tests.support.exact import F64, close, randn
 from tests.support.layers import EMBED, HK, LINEAR, D, H, L, component_keys, log_prior, make, reference, split
 
-# What a paper's name must mean: (similarity, keys, prior, assignment, components under num_components=3).
+# Axes of the paper's names: (similarity, keys, prior, assignment, components under num_components=3).
 MEANING = {
     "softmax": ("dot", "independent", "uniform", "soft", 1),
     "linear": ("linear", "independent", "uniform", "soft", 1),
@@ -57,7 +57,7 @@ def test_any_number_of_components(variant, components):
     close(layer(x), reference(layer, x)[0])
 
 
-# The attention layer of LRA (d 64, head width 32, with biases); by EM the prior is no parameter.
+# The attention layer of LRA (d 64, head width 32, with biases); with EM the prior is not a parameter.
 PARAMETERS = [
     ("softmax", 8, 66_368),
     ("softmax", 4, 33_216),
@@ -93,7 +93,7 @@ def test_settings_of_presets():
         assert not shifts[:, 0].any()
         assert 0.35 < shifts[:, 1].std() < 0.65
         assert shifts.requires_grad
-    # What is said beats the preset.
+    # Arguments override the preset.
     layer = Attention(64, 4, preset="ref-lra", dropout=0.0, bias=False)
     assert layer.dropout == 0
     assert layer.query.bias is None

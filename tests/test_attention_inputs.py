@@ -138,9 +138,9 @@ def test_true_in_attn_mask_is_attend(variant, shape):
     close(actual, reference(layer, x, mask=both, causal="top-left")[0])
     added = randn(*shape)
     actual = layer(x, attn_mask=added, key_padding_mask=padding)
-    hidden = added.expand(2, -1, L, L) if len(shape) == 4 else added.expand(2, 1, L, L)
-    hidden = hidden.masked_fill(padding[:, None, None], -math.inf)
-    close(actual, reference(layer, x, mask=hidden, causal="top-left")[0])
+    masked = added.expand(2, -1, L, L) if len(shape) == 4 else added.expand(2, 1, L, L)
+    masked = masked.masked_fill(padding[:, None, None], -math.inf)
+    close(actual, reference(layer, x, mask=masked, causal="top-left")[0])
 
 
 def test_linear_attention_rejects_attn_mask():

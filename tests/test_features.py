@@ -85,7 +85,7 @@ def test_favor_mixes_after_the_map(backend, similarity, causal):
     close(out, weights @ value.repeat_interleave(H // HK, 1))
     if backend == "eager":
         close(mgk.mlk_attention(query, keys, value, return_weights=True, **options)[1], weights)
-    # ... which is not the feature of the mixed key
+    # This differs from the feature of the mixed key.
     mixed = (prior.exp()[..., None] * keys).sum(2, keepdim=True)
     other = mgk.mlk_attention(query, mixed, value, feature_map=favor, is_causal=causal)
     assert (other - out).abs().max() > 1e-3

@@ -54,7 +54,7 @@ def test_dot_with_shifts_and_a_shared_prior_equals_sdpa(backend, masks):
     key, shift, prior = keys[:, :, 0], 3 * randn(HK, M, D), randn(HK, M, 1)
     out = mgk.smgk_attention(query, key, value, shift, similarity="dot", log_prior=prior, backend=backend, **masks)
     close(out, sdpa(query, key, value, enable_gqa=True, **masks))
-    # ... and a prior per position makes it another operator
+    # With a prior per position the operator differs.
     other = mgk.smgk_attention(
         query, key, value, shift, similarity="dot", log_prior=randn(HK, M, S), backend=backend, **masks
     )

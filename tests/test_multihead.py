@@ -74,20 +74,20 @@ def inputs(batch_first=True, batched=True, length=L, size=S):
 
 def masks(kind, batched=True):
     """Return masks as keyword arguments; every query attends to at least one key."""
-    hidden, hidden_3d = torch.rand(L, S) > 0.6, torch.rand((B if batched else 1) * H, L, S) > 0.6
+    masked, masked_3d = torch.rand(L, S) > 0.6, torch.rand((B if batched else 1) * H, L, S) > 0.6
     padding = torch.arange(S).expand(B, -1) >= torch.tensor([[S], [5], [7]])
     padding = padding if batched else padding[1]
-    hidden[:, 0] = hidden_3d[:, :, 0] = False
-    added = randn(L, S).masked_fill(hidden, -torch.inf)
+    masked[:, 0] = masked_3d[:, :, 0] = False
+    added = randn(L, S).masked_fill(masked, -torch.inf)
     return {
         "none": {},
-        "bool": {"attn_mask": hidden},
-        "bool-3d": {"attn_mask": hidden_3d},
+        "bool": {"attn_mask": masked},
+        "bool-3d": {"attn_mask": masked_3d},
         "float": {"attn_mask": added},
-        "float-3d": {"attn_mask": randn(*hidden_3d.shape)},
+        "float-3d": {"attn_mask": randn(*masked_3d.shape)},
         "padding": {"key_padding_mask": padding},
         "float-padding": {"key_padding_mask": randn(*padding.shape).masked_fill(padding, -torch.inf)},
-        "bool-and-padding": {"attn_mask": hidden, "key_padding_mask": padding},
+        "bool-and-padding": {"attn_mask": masked, "key_padding_mask": padding},
         "floats": {
             "attn_mask": added,
             "key_padding_mask": torch.zeros(padding.shape, dtype=F64).masked_fill(padding, -torch.inf),
@@ -127,10 +127,10 @@ def test_is_causal(need_weights, kind):
     torchs, ours = pair(batch_first=True)
     args = inputs(length=S)
     options = masks(kind) | {"need_weights": need_weights}
-    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
-    expected = torchs(*args, attn_mask=hidden, is_causal=True, **options)
-    close(ours(*args, attn_mask=hidden, is_causal=True, **options), expected)
-    close(ours(*args, attn_mask=hidden, **options), expected)
+    masked = torch.ones(S, S, dtype=torch.bool).triu(1)
+    expected = torchs(*args, attn_mask=masked, is_causal=True, **options)
+    close(ours(*args, attn_mask=masked, is_causal=True, **options), expected)
+    close(ours(*args, attn_mask=masked, **options), expected)
     close(ours(*args, is_causal=True, **options), expected)
 
 
@@ -275,16 +275,16 @@ def test_in_a_decoder_layer():
     layer.self_attn = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, variant="smgk")
     layer.multihead_attn = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, variant="mgk")
     x, memory = randn(B, L, EMBED), randn(B, S, EMBED)
-    hidden = torch.arange(S).expand(B, -1) >= torch.tensor([[S], [3], [5]])
+    masked = torch.arange(S).expand(B, -1) >= torch.tensor([[S], [3], [5]])
     options = {"tgt_mask": torch.ones(L, L, dtype=torch.bool).triu(1), "tgt_is_causal": True}
-    options |= {"memory_key_padding_mask": hidden}
+    options |= {"memory_key_padding_mask": masked}
     trained = layer(x, memory, **options)
     with torch.no_grad():
         before = layer.eval()(x, memory, **options)
         close(before, trained.detach())
         changed = torch.cat([x[:, :4], randn(B, L - 4, EMBED)], 1)
         close(layer(changed, memory, **options)[:, :4], before[:, :4])
-        close(layer(x, memory.masked_fill(hidden[..., None], 9.0), **options), before)
+        close(layer(x, memory.masked_fill(masked[..., None], 9.0), **options), before)
         perturb(layer)
         assert (layer(x, memory, **options) - before).abs().max() > 1e-4
 

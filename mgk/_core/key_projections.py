@@ -36,15 +36,7 @@ class IndependentKeys(KeyProjection):
     """Option A: k_jr = W_r x_j, one projection per component."""
 
     def __init__(
-        self,
-        kdim: int,
-        heads: int,
-        components: int,
-        head_dim: int,
-        *,
-        bias: bool,
-        preset: Preset,
-        **factory: Any,
+        self, kdim: int, heads: int, components: int, head_dim: int, *, bias: bool, preset: Preset, **factory: Any
     ):
         super().__init__(kdim, heads, components, head_dim, heads * components * head_dim, bias, **factory)
         self.reset_parameters()
@@ -81,15 +73,7 @@ class ShiftedKeys(KeyProjection):
     """Option B: k_jr = W x_j + b_r, one projection and M learned shifts."""
 
     def __init__(
-        self,
-        kdim: int,
-        heads: int,
-        components: int,
-        head_dim: int,
-        *,
-        bias: bool,
-        preset: Preset,
-        **factory: Any,
+        self, kdim: int, heads: int, components: int, head_dim: int, *, bias: bool, preset: Preset, **factory: Any
     ):
         super().__init__(kdim, heads, components, head_dim, heads * head_dim, bias, **factory)
         self.anchored = preset.shifts_anchored

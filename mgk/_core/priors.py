@@ -26,13 +26,7 @@ class UniformPrior(nn.Module):
     """Uniform prior, π = 1/M."""
 
     def __init__(
-        self,
-        heads: int,
-        components: int,
-        variant: Variant,
-        preset: Preset,
-        positions: int | None,
-        **factory: Any,
+        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **factory: Any
     ):
         super().__init__()
 
@@ -72,13 +66,7 @@ class LearnedPrior(PerPositionTable):
     """Prior as a parameter: a softmax over components or, as in the authors' code, clamped to [0, 1]."""
 
     def __init__(
-        self,
-        heads: int,
-        components: int,
-        variant: Variant,
-        preset: Preset,
-        positions: int | None,
-        **factory: Any,
+        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **factory: Any
     ):
         super().__init__(heads, components, positions if preset.prior_sharing == "position" else None)
         self.clamped = preset.prior_clamped
@@ -103,13 +91,7 @@ class EMPrior(PerPositionTable):
     prior: Tensor  # [Hk, M, P or 1]
 
     def __init__(
-        self,
-        heads: int,
-        components: int,
-        variant: Variant,
-        preset: Preset,
-        positions: int | None,
-        **factory: Any,
+        self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **factory: Any
     ):
         super().__init__(heads, components, positions)
         self.momentum = variant.em_momentum

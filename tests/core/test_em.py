@@ -189,7 +189,7 @@ def test_packed_sequences_equal_padded_sequences(max_positions, causal):
     start = layer.prior.prior.clone()
     layer(x, cu_seqlens=CU)
     actual = layer.prior.prior.clone()
-    # Each by itself, added up.
+    # Sum over the sequences, one at a time.
     count, pairs = 0.0, 0.0
     for piece in x.split((5, 1, 8), 1):
         size = piece.shape[1]
@@ -374,7 +374,7 @@ def worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.save(parallel_states(slice(0, 1) if rank == 0 else slice(1, 4)), f"{folder}/{rank}.pt")
-    dist.barrier()  # torch 2.6 may wait for ever if a thread of gloo still holds a tensor
+    dist.barrier()  # torch 2.6 may hang if a thread of gloo still holds a tensor
     dist.destroy_process_group()
 
 

@@ -64,7 +64,7 @@ def test_source_that_is_not_batch_first_warns():
     source = nn.MultiheadAttention(EMBED, H)
     with pytest.warns(UserWarning, match=r"source takes \[L, B, E\].* use mgk.MultiheadAttention.from_softmax"):
         Attention.from_softmax(source)
-    # Which keeps it, and says nothing.
+    # MultiheadAttention keeps the layout and does not warn.
     assert not MultiheadAttention.from_softmax(source).batch_first
 
 
@@ -87,8 +87,8 @@ def test_copies_of_frozen_weights_are_frozen(options):
 
 def test_from_softmax_with_is_causal():
     source, x = trained_softmax(), randn(B, L, EMBED)
-    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
-    close(Attention.from_softmax(source, is_causal=True)(x), source(x, x, x, attn_mask=hidden)[0])
+    masked = torch.ones(L, L, dtype=torch.bool).triu(1)
+    close(Attention.from_softmax(source, is_causal=True)(x), source(x, x, x, attn_mask=masked)[0])
 
 
 @pytest.mark.parametrize(

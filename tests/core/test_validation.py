@@ -75,7 +75,7 @@ SHARED = {
     "log_prior": tensor(PRIOR, (torch.int64, torch.bool), components=PRIOR[:, :2]),
     "return_weights": flag(),
 }
-SHARED["value"].pop("size")  # any value width is right
+SHARED["value"].pop("size")  # any value width is valid
 KEYS_ROWS = {"keys": main_tensor(KEYS, heads=KEYS[:, [0, 1, 1]], components=KEYS[:, :, :0], no_heads=KEYS[:, :0])}
 SHIFTED_ROWS = {
     "key": main_tensor(KEY, heads=KEY[:, [0, 1, 1]], no_heads=KEY[:, :0]),
@@ -97,7 +97,7 @@ MIXTURE = SHARED | {
     "max_seqlen_q": integer(1),
     "max_seqlen_k": integer(2),
 }
-MIXTURE["similarity"].pop("type")  # 3 is a number, and allowed
+MIXTURE["similarity"].pop("type")  # 3 is a valid number
 LINEAR = SHARED | {
     "feature_map": name(["elu", "relu"]),
     "key_mask": tensor(torch.ones(B, S, dtype=torch.bool), (torch.int64, torch.float32), batch=torch.ones(1, S).bool()),
@@ -137,7 +137,7 @@ ATTENTION = {
     "preset": name(mgk.PRESETS) | {"none": None},
     "feature_map": name(["elu", "relu"]) | {"none": None},
     "dropout": number(-0.1, 1.0, 1.5),
-    "bias": {"text": "yes", "number": 2},  # None leaves it to the preset, as for dropout
+    "bias": {"text": "yes", "number": 2},  # None is the preset's, as for dropout
     "is_causal": flag(),
     "max_positions": integer(),
     "rotary": {"text": "rotary", "list": [3], "zero": 0, "negative": -1.0},
@@ -162,7 +162,7 @@ MULTIHEAD = {
     "add_zero_attn": flag(),
     "batch_first": flag(),
 } | {n: ATTENTION[n] for n in ("embed_dim", "num_heads", "dropout", "bias", "kdim", "vdim", "device", "dtype")}
-# What ours has beyond torch's constructor keeps the name, and so the rows, that it has in mgk.Attention.
+# Arguments beyond those of torch's constructor have the names and rows of mgk.Attention.
 MULTIHEAD_EXTRA = {n: rows for n, rows in ATTENTION.items() if n not in MULTIHEAD}
 MULTIHEAD_FORWARD = {n: FORWARD[n] for n in ("query", "key", "value", "attn_mask", "need_weights")} | {
     "key_padding_mask": tensor(PADDING, (torch.int64,), batch=PADDING[:1]),
@@ -210,7 +210,7 @@ def parameter_names(function):
     return [n for n in inspect.signature(function).parameters if n != "self"]
 
 
-# callable -> its arguments, its rows, and how to call it with one argument wrong
+# Arguments and rows of each callable, and a function that calls it with one wrong argument.
 CALLABLES = {
     operator: (parameter_names(getattr(mgk, operator)), rows, operator_call(operator, valid))
     for operator, (valid, rows) in OPERATORS.items()

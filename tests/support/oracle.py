@@ -53,7 +53,7 @@ def mixture(query, keys, value, *, log_prior=None, scale=None, tau=1.0, mask=Non
     scores = scores.masked_fill(~allowed(query.shape[2], keys.shape[3], causal), -INF)
     if not keys.shape[3]:
         return value.new_zeros(*query.shape[:3], value.shape[-1]), scores.sum(2), scores.new_full(query.shape[:3], -INF)
-    # exp never sees more than 0: the largest score of a row is taken out of its numerator and denominator.
+    # The largest score of a row is subtracted in numerator and denominator, so that exp does not overflow.
     largest = scores.detach().amax((2, 4), keepdim=True)
     largest = torch.where(largest == -INF, 0, largest)
     numerator = (scores - largest).amax(2).exp() if hard else (scores - largest).exp().sum(2)
