@@ -1,6 +1,6 @@
-"""Retrieval: does one paper cite the other? Two documents, byte by byte, from LRA's AAN pairs.
+"""Retrieval: whether one paper cites another. Two documents as bytes, from LRA's pairs of the AAN corpus.
 
-`peerread.py` has the stand-in for those who do not have AAN.
+`experiments/paper/peerread` has a substitute that needs no AAN data.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from mgk._core.io import DataError
-from mgk.tasks.base import Example, Progress, Task, byte_tokens, check_utf8, write_split
+from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
+from mgk.tasks.data_cache import Progress
 
 FILES = {"train": "new_aan_pairs.train.tsv", "dev": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
-GET_IT = "take the three files from tsv_data in LRA's release (github.com/google-research/long-range-arena)"
+REMEDY = "use the three files in tsv_data of LRA's release (github.com/google-research/long-range-arena)"
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 
 
 @dataclass(frozen=True)
 class AAN(Task):
+    """Citation between two papers of the ACL Anthology Network."""
+
     name: str = "retrieval-aan"
     dataset: str = "aan"
     vocab_size: int = 512
@@ -27,7 +30,7 @@ class AAN(Task):
     max_length: int = 4000
     documents: int = 2
     counts: dict[str, int] = field(default_factory=lambda: {"train": 147_086, "dev": 18_090, "test": 17_437})
-    version: int = 1  # of the way in which the examples are made
+    version: int = 1  # of the conversion to examples
 
     def files(self, data_dir: Path) -> list[str]:
         for folder in ("aan/", "tsv_data/", ""):
@@ -36,8 +39,8 @@ class AAN(Task):
             if not missing:
                 return paths
             if len(missing) < len(paths):
-                raise DataError(f"{data_dir} has no {', '.join(missing)} beside the other AAN pairs: {GET_IT}")
-        raise DataError(f"{data_dir / 'aan'} has no {', '.join(FILES.values())}: {GET_IT}")
+                raise DataError(f"{data_dir} has no {', '.join(missing)} beside the other AAN pairs: {REMEDY}")
+        raise DataError(f"{data_dir / 'aan'} has no {', '.join(FILES.values())}: {REMEDY}")
 
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
         for split, file in zip(FILES, self.files(data_dir), strict=True):
@@ -47,20 +50,23 @@ class AAN(Task):
 
 
 def read_pairs(path: Path, expected: int, max_length: int, progress: Progress) -> Iterator[Example]:
-    """Label, two ids and two texts a line; the texts are cut, or whole papers many times over would fill the disk."""
+    """Yield the pairs of a file: one line with label, two ids and two texts per pair.
+
+    Texts are truncated, because the same papers occur in many pairs and would fill the disk.
+    """
     number = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             columns = line.rstrip(b"\r\n").split(b"\t")
             if len(columns) != 5:
-                raise DataError(f"{where} has {len(columns)} columns instead of label, two ids, two texts: {GET_IT}")
+                raise DataError(f"{location} has {len(columns)} columns instead of label, two ids, two texts: {REMEDY}")
             if columns[0] not in LABELS:
-                raise DataError(f"{where} has label {columns[0][:20]!r} instead of 0 or 1: {GET_IT}")
-            texts = [check_utf8(text, f"{where}, text", GET_IT)[:max_length] for text in columns[3:]]
+                raise DataError(f"{location} has label {columns[0][:20]!r} instead of 0 or 1: {REMEDY}")
+            texts = [check_utf8(text, f"{location}, text", REMEDY)[:max_length] for text in columns[3:]]
             if number % 1000 == 1:
                 progress(path.name, number - 1, expected)
             yield [byte_tokens(text) for text in texts], LABELS[columns[0]]
     if number != expected:
-        raise DataError(f"{path} has {number} pairs instead of {expected}: {GET_IT}")
+        raise DataError(f"{path} has {number} pairs instead of {expected}: {REMEDY}")
     progress(path.name, expected, expected)

@@ -21,7 +21,7 @@ BYTE_VOCAB_SIZE = 512  # of the tasks that read bytes
 def text_codec(task: Task, run: Path) -> TextCodec:
     """Return the codec of a task; a word-level corpus reads its vocabulary from the run directory."""
     if isinstance(task, Corpus):
-        vocabulary = task.vocabulary_in(run)
+        vocabulary = task.load_vocabulary(run)
         return TextCodec(
             lambda text: vocabulary.encode(text)[0].tolist(),
             lambda ids: [vocabulary.decode([i]).strip() or "␣" for i in ids],

@@ -1,6 +1,6 @@
-"""Text: is an IMDb review positive? Byte by byte, from the aclImdb folder or archive.
+"""Text: whether an IMDb review is positive. Bytes, from the aclImdb directory or archive.
 
-The official test set is the test set, whole; LRA selects on it, here a fixed tenth of train is dev.
+The test split is the official test set. LRA selects models on it; here a fixed tenth of train is the dev split.
 """
 
 from __future__ import annotations
@@ -18,80 +18,87 @@ from pathlib import Path
 from typing import Any
 
 from mgk._core.io import DataError
-from mgk.tasks.base import Example, Progress, Task, byte_tokens, check_utf8, write_split
+from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
+from mgk.tasks.data_cache import Progress
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
-GET_IT = f"get {URL} again and leave it there as it is, or unpacked"
-FOLDER = "aclImdb"
+REMEDY = f"get {URL} again and put it there, packed or unpacked"
+DIRECTORY = "aclImdb"
 ARCHIVES = ("aclImdb*.tar.gz", "aclImdb*.tgz", "aclImdb*.tar.xz", "aclImdb*.tar")
-KINDS = ("train/neg", "train/pos", "test/neg", "test/pos")
+FOLDERS = ("train/neg", "train/pos", "test/neg", "test/pos")
 REVIEW = re.compile(r"(train|test)/(pos|neg)/(\d+)_(\d+)\.txt")
-# Reviews of one film have numbers that follow each other and agree more often than others do: dev takes whole runs of
-# numbers, so that few of its films are in train. Train and test share no film.
-RUN = 50
+# Reviews of one film have consecutive numbers and similar labels. Dev takes runs of this many consecutive numbers, so
+# that few of its films are in train. Train and test share no film.
+RUN_LENGTH = 50
 
-Name = str  # of a review, as in "train/pos/127_7.txt"
+Name = str  # name of a review: "train/pos/127_7.txt"
 
 
 def review_name(path: str) -> Name | None:
-    """The part of a path that names a labelled review, None if it is anything else."""
+    """Return the part of a path that names a labelled review, or None for other files."""
     root, _, name = path.removeprefix("./").partition("/")
-    return name if root == FOLDER and REVIEW.fullmatch(name) else None
+    return name if root == DIRECTORY and REVIEW.fullmatch(name) else None
 
 
-def order(name: Name) -> bytes:
-    """A random but fixed order."""
+def shuffle_key(name: Name) -> bytes:
+    """Return a sort key for a fixed pseudo-random order."""
     return hashlib.sha256(name.encode()).digest()
 
 
-def run_of(name: Name) -> str:
-    split, label, number, _ = parts_of(name)
-    return f"{split}/{label}/{int(number) // RUN}"
+def run_key(name: Name) -> str:
+    split, label, number, _ = parse_name(name)
+    return f"{split}/{label}/{int(number) // RUN_LENGTH}"
 
 
-def parts_of(name: Name) -> tuple[str, ...]:
+def parse_name(name: Name) -> tuple[str, ...]:
     match = REVIEW.fullmatch(name)
     assert match is not None
     return match.groups()
 
 
 def dev_names(names: list[Name], count: int) -> list[Name]:
-    """Whole runs in a fixed order, until there are enough; the last run is cut."""
-    return sorted(names, key=lambda name: (order(run_of(name)), order(name)))[:count]
+    """Return `count` names: whole runs in a fixed order, the last run truncated."""
+    return sorted(names, key=lambda name: (shuffle_key(run_key(name)), shuffle_key(name)))[:count]
 
 
 @dataclass(frozen=True)
 class Text(Task):
+    """Sentiment of IMDb reviews."""
+
     name: str = "text"
     dataset: str = "imdb"
     vocab_size: int = 512
     num_classes: int = 2
     max_length: int = 4000
     documents: int = 1
-    reviews: int = 12_500  # of each split and label
-    dev: int = 1_250  # of each label, taken out of train
-    version: int = 1  # of the way in which the examples are made
+    reviews: int = 12_500  # per split and label
+    dev: int = 1_250  # per label, taken from train
+    version: int = 1  # of the conversion to examples
 
     def files(self, data_dir: Path) -> list[str]:
-        if (data_dir / FOLDER).is_dir():
-            found = [f"{FOLDER}/{kind}/{file}" for kind in KINDS for file in list_folder(data_dir / FOLDER / kind)]
-            names = [path for path in found if review_name(path)]
-            self._check_counts(data_dir / FOLDER, [path.removeprefix(f"{FOLDER}/") for path in names])
-            return names
+        if (data_dir / DIRECTORY).is_dir():
+            paths = [
+                f"{DIRECTORY}/{folder}/{file}"
+                for folder in FOLDERS
+                for file in list_folder(data_dir / DIRECTORY / folder)
+            ]
+            reviews = [path for path in paths if review_name(path)]
+            self._check_counts(data_dir / DIRECTORY, [path.removeprefix(f"{DIRECTORY}/") for path in reviews])
+            return reviews
         archives = sorted(path.name for pattern in ARCHIVES for path in data_dir.glob(pattern) if path.is_file())
         if not archives:
-            raise DataError(f"{data_dir} has no {FOLDER} folder or archive: get {URL} and put it there")
+            raise DataError(f"{data_dir} has no {DIRECTORY} directory or archive: get {URL} and put it there")
         return archives[:1]
 
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
         files = self.files(data_dir)
-        unpacked = (data_dir / FOLDER).is_dir()
-        source = data_dir / (FOLDER if unpacked else files[0])
+        is_unpacked = (data_dir / DIRECTORY).is_dir()
+        source = data_dir / (DIRECTORY if is_unpacked else files[0])
         reviews: dict[Name, bytes] = {}
-        for name, text in read_folder(data_dir, files) if unpacked else read_archive(source):
+        for name, text in read_folder(data_dir, files) if is_unpacked else read_archive(source):
             if len(reviews) % 1000 == 0:
                 progress("read", len(reviews), 4 * self.reviews)
-            reviews[name] = check_utf8(text, f"{source}: {name}", GET_IT)
+            reviews[name] = check_utf8(text, f"{source}: {name}", REMEDY)
         self._check_counts(source, reviews)
         train = [name for name in reviews if name.startswith("train/")]
         dev = {
@@ -106,33 +113,33 @@ class Text(Task):
         }
         for done, (split, names) in enumerate(splits.items()):
             progress("write", done, len(splits))
-            write_split(folder, split, examples(reviews, names))
+            write_split(folder, split, make_examples(reviews, names))
         progress("write", len(splits), len(splits))
         return {"source": source.name, "examples": {split: len(names) for split, names in splits.items()}}
 
     def _check_counts(self, source: Path, names: Iterable[Name]) -> None:
         counts = Counter(name.rpartition("/")[0] for name in names)
-        for kind in KINDS:
-            if counts[kind] != self.reviews:
-                raise DataError(f"{source}: {kind} has {counts[kind]} reviews instead of {self.reviews}: {GET_IT}")
+        for folder in FOLDERS:
+            if counts[folder] != self.reviews:
+                raise DataError(f"{source}: {folder} has {counts[folder]} reviews instead of {self.reviews}: {REMEDY}")
 
 
 def list_folder(path: Path) -> list[str]:
     return sorted(os.listdir(path)) if path.is_dir() else []
 
 
-def examples(reviews: Mapping[Name, bytes], names: list[Name]) -> Iterator[Example]:
-    for name in sorted(names, key=order):
-        yield (byte_tokens(reviews[name]),), int(parts_of(name)[1] == "pos")
+def make_examples(reviews: Mapping[Name, bytes], names: list[Name]) -> Iterator[Example]:
+    for name in sorted(names, key=shuffle_key):
+        yield (byte_tokens(reviews[name]),), int(parse_name(name)[1] == "pos")
 
 
 def read_folder(data_dir: Path, files: list[str]) -> Iterator[tuple[Name, bytes]]:
     for file in files:
-        yield file.removeprefix(f"{FOLDER}/"), (data_dir / file).read_bytes()
+        yield file.removeprefix(f"{DIRECTORY}/"), (data_dir / file).read_bytes()
 
 
 def read_archive(path: Path) -> Iterator[tuple[Name, bytes]]:
-    """The labelled reviews of the archive, nothing unpacked to disk."""
+    """Yield the labelled reviews of an archive without unpacking it to disk."""
     try:
         with tarfile.open(path, "r|*") as archive:
             for member in archive:
@@ -142,4 +149,4 @@ def read_archive(path: Path) -> Iterator[tuple[Name, bytes]]:
                     assert content is not None
                     yield name, content.read()
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        raise DataError(f"{path} is damaged or not complete ({error}): {GET_IT}") from error
+        raise DataError(f"{path} is damaged or incomplete ({error}): {REMEDY}") from error

@@ -33,4 +33,4 @@ def load_language_model(directory: Path, device: torch.device) -> tuple[Language
     task = tasks.get_task(run.read_description()["task"])
     if not isinstance(task, Corpus):
         raise ValueError(f"{directory} is a run of {task.name}, not of a language model")
-    return run.load_language_model(device), task.vocabulary_in(directory)
+    return run.load_language_model(device), task.load_vocabulary(directory)

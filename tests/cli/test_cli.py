@@ -209,7 +209,7 @@ WRONG = [
     (["flops", "demo", "--set", "model.hed_dim=3"], "got 'hed_dim'; did you mean 'head_dim'?"),
     (["flops", "demo", "--set", "model.embed_dim=big"], "model.embed_dim must be a positive integer, got 'big' (from"),
     (["flops", "demo", "--set", "model.feature_map=performer"], "must be one of 'elu', 'relu', 'favor', 'dpfp', got"),
-    (["train", "bytes", "--data-dir", "nodir"], "(the folder nodir does not exist)"),
+    (["train", "bytes", "--data-dir", "nodir"], "(the directory nodir does not exist)"),
     (["train", "listops", "--set", "lr=["], "--set lr: '[' is not valid YAML"),
     (
         ["train", "demo", "--set", "model.variant=smgk"],

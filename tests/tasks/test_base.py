@@ -197,6 +197,13 @@ def test_several_processes_at_once_and_one_that_is_killed(tmp_path):
     assert left not in made(tmp_path, GENERATED)
 
 
+def test_prepared_data_of_earlier_versions_stays_valid(tmp_path):
+    """The directory's name is a checksum of the settings, and `checksum` one of the examples; both were in use."""
+    GENERATED.prepare(tmp_path)
+    assert [path.name for path in made(tmp_path, GENERATED)] == ["d42db98127cda250"]
+    assert GENERATED.checksum(tmp_path) == "4c0f23058408"
+
+
 def test_nothing_is_unpickled(tmp_path):
     GENERATED.prepare(tmp_path)
     folder = made(tmp_path, GENERATED)[0]

@@ -11,7 +11,7 @@ import torch
 from mgk import tasks
 from mgk._core.io import DataError
 from mgk.models.vocabulary import ByteVocabulary, WordVocabulary
-from mgk.tasks.corpus import OWN_WORDS, Bytes, TokenStream
+from mgk.tasks.corpus import USER_WORDS, ByteCorpus, TokenStream
 from mgk.training import config
 from mgk.training.data import TokenSegments
 
@@ -79,7 +79,7 @@ def test_bytes_are_their_own_ids_and_characters_are_shown_whole():
 
 
 def test_own_text_as_bytes_with_and_without_splits_of_its_own(tmp_path):
-    task = Bytes(max_length=4)
+    task = ByteCorpus(max_length=4)
     (tmp_path / "b.txt").write_bytes(bytes(range(100, 200)))
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
     whole = np.concatenate([task.split(tmp_path, name).tokens for name in task.splits])
@@ -119,27 +119,27 @@ def test_missing_and_damaged_corpora(own_words, tmp_path_factory):
     with pytest.raises(DataError, match="is empty"):
         tasks.get_task("words").prepare(own_words)
     (own_words / "a.txt").write_text("short")
-    with pytest.raises(DataError, match="a segment takes"):
+    with pytest.raises(DataError, match="fewer than the 257 of a segment"):
         tasks.get_task("bytes").prepare(own_words)
 
 
 def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path_factory):
-    key, tmp_path = OWN_WORDS.checksum(own_words), tmp_path_factory.mktemp("other")
+    key, tmp_path = USER_WORDS.checksum(own_words), tmp_path_factory.mktemp("other")
     shutil.copytree(own_words / ".mgk", tmp_path / ".mgk")
-    OWN_WORDS.prepare(tmp_path)
-    assert OWN_WORDS.checksum(tmp_path) == key
+    USER_WORDS.prepare(tmp_path)
+    assert USER_WORDS.checksum(tmp_path) == key
     (ids,) = tmp_path.glob(".mgk/words/*/train.ids.npy")
     # Damaged, of other settings, or one of two: then the source is asked for.
     ids.write_bytes(ids.read_bytes()[:-1] + b"!")
     with pytest.raises(DataError, match="missing"):
-        OWN_WORDS.prepare(tmp_path)
+        USER_WORDS.prepare(tmp_path)
     shutil.copyfile(next(own_words.glob(".mgk/words/*/train.ids.npy")), ids)
-    OWN_WORDS.prepare(tmp_path)
+    USER_WORDS.prepare(tmp_path)
     with pytest.raises(DataError, match="missing"):
-        dataclasses.replace(OWN_WORDS, max_length=5).prepare(tmp_path)
+        dataclasses.replace(USER_WORDS, max_length=5).prepare(tmp_path)
     shutil.copytree(ids.parent, ids.parent.with_name("abc"))
     with pytest.raises(DataError, match="missing"):
-        OWN_WORDS.prepare(tmp_path)
+        USER_WORDS.prepare(tmp_path)
 
 
 def test_a_known_corpus_that_is_cut_short_is_noticed(own_words):

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from mgk.tasks import DataError, get_task
-from mgk.tasks.listops import LISTOPS, SYMBOLS, TOKENS, ListOps, Rules, block, evaluate, grow, read_tsv, stream
+from mgk.tasks.listops import (
+    LISTOPS,
+    SYMBOLS,
+    TOKENS,
+    ListOps,
+    Rules,
+    evaluate_expression,
+    generate_block,
+    generate_examples,
+    grow_trees,
+    read_tsv,
+)
 
 LONG = Rules()
 SHORT = Rules(max_depth=4, max_args=5, longer_than=9, shorter_than=61)
@@ -70,9 +81,9 @@ def lra_text(tree):
 @pytest.mark.parametrize("rules, count", [(LONG, 100), (SHORT, 2000), (Rules(3, 2, 3, 20), 500)])
 def test_examples_follow_the_rules_and_have_their_value(rules, count):
     deepest = most = 0
-    for tokens, label in itertools.islice(stream(rules, 3), count):
+    for tokens, label in itertools.islice(generate_examples(rules, 3), count):
         tree = parse(tokens.tolist())
-        assert label == value(tree) == evaluate(tokens.tolist())
+        assert label == value(tree) == evaluate_expression(tokens.tolist())
         assert rules.longer_than < len(tokens) < rules.shorter_than
         assert tokens.dtype == np.uint8
         deepest, most = max(deepest, depth(tree)), max(most, *arities(tree))
@@ -81,12 +92,12 @@ def test_examples_follow_the_rules_and_have_their_value(rules, count):
 
 
 def test_both_ends_of_the_length_are_excluded():
-    lengths = {len(tokens) for tokens, _ in itertools.islice(stream(Rules(4, 5, 9, 13), 0), 300)}
+    lengths = {len(tokens) for tokens, _ in itertools.islice(generate_examples(Rules(4, 5, 9, 13), 0), 300)}
     assert lengths == {10, 11, 12}
 
 
 def test_random_choices_have_their_probabilities():
-    levels = grow(np.random.PCG64(5), LONG, 20_000)
+    levels = grow_trees(np.random.PCG64(5), LONG, 20_000)
     assert len(levels) == LONG.max_depth - 1
     for level in levels[:-1]:
         assert level.nested.mean() == pytest.approx(0.25, abs=0.005)
@@ -100,15 +111,15 @@ def test_random_choices_have_their_probabilities():
 
 def test_a_seed_means_the_same_for_ever():
     digest = hashlib.sha256()
-    for tokens, label in block(LONG, 0, 0) + block(SHORT, 1, 7):
+    for tokens, label in generate_block(LONG, 0, 0) + generate_block(SHORT, 1, 7):
         digest.update(tokens.tobytes() + bytes([label]))
     assert digest.hexdigest()[:16] == "0b258aa57705ba7e"
 
 
 def test_blocks_and_seeds_differ():
-    first = [tokens.tobytes() for tokens, _ in block(LONG, 0, 0)]
+    first = [tokens.tobytes() for tokens, _ in generate_block(LONG, 0, 0)]
     for seed, number in ((0, 1), (1, 0)):
-        assert not set(first) & {tokens.tobytes() for tokens, _ in block(LONG, seed, number)}
+        assert not set(first) & {tokens.tobytes() for tokens, _ in generate_block(LONG, seed, number)}
 
 
 def rows(split):
@@ -132,7 +143,7 @@ def test_no_example_is_twice_and_workers_do_not_matter(tmp_path):
 )
 def test_what_is_no_expression_has_no_value(text):
     with pytest.raises(ValueError, match="brackets"):
-        evaluate([TOKENS[symbol] for symbol in text.split()])
+        evaluate_expression([TOKENS[symbol] for symbol in text.split()])
 
 
 def test_the_contract():
@@ -147,7 +158,7 @@ def test_the_contract():
 @pytest.fixture
 def lra(tmp_path):
     """LRA's three files with 6, 3 and 2 examples, and a task that reads them."""
-    examples = list(itertools.islice(stream(SHORT, 0), 11))
+    examples = list(itertools.islice(generate_examples(SHORT, 0), 11))
     folder = tmp_path / "listops"
     folder.mkdir()
     counts = {"test": 2, "dev": 3, "train": 6, "fresh": 30}

@@ -47,7 +47,7 @@ ARCHIVE = "aclImdb_v1.tar.gz"
 DOCS, LINKS = "peerread/docs.jsonl", "peerread/citation_links.tsv"
 
 
-CUT = "damaged or not complete|reviews instead of 8"  # it may be cut between two reviews
+CUT = "damaged or incomplete|reviews instead of 8"  # it may be cut between two reviews
 
 
 def nothing(data):
@@ -55,7 +55,7 @@ def nothing(data):
 
 
 DAMAGE = {
-    "no imdb": (TEXT, nothing, nothing, "no aclImdb folder or archive: get https://ai.stanford.edu"),
+    "no imdb": (TEXT, nothing, nothing, "no aclImdb directory or archive: get https://ai.stanford.edu"),
     "a review missing": (TEXT, make_imdb, lambda d: (d / REVIEW).unlink(), "test/neg has 7 reviews instead of 8: get"),
     "a folder missing": (TEXT, make_imdb, lambda d: (d / "aclImdb/train").rename(d / "x"), "train/neg has 0 reviews"),
     "a review empty": (TEXT, make_imdb, edit(REVIEW, lambda _: b""), "test/neg/0_2.txt is empty"),
@@ -73,8 +73,8 @@ DAMAGE = {
         edit(ARCHIVE, lambda c: c[:300] + bytes(200) + c[500:]),
         CUT,
     ),
-    "no archive": (TEXT, make_archive, edit(ARCHIVE, lambda c: b"<html>404</html>"), "damaged or not complete"),
-    "an empty archive": (TEXT, make_archive, edit(ARCHIVE, lambda c: b""), "damaged or not complete"),
+    "no archive": (TEXT, make_archive, edit(ARCHIVE, lambda c: b"<html>404</html>"), "damaged or incomplete"),
+    "an empty archive": (TEXT, make_archive, edit(ARCHIVE, lambda c: b""), "damaged or incomplete"),
     "an archive short of a review": (TEXT, archive_without("train/pos/0_9.txt"), nothing, "train/pos has 7 reviews"),
     "no aan": (PAIRS, nothing, nothing, "aan has no new_aan_pairs.train.tsv, .*long-range-arena"),
     "some of aan": (PAIRS, make_aan, lambda d: (d / TRAIN_PAIRS).unlink(), "no aan/new_aan_pairs.train.tsv beside"),

@@ -24,7 +24,8 @@ from experiments.paper.peerread.baselines import TfidfIndex, score, string_featu
 from experiments.paper.peerread.citations import Titles, strip_citations
 from experiments.paper.peerread.communities import communities
 from mgk._core.io import DataError
-from mgk.tasks.base import Array, Example, Progress, Task, byte_tokens, write_split
+from mgk.tasks.base import Array, Example, Task, byte_tokens, write_split
+from mgk.tasks.data_cache import Progress
 
 DOCS, LINKS = "docs.jsonl", "citation_links.tsv"
 GET_IT = (

@@ -1,0 +1,180 @@
+"""Prepared data: directories under `data_dir`/.mgk, written once, named after and verified by checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mgk._core.io import locked, write_atomically
+
+FORMAT = 1  # version of the file formats; enters the name of the directory
+MANIFEST = "cache.json"
+ABANDONED = 24 * 3600  # seconds after which an unfinished directory is taken for that of a killed process
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+def prepare_directory(
+    data_dir: Path,
+    name: str,
+    *,
+    settings: dict[str, Any],
+    files: Sequence[str],
+    build: Callable[[Path], dict[str, Any]],
+    progress: Progress = no_progress,
+    verify: bool = False,
+) -> Path:
+    """Return the directory with the prepared data, and build it if it is missing or damaged.
+
+    The directory is named after a checksum of settings and source, so its contents never change: a changed source
+    gets another directory. Several processes may call this at the same time.
+
+    Args:
+        data_dir: Data directory; the result is `data_dir`/.mgk/`name`/<checksum>.
+        name: Name of the task.
+        settings: Settings of the task.
+        files: Source files, relative to `data_dir`.
+        build: Writes the prepared data to a directory and returns its metadata.
+        progress: Progress callback.
+        verify: Whether to read source and prepared data in full; otherwise sizes and modification times are compared.
+    """
+    root = data_dir / ".mgk" / name
+    root.mkdir(parents=True, exist_ok=True)
+    source = _source_checksum(root, data_dir, files, progress, verify)
+    manifest = {"format": FORMAT, "settings": settings, "source": source}
+    directory = root / json_checksum(manifest)[:16]
+    if is_intact(directory, verify):
+        return directory
+    with locked(root / f".{directory.name}.lock"):
+        # Another process may have built it while this one waited for the lock.
+        if not is_intact(directory, verify=True):
+            _build_directory(root, directory, manifest, build)
+    return directory
+
+
+def find_prepared(data_dir: Path, name: str, settings: dict[str, Any], verify: bool) -> Path | None:
+    """Return the directory prepared with these settings without its source, as after copying only .mgk.
+
+    Returns:
+        None unless there is exactly one such directory.
+    """
+    expected = json.loads(json.dumps(settings))
+    matches = []
+    for directory in sorted((data_dir / ".mgk" / name).glob("[0-9a-f]*")):
+        if is_intact(directory, verify):
+            manifest = read_manifest(directory)
+            # Manifests of earlier versions list the download instructions, "source", among the settings.
+            stored = {key: value for key, value in manifest.get("settings", {}).items() if key != "source"}
+            if manifest.get("format") == FORMAT and stored == expected:
+                matches.append(directory)
+    return matches[0] if len(matches) == 1 else None
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read the manifest of a directory: format, settings, source, facts and files."""
+    manifest = json.loads((directory / MANIFEST).read_text())
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{directory / MANIFEST} is not a manifest")
+    return manifest
+
+
+def is_intact(directory: Path, verify: bool) -> bool:
+    """Return whether all files of the manifest exist with their sizes and, if `verify`, their checksums."""
+    try:
+        for name, expected in read_manifest(directory)["files"].items():
+            if (directory / name).stat().st_size != expected["bytes"]:
+                return False
+            if verify and file_checksum(directory / name) != expected["sha256"]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def json_checksum(value: Any) -> str:
+    """Return the SHA-256 of a value's JSON text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def file_checksum(path: str | Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: BinaryIO) -> str:
+    """Replace hashlib.file_digest in Python 3.10."""
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _build_directory(
+    root: Path, directory: Path, manifest: dict[str, Any], build: Callable[[Path], dict[str, Any]]
+) -> None:
+    for unfinished in root.glob(".making-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - unfinished.stat().st_mtime > ABANDONED:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    temporary = root / f".making-{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        metadata = build(temporary)
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": file_checksum(path)}
+            for path in sorted(temporary.iterdir())
+        }
+        (temporary / MANIFEST).write_text(json.dumps({**manifest, "facts": metadata, "files": files}, indent=1))
+        if directory.exists():
+            # It is damaged. Move it away first: a directory cannot be renamed to an existing one.
+            damaged = root / f".making-{uuid.uuid4().hex}"
+            directory.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        try:
+            temporary.rename(directory)
+        except OSError:
+            # On file systems without locks another process may have built the same contents first.
+            if not is_intact(directory, verify=True):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _source_checksum(root: Path, data_dir: Path, files: Sequence[str], progress: Progress, verify: bool) -> str:
+    """Return a checksum of the names and contents of the source files.
+
+    Unless `verify`, the checksum stored in source.json is returned if no size or modification time has changed.
+    """
+    # os.path, because pathlib takes seconds for IMDb's 50,000 files.
+    paths = [os.path.join(data_dir, name) for name in files]
+    stats = [os.stat(path) for path in paths]
+    state = json_checksum([[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(files, stats, strict=True)])
+    stored_file = root / "source.json"
+    if not verify:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            stored = json.loads(stored_file.read_text())
+            if stored["seen"] == state:
+                return str(stored["checksum"])
+    contents = []
+    for done, path in enumerate(paths):
+        if done % 1000 == 0:
+            progress("checksum", done, len(paths))
+        contents.append(file_checksum(path))
+    if paths:
+        progress("checksum", len(paths), len(paths))
+    checksum = json_checksum([list(files), contents])
+    write_atomically(stored_file, json.dumps({"seen": state, "checksum": checksum}))
+    return checksum
