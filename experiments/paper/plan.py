@@ -9,6 +9,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
+from mgk.training.run_dir import finished_runs
 from mgk.training.sweep import SOLO_METRICS, filter_rows, is_timed, is_trained
 
 ALL = 3  # seeds, where a row is to have several
@@ -108,8 +109,7 @@ class Looked:
 
     def models(self, runs: Path) -> dict[ModelSpec, list[Path]]:
         """The runs of each row that are still there, of all seeds; those that have come to their end."""
-        ends = {row: (runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/result.json") for row in self.rows}
-        return {row: sorted(end.parent for end in each) for row, each in ends.items()}
+        return {row: finished_runs(runs, self.recipe, row, PRESET) for row in self.rows}
 
     def command(self, results: Path, runs: Path) -> list[str] | None:
         """As arguments of `mgk`. None where a row has no model."""
