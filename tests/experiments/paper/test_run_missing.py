@@ -120,7 +120,7 @@ def test_large_models_are_trained_first(asked, monkeypatch):
     plans = (plan.Experiment(1, "small", "listops", both), plan.Experiment(2, "large", "listops-4e-4", both))
     monkeypatch.setattr(plan, "EXPERIMENTS", plans)
     monkeypatch.setattr(run_missing.Run, "model_config", lambda run, task: run.recipe.name)
-    monkeypatch.setattr(run_missing, "parameters", {"listops": 5, "listops-4e-4": 9}.get)
+    monkeypatch.setattr(run_missing, "count_parameters", {"listops": 5, "listops-4e-4": 9}.get)
     wanted = run_missing.seeds_to_train([], asked.results, asked.runs)
     jobs = run_missing.trainings(wanted, asked.results, asked.runs, Path("data"))
     assert [(job.recipe, str(job.row)) for job in jobs] == [
