@@ -10,7 +10,6 @@ import torch
 
 from mgk import tasks
 from mgk._core.io import DataError
-from mgk.models.vocabulary import ByteVocabulary, WordVocabulary
 from mgk.tasks.corpus import USER_WORDS, ByteCorpus, TokenStream
 from mgk.training import config
 from mgk.training.data import TokenSegments
@@ -46,36 +45,6 @@ def test_what_training_has_not_seen_is_unknown_and_counted(own_words):
 def test_without_unknown_words_in_the_text_there_is_one_in_the_vocabulary(own_words):
     (own_words / "wiki.train.tokens").write_text("a b b\n")
     assert tasks.get_task("words").vocabulary(own_words).words == ["<eos>", "b", "a", "<unk>"]
-
-
-def test_a_vocabulary_comes_back_as_text_even_with_odd_words(tmp_path):
-    words = ["<eos>", "a", "<unk>", "line\u2028break", "é"]
-    WordVocabulary(words).save(tmp_path)
-    assert WordVocabulary.load(tmp_path).words == words
-    assert (tmp_path / "vocabulary.txt").read_text(encoding="utf-8").split("\n") == [*words, ""]
-
-
-@pytest.mark.parametrize("text", ["a\n<unk>\n", "<eos>\na\n", "<eos>\n<unk>\na\na\n"])
-def test_a_damaged_vocabulary_is_refused(tmp_path, text):
-    (tmp_path / "vocabulary.txt").write_text(text)
-    with pytest.raises(DataError, match="is damaged"):
-        WordVocabulary.load(tmp_path)
-
-
-def test_prompts_of_words(tmp_path):
-    vocabulary = WordVocabulary(["<eos>", "<unk>", "the", "cat"])
-    ids, unknown = vocabulary.encode("the dog\nthe  cat")
-    assert (ids.tolist(), unknown) == ([2, 1, 0, 2, 3], 1)
-    assert vocabulary.encode("")[0].tolist() == []
-
-
-def test_bytes_are_their_own_ids_and_characters_are_shown_whole():
-    vocabulary = ByteVocabulary()
-    ids, unknown = vocabulary.encode("é→x")
-    assert ids.tolist() == list("é→x".encode())
-    assert unknown == 0
-    assert [piece for piece in vocabulary.pieces(ids.tolist()) if piece] == ["é", "→", "x"]
-    assert vocabulary.decode([0xC3]) == "\ufffd"
 
 
 def test_own_text_as_bytes_with_and_without_splits_of_its_own(tmp_path):

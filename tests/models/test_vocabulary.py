@@ -1,0 +1,44 @@
+"""Vocabularies encode, decode, save and load."""
+
+import pytest
+
+from mgk._core.io import DataError
+from mgk.models.vocabulary import ByteVocabulary, WordVocabulary, load_vocabulary
+
+
+def test_save_and_load_round_trip_with_unusual_words(tmp_path):
+    words = ["<eos>", "a", "<unk>", "line\u2028break", "é"]
+    WordVocabulary(words).save(tmp_path)
+    assert WordVocabulary.load(tmp_path).words == words
+    assert (tmp_path / "vocabulary.txt").read_text(encoding="utf-8").split("\n") == [*words, ""]
+
+
+@pytest.mark.parametrize("text", ["a\n<unk>\n", "<eos>\na\n", "<eos>\n<unk>\na\na\n"])
+def test_damaged_vocabulary_raises(tmp_path, text):
+    (tmp_path / "vocabulary.txt").write_text(text)
+    with pytest.raises(DataError, match="is damaged"):
+        WordVocabulary.load(tmp_path)
+
+
+def test_encode_words(tmp_path):
+    vocabulary = WordVocabulary(["<eos>", "<unk>", "the", "cat"])
+    ids, unknown = vocabulary.encode("the dog\nthe  cat")
+    assert (ids.tolist(), unknown) == ([2, 1, 0, 2, 3], 1)
+    assert vocabulary.encode("")[0].tolist() == []
+
+
+def test_bytes_are_ids_and_pieces_are_whole_characters():
+    vocabulary = ByteVocabulary()
+    ids, unknown = vocabulary.encode("é→x")
+    assert ids.tolist() == list("é→x".encode())
+    assert unknown == 0
+    assert [piece for piece in vocabulary.pieces(ids.tolist()) if piece] == ["é", "→", "x"]
+    assert vocabulary.decode([0xC3]) == "\ufffd"
+
+
+def test_load_vocabulary_without_file_requires_256_tokens(tmp_path):
+    assert isinstance(load_vocabulary(tmp_path, 256), ByteVocabulary)
+    with pytest.raises(DataError, match=r"vocabulary\.txt cannot be read"):
+        load_vocabulary(tmp_path, 257)
+    WordVocabulary(["<eos>", "<unk>"]).save(tmp_path)
+    assert isinstance(load_vocabulary(tmp_path, 256), WordVocabulary)
