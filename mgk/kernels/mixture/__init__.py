@@ -1,0 +1,1 @@
+"""Kernels of mixture attention (MGK, sMGK)."""

@@ -39,7 +39,9 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     load_tile,
     load_vectors,
     mask_scores,
+    max_spread,
     padded_rows,
+    query_bounds,
     schedule,
     sequence_bounds,
     skip_tile,
@@ -109,7 +111,7 @@ def transposed_scores(keys, b_q, M: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def mask_tile(
+def mask_transposed_tile(
     scores, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam,
     NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +153,7 @@ def walk_queries(
         b_do = load_tile(do_src, i_b, i_h, 0, start_q, m, 0, stride_gl, L, BM, E, BE, False, MASKED, TMA)
         raw = transposed_scores(keys, b_q, NS, PRECISION)
         b_g = tl.zeros_like(raw[0]) if OUTPUTS == DV_ONLY else tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        scores = mask_tile(
+        scores = mask_transposed_tile(
             raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
         )
         alpha = load_row_vectors(
@@ -326,11 +328,7 @@ def mixture_backward_dkdv(
 
     spread = 0.0
     if PATH == FAST or PATH == BOTH:
-        for t in range(0, GROUP * n_query_tiles, 128):
-            o_t = t + tl.arange(0, 128)
-            m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
-            b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
-            spread = tl.maximum(spread, tl.max(b_spread, 0))
+        spread = max_spread(spread_ptr, i_seq, i_k, n_query_tiles, n_q, GROUP, H, BQ)
     # Offset from c to C.
     o_factors = (HK * M).to(tl.int64) * n_key_tiles * KEY_TILE
     if PATH == FAST or (HARD and SHIFTED and not UNEQUAL):
@@ -352,14 +350,7 @@ def mixture_backward_dkdv(
 
     b_v = to_registers(load_rows(v_ptr, o_j, stride_vs, n_k, E, BE, True), BE, IN_REGISTERS)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
-    # Tiles of queries from `begin` to `full` cross the causal diagonal, those from `full` to `whole` need no mask, and
-    # one from `whole` on crosses the end.
-    begin = 0
-    full = 0
-    whole = n_q // BM * BM
-    if CAUSAL:
-        begin = max(i_n * BN - causal_offset, 0) // BM * BM
-        full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
+    begin, full, whole = query_bounds(i_n, n_q, causal_offset, BM, BN, CAUSAL)
     dv = tl.zeros([BN, BE], tl.float32)
     TAUS: tl.constexpr = M * D if SHIFTED else 0
     SUMS: tl.constexpr = TAUS + 1 + M + (M if PRIOR == 1 else 0)

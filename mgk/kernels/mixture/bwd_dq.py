@@ -29,7 +29,6 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     KEY_TILE,
     LOG2E,
     SAFE_RANGE,
-    apply_mask,
     as_columns,
     component_ratios,
     component_scores,
@@ -38,6 +37,7 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     elementwise_min,
     flag_for_fallback,
     head_pointer,
+    key_ends,
     key_range,
     key_span,
     load_rows,
@@ -45,7 +45,7 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     load_shift,
     load_tile,
     load_vectors,
-    mask_scores,
+    mask_tile,
     padded_rows,
     row_terms,
     schedule,
@@ -55,19 +55,6 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     to_registers,
     zeros_tuple,
 )
-
-
-@triton.jit
-def mask_tile(
-    scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam,
-    NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Apply attn_mask and the causal mask to the scores of a tile."""
-    if MASK:
-        scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
-    if MASKED and CAUSAL:
-        scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
-    return scores
 
 
 @triton.jit
@@ -257,12 +244,7 @@ def mixture_backward_dq(
             p_operand = row_operand_ptr + o_vector[:, None] * 16 + o_c[None, :]
             tl.store(p_operand, tl.where(m_i[:, None], b_row_operand, 0.0), mask=m_vector[:, None])
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
-    # Tiles before `full` need no mask; those from `full` to `last` may.
-    full = n_k // BN * BN
-    last = n_k
-    if CAUSAL:
-        full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
-        last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
+    full, last = key_ends(i_m, n_k, causal_offset, BM, BN, CAUSAL)
     high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     spread = tl.max(elementwise_max(a, M) - elementwise_min(a, M), 0)
     # lse does not bound the exponent of a masked key. It may exceed the allowed range by 40 before 0 times its power

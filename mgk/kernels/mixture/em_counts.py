@@ -25,6 +25,8 @@ from mgk.kernels.mixture.tile import (
     load_rows,
     load_scales,
     load_vectors,
+    max_spread,
+    query_bounds,
     row_terms,
     sequence_bounds,
 )
@@ -164,21 +166,9 @@ def count_components(
     factors = ()
     for r in tl.static_range(M):
         factors = factors + (tl.exp2(c[r] - b_top),)
-    spread = 0.0
-    for t in range(0, GROUP * n_query_tiles, 128):
-        o_t = t + tl.arange(0, 128)
-        m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BM))
-        b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
-        spread = tl.maximum(spread, tl.max(b_spread, 0))
-
+    spread = max_spread(spread_ptr, i_seq, i_k, n_query_tiles, n_q, GROUP, H, BM)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
-    # The three ranges of `mixture_backward_dkdv`.
-    begin = 0
-    full = 0
-    whole = n_q // BM * BM
-    if CAUSAL:
-        begin = max(i_n * BN - causal_offset, 0) // BM * BM
-        full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
+    begin, full, whole = query_bounds(i_n, n_q, causal_offset, BM, BN, CAUSAL)
     counts = ()
     for _ in tl.static_range(M):
         counts = counts + (tl.zeros([BN, BM], tl.float32),)

@@ -17,7 +17,6 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     KEY_TILE,
     LOG2E,
     SAFE_RANGE,
-    apply_mask,
     as_columns,
     component_ratios,
     component_scores,
@@ -27,13 +26,14 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     exponents,
     flag_for_fallback,
     head_pointer,
+    key_ends,
     key_range,
     key_span,
     load_rows,
     load_scales,
     load_tile,
     load_vectors,
-    mask_scores,
+    mask_tile,
     mixture_sum,
     row_terms,
     schedule,
@@ -107,12 +107,9 @@ def walk_keys(
             b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED, PRECISION,
             TMA,
         )  # fmt: skip
-        if MASK:
-            scores = mask_scores(
-                scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK
-            )
-        if MASKED and CAUSAL:
-            scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
+        scores = mask_tile(
+            scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
+        )
         if COMPONENT_GEMM:
             o_operand = (i_k * n_key_tiles + key_tile) * KEY_TILE
             b_key_operand = load_operand(key_operand_src, o_operand + n, BN, BN, False, TMA)
@@ -216,12 +213,7 @@ def mixture_forward(
     a, squared_norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     top = elementwise_max(a, M)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
-    # Tiles before `full` need no mask; those from `full` to `last` may.
-    full = n_k // BN * BN
-    last = n_k
-    if CAUSAL:
-        full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
-        last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
+    full, last = key_ends(i_m, n_k, causal_offset, BM, BN, CAUSAL)
 
     high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     # Skip keys that are masked up to the end of the sequence.

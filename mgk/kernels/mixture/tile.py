@@ -259,6 +259,45 @@ def key_span(high, low):
 
 
 @triton.jit
+def key_ends(i_m, n_k, causal_offset, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the end of the keys that need no mask for query tile i_m, and the end of all visible keys."""
+    full = n_k // BN * BN
+    last = n_k
+    if CAUSAL:
+        full = max(min(full, (i_m * BM + causal_offset + 1) // BN * BN), 0)
+        last = max(min(n_k, i_m * BM + BM + causal_offset), 0)
+    return full, last
+
+
+@triton.jit
+def query_bounds(i_n, n_q, causal_offset, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the bounds begin, full and whole of the queries for key tile i_n.
+
+    Tiles from begin to full cross the causal diagonal, those from full to whole need no mask, and one from whole on
+    crosses the end.
+    """
+    begin = 0
+    full = 0
+    whole = n_q // BM * BM
+    if CAUSAL:
+        begin = max(i_n * BN - causal_offset, 0) // BM * BM
+        full = min(tl.cdiv(max(i_n * BN + BN - 1 - causal_offset, 0), BM) * BM, whole)
+    return begin, full, whole
+
+
+@triton.jit
+def max_spread(spread_ptr, i_seq, i_k, n_query_tiles, n_q, GROUP, H, BQ: tl.constexpr):
+    """Return the largest spread of the tiles of BQ queries of a group's heads."""
+    spread = 0.0
+    for t in range(0, GROUP * n_query_tiles, 128):
+        o_t = t + tl.arange(0, 128)
+        m_t = (o_t < GROUP * n_query_tiles) & (o_t % n_query_tiles < tl.cdiv(n_q, BQ))
+        b_spread = tl.load(spread_ptr + (i_seq * H + i_k * GROUP) * n_query_tiles + o_t, mask=m_t, other=0.0)
+        spread = tl.maximum(spread, tl.max(b_spread, 0))
+    return spread
+
+
+@triton.jit
 def skip_tile(p_flag, PATH: tl.constexpr):
     """Return whether this is the fallback kernel and the fast one did not flag the tile."""
     if PATH == FALLBACK:
@@ -317,6 +356,19 @@ def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: t
         return apply_mask(scores, tl.load(p_mask, mask=m_in, other=0) != 0, NS)
     else:
         return add_bias(scores, tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32), lam, NS)
+
+
+@triton.jit
+def mask_tile(
+    scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam,
+    NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Apply attn_mask and the causal mask to the scores of a tile."""
+    if MASK:
+        scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
+    if MASKED and CAUSAL:
+        scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
+    return scores
 
 
 @triton.jit
