@@ -21,24 +21,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def evidence(
-    results: Annotated[Path, typer.Option(help="Where the measurements are.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder of the measurements.")] = Path("results"),
     page: Annotated[
-        Path, typer.Option(help="Its marked parts are made anew; a page that is not there is begun.")
+        Path, typer.Option(help="Page whose marked parts are generated; created if it does not exist.")
     ] = Path("docs/evidence.md"),
-    figures: Annotated[Path | None, typer.Option(help="Where pictures go; default: figures/ beside the page.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder of the figures; default: figures/ beside the page.")
+    ] = None,
     run: Annotated[
-        bool, typer.Option("--run", help="First train, time and analyse what results/ lacks; for a GPU, hours.")
+        bool, typer.Option("--run", help="First run the planned experiments that results/ lacks (hours on a GPU).")
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --run: trainings at once; default 1, or 4 on a GPU.")
+        int | None, typer.Option(min=1, help="With --run: concurrent trainings (default: 1, on a GPU 4).")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="With --run: stop after so long; the same command goes on.")
+        float | None, typer.Option(help="With --run: stop after this time; the same command continues.")
     ] = None,
     data_dir: DataDir = None,
-    runs: Annotated[Path, typer.Option(help="With --run: where the runs' directories go.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="With --run: folder of the run directories.")] = Path("runs"),
 ) -> None:
-    """Hold what results/ has against the paper's claims: tables, intervals, verdicts, pictures."""
+    """Compare results/ with the claims of the paper: tables, intervals, verdicts, figures."""
     from experiments.paper import run_missing
     from experiments.paper.page import empty, fill, gather
     from mgk._core.io import write_atomically
@@ -53,14 +55,14 @@ def evidence(
     if not any(results.glob("*.csv")):
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
     folder = figures or page.parent / "figures"
-    made = gather(results)
-    text = page.read_text(encoding="utf-8") if page.exists() else empty(made.parts)
-    filled = fill(text, made.parts)
-    if made.left_out:
-        print(f"left out, of other settings than the recipe's: {', '.join(made.left_out)}", file=sys.stderr)
+    generated = gather(results)
+    text = page.read_text(encoding="utf-8") if page.exists() else empty(generated.texts)
+    filled = fill(text, generated.texts)
+    if generated.excluded:
+        print(f"Excluded because of other settings than the recipe's: {', '.join(generated.excluded)}", file=sys.stderr)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, filled)
-    for picture in made.pictures:
+    for picture in generated.pictures:
         print(picture.write(folder))
     print(page)
     if failed:

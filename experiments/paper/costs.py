@@ -1,4 +1,4 @@
-"""The claim about cost: parameters and FLOPs counted, times and memory measured alone on the machine."""
+"""The claim about cost: counted parameters and FLOPs, measured times and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.io import format_number, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
-from mgk.training.results import latest_value
+from mgk.training.results import latest, latest_value
 from mgk.training.sweep import SOLO_METRICS, filter_rows
 
 COUNTS = ("parameters", "FLOPs")
@@ -20,64 +20,66 @@ MEASURED = dict(zip(SOLO_METRICS, ("training step", "inference", "memory of the 
 
 @dataclass(frozen=True)
 class RowCost:
-    """What a model costs, by name; what was not measured is not in it."""
+    """Costs of a model by name; missing ones were not measured."""
 
     row: ModelSpec
-    of: dict[str, float]
+    values: dict[str, float]
 
 
-def of_part(part: ExperimentResults, rows: list[dict[str, str]]) -> list[RowCost]:
-    """Counts from the trainings, times from those that were timed alone."""
-    found = []
-    for row in part.found.rows:
-        run = part.found.of(row)[0]
+def experiment_costs(item: ExperimentResults, rows: list[dict[str, str]]) -> list[RowCost]:
+    """Read counts from the trainings and times from models timed alone on the machine."""
+    costs = []
+    for row in item.results.rows:
+        run = item.results.runs_of(row)[0]
         values = {"parameters": float(run.params), "FLOPs": float(run.flops)}
-        own = filter_rows(rows, part.found.recipe, row, PRESET, None, run.setup)
-        measured = {name: latest_value(own, metric) for metric, name in MEASURED.items()}
+        model_rows = filter_rows(rows, item.results.recipe, row, PRESET, None, run.setup)
+        measured = {name: latest_value(model_rows, metric) for metric, name in MEASURED.items()}
         values |= {name: value for name, value in measured.items() if value is not None}
-        found.append(RowCost(row, values))
-    return found
+        costs.append(RowCost(row, values))
+    return costs
 
 
 def step_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """At the length and batch that the claim is judged at."""
+    """Select the training steps at the length and batch size of the claim."""
     size = {"recipe": "training-step", "length": "4096", "batch": "32"}
     return [row for row in rows if size.items() <= row.items() and not row["gpu"].startswith("cpu")]
 
 
-def of_steps(rows: list[dict[str, str]]) -> list[RowCost]:
-    """The last measurement of each model by benchmarks/training_step.py on a GPU."""
-    last: dict[ModelSpec, RowCost] = {}
-    for each in step_rows(rows):
-        if each["metric"] == "step_ms":
-            row = ModelSpec(each["variant"], int(each["heads"]))
-            last[row] = RowCost(
-                row, {"training step": float(each["value"]), "memory of the step": float(each["peak_mem_mb"])}
-            )
-    return list(last.values())
+def step_costs(rows: list[dict[str, str]]) -> list[RowCost]:
+    """Return the latest measurement of each model by benchmarks/training_step.py on a GPU."""
+    steps = [row for row in step_rows(rows) if row["metric"] == "step_ms"]
+    return [
+        RowCost(
+            ModelSpec(row["variant"], int(row["heads"])),
+            {"training step": float(row["value"]), "memory of the step": float(row["peak_mem_mb"])},
+        )
+        for row in latest(steps, ("variant", "heads"))
+    ]
 
 
 def pairs(costs: list[RowCost]) -> list[tuple[RowCost, RowCost]]:
-    """Each mixture, and its baseline with twice the heads."""
+    """Pair each mixture with its baseline of twice the heads."""
     by_row = {cost.row: cost for cost in costs}
-    wanted = ((cost, ModelSpec(BASELINES.get(cost.row.variant, ""), 2 * cost.row.heads)) for cost in costs)
-    return [(ours, by_row[theirs]) for ours, theirs in wanted if theirs in by_row]
+    baselines = ((cost, ModelSpec(BASELINES.get(cost.row.variant, ""), 2 * cost.row.heads)) for cost in costs)
+    return [(cost, by_row[baseline]) for cost, baseline in baselines if baseline in by_row]
 
 
-def ratios(ours: RowCost, theirs: RowCost) -> dict[str, float]:
-    return {name: ours.of[name] / theirs.of[name] for name in ours.of if name in theirs.of}
+def ratios(mixture: RowCost, baseline: RowCost) -> dict[str, float]:
+    names = [name for name in mixture.values if name in baseline.values]
+    return {name: mixture.values[name] / baseline.values[name] for name in names}
 
 
-def judge(name: str, ours: float, theirs: float) -> str:
-    return verdicts.cheaper(ours / theirs, _noise(name, min(ours, theirs)))
+def judge(name: str, mixture: float, baseline: float) -> str:
+    return verdicts.cheaper(mixture / baseline, _tolerance(name, min(mixture, baseline)))
 
 
-def judged(ours: RowCost, theirs: RowCost) -> dict[str, str]:
-    """The verdict on each quantity that both have."""
-    return {name: judge(name, ours.of[name], theirs.of[name]) for name in ratios(ours, theirs)}
+def judge_all(mixture: RowCost, baseline: RowCost) -> dict[str, str]:
+    """Judge each cost that both models have."""
+    names = ratios(mixture, baseline)
+    return {name: judge(name, mixture.values[name], baseline.values[name]) for name in names}
 
 
-def _noise(name: str, smaller: float) -> float:
+def _tolerance(name: str, smaller: float) -> float:
     if name in COUNTS:
         return 0.0
     if name == MEASURED["peak_mem_mb_alone"]:
@@ -86,32 +88,35 @@ def _noise(name: str, smaller: float) -> float:
 
 
 def table(costs: list[RowCost]) -> str:
-    used = [name for name in (*COUNTS, *MEASURED.values()) if any(name in cost.of for cost in costs)]
+    used = [name for name in (*COUNTS, *MEASURED.values()) if any(name in cost.values for cost in costs)]
     lines = [["models", *used]]
-    for ours, theirs in pairs(costs):
-        found = ratios(ours, theirs)
-        cells = [_cell(name, ours.of[name], theirs.of[name]) if name in found else verdicts.MISSING for name in used]
-        lines.append([f"{ours.row} / {theirs.row}", *cells])
+    for mixture, baseline in pairs(costs):
+        measured = ratios(mixture, baseline)
+        cells = [
+            _cell(name, mixture.values[name], baseline.values[name]) if name in measured else verdicts.MISSING
+            for name in used
+        ]
+        lines.append([f"{mixture.row} / {baseline.row}", *cells])
     return markdown_table(lines)
 
 
-def _cell(name: str, ours: float, theirs: float) -> str:
+def _cell(name: str, mixture: float, baseline: float) -> str:
     size, unit = UNITS.get(name, (1.0, "MB" if "memory" in name else "ms"))
-    digits = 0 if max(ours, theirs) / size >= 100 else 1
-    shown = " / ".join(f"{value / size:,.{digits}f}" for value in (ours, theirs))
-    return f"{format_number(ours / theirs)} ({shown} {unit}), {judge(name, ours, theirs)}"
+    digits = 0 if max(mixture, baseline) / size >= 100 else 1
+    values = " / ".join(f"{value / size:,.{digits}f}" for value in (mixture, baseline))
+    return f"{format_number(mixture / baseline)} ({values} {unit}), {judge(name, mixture, baseline)}"
 
 
 def machine(rows: list[dict[str, str]]) -> str:
-    """Where and when these rows were measured."""
+    """Describe the machine and the dates of the measurements."""
     dates: dict[str, set[str]] = {}
     for row in rows:
         dates.setdefault(f"{row['gpu']}, torch {row['torch']}", set()).add(row["date"])
-    return "; ".join(f"{where}, {' and '.join(sorted(when))}" for where, when in dates.items())
+    return "; ".join(f"{name}, {' and '.join(sorted(days))}" for name, days in dates.items())
 
 
 def operator_table(rows: list[dict[str, str]]) -> str:
-    """Of results/attention.csv: the operator with H/2 heads over the best SDPA with H, geometric means."""
+    """Format the operator's time with H/2 heads over the best SDPA with H, geometric means."""
     measured = [
         row
         for row in speed_goals.select(speed_goals.on_gpu(rows), "speed", backend="triton")

@@ -1,4 +1,4 @@
-"""Pictures of the trainings: how they went, and where each seed ended."""
+"""Figures of the trainings: curves, final results of each seed, differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.paper import verdicts
-from experiments.paper.claims import ExperimentResults, half, paper_difference, same
+from experiments.paper.claims import ExperimentResults, judge_half, judge_same, paper_difference
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
 from mgk._core.io import replacing
 from mgk.analysis.report.curves import read_metrics
@@ -20,18 +20,18 @@ from mgk.training.results import curve_files
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of a picture's file: a digest of the numbers drawn, so that one sees whether it is still the picture of the results.
+# PNG metadata field with a digest of the plotted numbers; a test compares it with the results.
 DRAWN_FROM = "Drawn from"
 COLOURS = {"softmax": "black", "mgk": "tab:blue", "smgk": "tab:orange", "linear": "grey", "mlk": "tab:green"}
 VERDICT_COLOURS = {verdicts.HOLDS: "tab:green", verdicts.FAILS: "tab:red"}
 STYLES = {8: "-", 4: "--", 2: "-.", 1: ":"}
-NAMES_A_COLUMN = 12  # of a legend
-PANELS_A_LINE = 4
+NAMES_PER_COLUMN = 12  # of a legend
+PANELS_PER_LINE = 4
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn, as plain numbers, and the function that draws it."""
+    """The plotted numbers and the function that draws them."""
 
     name: str
     data: Any
@@ -52,50 +52,53 @@ class Picture:
         return path
 
 
-def curves(parts: list[ExperimentResults], results: Path) -> Picture:
-    """Loss and metric of the development set against the step, as in Fig. 1 and 4, of tasks with several models."""
+def curves(experiments: list[ExperimentResults], results: Path) -> Picture:
+    """Plot development loss and metric against the step (Fig. 1 and 4) for tasks with several models."""
     panels = []
-    for part in parts:
+    for item in experiments:
         lines = []
-        for row in part.rows:
-            for seed, path in curve_files(results, part.found.recipe.name, row, PRESET).items():
-                own = {c.metric: c for c in read_metrics(path, str(row)) if c.split == "dev"}
-                values = {metric: [curve.steps, curve.values] for metric, curve in own.items()}
+        for row in item.rows:
+            for seed, path in curve_files(results, item.results.recipe.name, row, PRESET).items():
+                dev = {curve.metric: curve for curve in read_metrics(path, str(row)) if curve.split == "dev"}
+                values = {metric: [curve.steps, curve.values] for metric, curve in dev.items()}
                 lines.append({"row": str(row), "seed": str(seed), "metrics": values})
         if len({line["row"] for line in lines}) > 1:
-            panels.append({"title": part.title, "lines": lines})
+            panels.append({"title": item.title, "lines": lines})
     return Picture("evidence-curves", panels, draw_curves)
 
 
-def ends(parts: list[ExperimentResults]) -> Picture:
-    """Where each seed ended, on the set that decides, beside the paper's number."""
+def endpoints(experiments: list[ExperimentResults]) -> Picture:
+    """Plot the final result of each seed on the largest test set, beside the paper's number."""
     panels = []
-    for part in parts:
-        if part.found.runs:
-            split = max(part.found.runs[0].examples, key=lambda name: part.found.runs[0].examples[name])
-            dots = [[str(run.row), run.values[split], run.learnt] for run in part.found.runs if split in run.values]
-            # A stand-in's values are of another task than the paper's.
-            paper = {str(row): v for row in part.found.rows if (v := part.found.recipe.paper.get(str(row))) is not None}
-            shown = "accuracy, %" if part.found.scale.sign > 0 else "perplexity"
-            panels.append({"title": part.title, "split": f"{split} {shown}", "dots": dots, "paper": paper})
-    return Picture("evidence-accuracy", panels, draw_ends)
+    for item in experiments:
+        results = item.results
+        if results.runs:
+            examples = results.runs[0].examples
+            split = max(examples, key=lambda name: examples[name])
+            dots = [[str(run.row), run.values[split], run.learnt] for run in results.runs if split in run.values]
+            # A stand-in's values belong to another task than the paper's.
+            numbers = results.recipe.paper
+            paper = {str(row): numbers[str(row)] for row in results.rows if numbers.get(str(row)) is not None}
+            metric = "accuracy, %" if results.scale.sign > 0 else "perplexity"
+            panels.append({"title": item.title, "split": f"{split} {metric}", "dots": dots, "paper": paper})
+    return Picture("evidence-accuracy", panels, draw_endpoints)
 
 
-def differences(parts: list[ExperimentResults]) -> Picture:
-    """Every pair that was measured: the difference with its interval, the margin, and the paper's difference."""
+def differences(experiments: list[ExperimentResults]) -> Picture:
+    """Plot every measured difference with its interval, the margin and the paper's difference."""
     panels = []
-    for title, judge in (("half the heads", half), ("as many heads", same)):
+    for title, judge in (("half the heads", judge_half), ("the same number of heads", judge_same)):
         lines = []
-        for part in parts:
-            for each in judge(part):
-                found = each.compared
-                if found is not None:
-                    label = f"{'control: ' if each.control else ''}{each}   {part.title}"
-                    paper = (
-                        None if part.found.recipe.name in STANDS_FOR else paper_difference(part, each.ours, each.theirs)
-                    )
-                    values = [None if v is None else round(v, 6) for v in (found.difference, found.half_width, paper)]
-                    lines.append([label, each.verdict, each.control, *values])
+        for item in experiments:
+            for verdict in judge(item):
+                result = verdict.difference
+                if result is not None:
+                    label = f"{'control: ' if verdict.control else ''}{verdict}   {item.title}"
+                    stand_in = item.results.recipe.name in STANDS_FOR
+                    paper = None if stand_in else paper_difference(item, verdict.first, verdict.second)
+                    numbers = (result.difference, result.half_width, paper)
+                    values = [None if number is None else round(number, 6) for number in numbers]
+                    lines.append([label, verdict.verdict, verdict.control, *values])
         panels.append({"title": title, "lines": lines})
     return Picture(
         "evidence-differences", {"panels": panels, "margin": SCALES["classification"].margin}, draw_differences
@@ -112,43 +115,49 @@ def _pyplot() -> Any:
 
 
 def draw_curves(panels: list[dict[str, Any]]) -> Figure:
-    """A row for each task: the loss, the metric, and the names beside them."""
+    """Draw one row of axes per task: loss, metric and legend."""
     count = max(1, len(panels))
     figure, axes = _pyplot().subplots(count, 2, figsize=(10.5, 2.5 * count), squeeze=False, constrained_layout=True)
-    for places, panel in zip(axes, panels, strict=False):
+    for panel_axes, panel in zip(axes, panels, strict=False):
         for line in panel["lines"]:
             row, metrics = ModelSpec.parse(line["row"]), line["metrics"]
             colour, style = COLOURS.get(row.variant.split("-")[0], "tab:purple"), STYLES.get(row.heads, "-")
-            others = [metric for metric in metrics if metric != "loss"]
-            dots = None if row.kv_heads is None else "."
-            for axis, metric in zip(places, ["loss", *others], strict=False):
+            names = ["loss", *(metric for metric in metrics if metric != "loss")]
+            marker = None if row.kv_heads is None else "."
+            for axis, metric in zip(panel_axes, names, strict=False):
                 if metric in metrics:
-                    axis.plot(*metrics[metric], style, color=colour, marker=dots, linewidth=1, label=line["row"])
+                    axis.plot(*metrics[metric], style, color=colour, marker=marker, linewidth=1, label=line["row"])
                     axis.set_ylabel(f"dev {metric}", fontsize=8)
                     if metric == "perplexity":
                         axis.set_yscale("log")
                         axis.yaxis.set_major_formatter("{x:g}")
                         axis.yaxis.set_minor_formatter("{x:g}")
-        places[0].set_title(panel["title"], fontsize=9, loc="left")
-        for axis in places:
+        panel_axes[0].set_title(panel["title"], fontsize=9, loc="left")
+        for axis in panel_axes:
             axis.tick_params(labelsize=7, which="both")
             axis.set_xlabel("step", fontsize=8)
-        # Seeds of a model have one name.
-        handles, labels = places[1].get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True))
-        columns = -(-len(named) // NAMES_A_COLUMN)
-        places[1].legend(
-            named.values(), named, fontsize=7, ncols=columns, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False
+        # One legend entry per model, not per seed.
+        handles, labels = panel_axes[1].get_legend_handles_labels()
+        entries = dict(zip(labels, handles, strict=True))
+        columns = -(-len(entries) // NAMES_PER_COLUMN)
+        panel_axes[1].legend(
+            entries.values(),
+            entries,
+            fontsize=7,
+            ncols=columns,
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1),
+            frameon=False,
         )
     return figure
 
 
-def draw_ends(panels: list[dict[str, Any]]) -> Figure:
+def draw_endpoints(panels: list[dict[str, Any]]) -> Figure:
     counts = [len({name for name, *_ in panel["dots"]}) for panel in panels] or [1]
-    starts = range(0, len(counts), PANELS_A_LINE)
-    heights = [1.0 + 0.26 * max(counts[start : start + PANELS_A_LINE]) for start in starts]
+    starts = range(0, len(counts), PANELS_PER_LINE)
+    heights = [1.0 + 0.26 * max(counts[start : start + PANELS_PER_LINE]) for start in starts]
     figure, axes = _pyplot().subplots(
-        len(heights), PANELS_A_LINE, figsize=(3.0 * PANELS_A_LINE, sum(heights)), squeeze=False,
+        len(heights), PANELS_PER_LINE, figsize=(3.0 * PANELS_PER_LINE, sum(heights)), squeeze=False,
         constrained_layout=True, gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
     for axis in axes.flat[len(panels) :]:
@@ -177,11 +186,13 @@ def draw_differences(data: dict[str, Any]) -> Figure:
         gridspec_kw={"height_ratios": counts}, constrained_layout=True,
     )  # fmt: skip
     for axis, panel in zip(axes[:, 0], panels, strict=True):
-        for place, (_, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
+        for position, (_, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
             colour = VERDICT_COLOURS.get(verdict, "grey")
-            axis.errorbar(difference, place, xerr=width or None, fmt="s" if control else "o", color=colour, capsize=3)
+            axis.errorbar(
+                difference, position, xerr=width or None, fmt="s" if control else "o", color=colour, capsize=3
+            )
             if paper is not None:
-                axis.plot(paper, place, "x", color="black")
+                axis.plot(paper, position, "x", color="black")
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set_yticks(range(len(panel["lines"])), [label for label, *_ in panel["lines"]], fontsize=8)
         axis.set_ylim(counts[panels.index(panel)] - 0.5, -0.5)
@@ -189,9 +200,9 @@ def draw_differences(data: dict[str, Any]) -> Figure:
         axis.grid(axis="x", alpha=0.3)
     axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
     axes[-1, 0].margins(x=0.08)
-    words = "points (language model: 100 × nats a token) with the 95 % interval, none where it is not known\n"
+    words = "points (language model: 100 × nats per token) with the 95 % interval, if known\n"
     figure.supxlabel(
-        f"{words}green: holds, red: does not hold, grey: cannot be told; ×: the paper's difference; dotted: the margin",
+        f"{words}green: holds, red: does not hold, grey: undecided; ×: the paper's difference; dotted: the margin",
         fontsize=8,
     )
     return figure

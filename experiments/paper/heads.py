@@ -1,4 +1,4 @@
-"""The claim about heads: attention ranks are higher and heads less alike, from the tables that `mgk analyze` writes."""
+"""The claim about heads: higher ranks and less similar heads, from the tables that `mgk analyze` writes."""
 
 from __future__ import annotations
 
@@ -11,89 +11,94 @@ from pathlib import Path
 
 from experiments.paper import verdicts
 from experiments.paper.claims import BASELINES
-from experiments.paper.statistics import Difference, pooled
+from experiments.paper.statistics import ONE_SEED, Difference, pooled_std
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.training import results
 from mgk.training.config import ModelSpec
 
-# A model in these tables: "mgk:4 bytes seed 0".
+# Name of a model in these tables: "mgk:4 bytes seed 0".
 MODEL = re.compile(r"(?P<row>[\w-]+:[\d/]+) .*seed (?P<seed>\d+)")
 
 
 @dataclass
-class Seen:
-    """One analysed run."""
+class HeadStats:
+    """Measurements of one analysed run."""
 
     row: ModelSpec
     seed: int
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-# What is measured, the table it is in and how a line of it counts; more is what the paper claims.
+# Measurement, its table and the value of a line; the paper claims higher values for mixtures.
 MEASURES: dict[str, tuple[str, Callable[[dict[str, str]], float]]] = {
     "rank, % of full": ("ranks.csv", lambda line: 100 * float(line["rank"]) / float(line["size"])),
     "effective rank, % of full": ("ranks.csv", lambda line: 100 * float(line["effective_rank"]) / float(line["size"])),
-    "unlikeness of two heads' maps": ("pairs.csv", lambda line: float(line["jensen_shannon_bits"])),
-    "unlikeness of two heads' outputs": ("pairs.csv", lambda line: 1 - float(line["cka"] or "nan")),
+    "dissimilarity of two heads' maps": ("pairs.csv", lambda line: float(line["jensen_shannon_bits"])),
+    "dissimilarity of two heads' outputs": ("pairs.csv", lambda line: 1 - float(line["cka"] or "nan")),
 }
 
 
-def read(folder: Path) -> list[Seen]:
-    """Means over layers of the means over matrices, or pairs of heads, of a layer."""
-    found: dict[str, Seen] = {}
+def read(folder: Path) -> list[HeadStats]:
+    """Read an analysis: means over layers of the means over matrices or pairs of heads."""
+    models: dict[str, HeadStats] = {}
     for name, (table, value) in MEASURES.items():
         layers: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for each in results.read([folder / table]):
-            layers[each["model"]][each["layer"]].append(value(each))
+        for line in results.read([folder / table]):
+            layers[line["model"]][line["layer"]].append(value(line))
         for model, by_layer in layers.items():
-            named = MODEL.fullmatch(model)
-            if named is None:
+            match = MODEL.fullmatch(model)
+            if match is None:
                 continue
-            seen = found.setdefault(model, Seen(ModelSpec.parse(named["row"]), int(named["seed"])))
-            seen.numbers[name] = statistics.mean(statistics.mean(values) for values in by_layer.values())
-    return list(found.values())
+            stats = models.setdefault(model, HeadStats(ModelSpec.parse(match["row"]), int(match["seed"])))
+            stats.numbers[name] = statistics.mean(statistics.mean(values) for values in by_layer.values())
+    return list(models.values())
 
 
-def compare(seen: list[Seen], ours: ModelSpec, theirs: ModelSpec, measure: str) -> Difference | None:
-    """The interval is over seeds alone: matrices of one model are no sample of models."""
+def compare(models: list[HeadStats], first: ModelSpec, second: ModelSpec, measure: str) -> Difference | None:
+    """Compare two models by one measurement.
+
+    The interval is over seeds only: the matrices of one model are not a sample of models.
+    """
 
     def values(row: ModelSpec) -> list[float]:
-        return [each.numbers[measure] for each in seen if each.row == row and measure in each.numbers]
+        return [stats.numbers[measure] for stats in models if stats.row == row and measure in stats.numbers]
 
-    a, b = values(ours), values(theirs)
+    a, b = values(first), values(second)
     if not a or not b:
         return None
-    spread = pooled([values(row) for row in dict.fromkeys(each.row for each in seen)])
+    spread = pooled_std([values(row) for row in dict.fromkeys(stats.row for stats in models)])
     width = None if spread is None else spread.half_width(len(a), len(b))
-    remark = "one seed each: what another would say is not known" if spread is None else ""
+    remark = ONE_SEED if spread is None else ""
     return Difference("", statistics.mean(a) - statistics.mean(b), width, 0.0, (len(a), len(b)), remark)
 
 
-def judged(seen: list[Seen]) -> list[tuple[ModelSpec, ModelSpec, str, Difference, str]]:
-    """Mixtures against baselines with the same heads, and against those with twice as many."""
-    found = []
-    rows = list(dict.fromkeys(each.row for each in seen))
-    for ours in rows:
-        for heads in (ours.heads, 2 * ours.heads):
-            theirs = ModelSpec(BASELINES.get(ours.variant, ""), heads)
+def judge(models: list[HeadStats]) -> list[tuple[ModelSpec, ModelSpec, str, Difference, str]]:
+    """Compare mixtures with baselines that have the same number of heads, and twice as many."""
+    comparisons = []
+    rows = list(dict.fromkeys(stats.row for stats in models))
+    for mixture in rows:
+        for heads in (mixture.heads, 2 * mixture.heads):
+            baseline = ModelSpec(BASELINES.get(mixture.variant, ""), heads)
             for measure in MEASURES:
-                result = compare(seen, ours, theirs, measure) if theirs in rows else None
+                result = compare(models, mixture, baseline, measure) if baseline in rows else None
                 if result is not None:
-                    found.append((ours, theirs, measure, result, verdicts.better(result)))
-    return found
+                    comparisons.append((mixture, baseline, measure, result, verdicts.better(result)))
+    return comparisons
 
 
-def table(seen: list[Seen]) -> str:
+def table(models: list[HeadStats]) -> str:
     lines = [["pair", *MEASURES, "verdict"]]
-    pairs = judged(seen)
-    for ours, theirs in dict.fromkeys((ours, theirs) for ours, theirs, *_ in pairs):
-        own = {measure: (result, verdict) for a, b, measure, result, verdict in pairs if (a, b) == (ours, theirs)}
+    comparisons = judge(models)
+    for pair in dict.fromkeys((mixture, baseline) for mixture, baseline, *_ in comparisons):
+        by_measure = {
+            measure: (result, verdict) for *names, measure, result, verdict in comparisons if tuple(names) == pair
+        }
         cells = []
         for measure in MEASURES:
-            result = own.get(measure, (None, ""))[0]
+            result = by_measure.get(measure, (None, ""))[0]
             width = "" if result is None or result.half_width is None else f" ± {format_number(result.half_width)}"
             cells.append("–" if result is None else format_signed(result.difference) + width)
-        remarks = dict.fromkeys(result.remark for result, _ in own.values() if result.remark)
-        verdict = verdicts.overall([verdict for _, verdict in own.values()])
-        lines.append([f"{ours} − {theirs}", *cells, f"**{verdict}**" + "".join(f" ({each})" for each in remarks)])
+        remarks = dict.fromkeys(result.remark for result, _ in by_measure.values() if result.remark)
+        verdict = verdicts.overall([verdict for _, verdict in by_measure.values()])
+        lines.append([f"{pair[0]} − {pair[1]}", *cells, f"**{verdict}**" + "".join(f" ({text})" for text in remarks)])
     return markdown_table(lines)

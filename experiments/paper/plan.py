@@ -1,4 +1,4 @@
-"""The experiments that the evidence is to rest on, and how many of them results/ already has."""
+"""The planned experiments, and which of them results/ already holds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
-from mgk.training.run_dir import finished_runs
 from mgk.training.sweep import SOLO_METRICS, filter_rows, is_timed, is_trained
 
-ALL = 3  # seeds, where a row is to have several
+SEVERAL_SEEDS = 3
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows of a recipe and the seeds each is to have. timed: whether each row is to be timed alone; not where another
-    experiment has the same models and batches."""
+    """Models of a recipe with their planned number of seeds."""
 
     item: int
     title: str
     recipe: str
     seeds: dict[ModelSpec, int]
-    timed: bool = True
+    timed: bool = True  # whether to time each model alone; not if another experiment has the same models and batches
 
 
 def _models(names: str) -> tuple[ModelSpec, ...]:
@@ -32,8 +30,8 @@ def _models(names: str) -> tuple[ModelSpec, ...]:
 
 
 def _rows(names: str, several: str = "") -> dict[ModelSpec, int]:
-    """Three seeds of the rows in `several`, one of the others."""
-    return {row: ALL if row in _models(several) else 1 for row in _models(names)}
+    """Plan SEVERAL_SEEDS seeds for the models in `several` and one for the others."""
+    return {row: SEVERAL_SEEDS if row in _models(several) else 1 for row in _models(names)}
 
 
 _TABLES_1_2_4 = " ".join(map(str, config.load_recipe("listops").rows))
@@ -66,15 +64,15 @@ EXPERIMENTS = (
         4,
         "Language model (enwiki-lm stand-in, two passes)",
         "enwiki-lm-2",
-        # softmax:4 is the control of half the heads, smgk:8/4 what half the key heads are worth to a mixture.
+        # softmax:4 is the control for half the heads; smgk:8/4 has half the key heads.
         _rows("softmax:8 mgk:8 mgk:4 smgk:8 smgk:4 softmax:8/4 linear:8 mlk:8 mlk:4 softmax:4 smgk:8/4", "softmax:8"),
     ),
 )
 
-# The recipes that stand for the tasks of Tables 1, 2 and 4, in their order.
+# Recipes for the tasks of Tables 1, 2 and 4, in their order.
 LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-random")
 
-# Figures of the paper: what they show, and the files, seen from the results' folder, without which there is none.
+# Figures of the paper: number, subject and required files, relative to the results folder.
 FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("1", "curves on retrieval", ("curves/retrieval-peerread-random-mgk-2-paper-s0.csv",)),
     (
@@ -86,17 +84,17 @@ FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("4", "curves of the language model", ("curves/enwiki-lm-2-softmax-8-paper-s0.csv",)),
     ("5", "maps of the language model", ("enwiki-lm-2-analysis/maps-1.png",)),
     ("6", "ranks of the language model", ("enwiki-lm-2-analysis/ranks.csv",)),
-    ("7", "FLOPs and parameters of the ways to learn", ("../docs/figures/figure-7.png",)),
+    ("7", "FLOPs and parameters of EM and hard inference", ("../docs/figures/figure-7.png",)),
     ("8", "maps of linear attention on retrieval", ("retrieval-peerread-random-linear-analysis/maps-1.png",)),
 )
 
 
 @dataclass(frozen=True)
-class Looked:
-    """An analysis of trained models, and the folder of results/ that holds it."""
+class HeadAnalysis:
+    """An analysis of trained models and its folder in results/."""
 
     recipe: str
-    kind: str  # in the folder's name
+    kind: str  # part of the folder's name
     rows: tuple[ModelSpec, ...]
     split: str
 
@@ -104,39 +102,40 @@ class Looked:
     def folder(self) -> str:
         return f"{self.recipe}-{self.kind}analysis"
 
-    def done(self, results: Path) -> bool:
+    def is_done(self, results: Path) -> bool:
         return (results / self.folder / "ranks.csv").exists()
 
     def models(self, runs: Path) -> dict[ModelSpec, list[Path]]:
-        """The runs of each row that are still there, of all seeds; those that have come to their end."""
-        return {row: finished_runs(runs, self.recipe, row, PRESET) for row in self.rows}
+        """Return the finished run directories of each model, of all seeds."""
+        files = {row: (runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/result.json") for row in self.rows}
+        return {row: sorted(path.parent for path in paths) for row, paths in files.items()}
 
     def command(self, results: Path, runs: Path) -> list[str] | None:
-        """As arguments of `mgk`. None where a row has no model."""
+        """Return the arguments of `mgk`, or None if a model has no run directory."""
         models = self.models(runs).values()
         if not all(models):
             return None
-        directories = [str(each) for of_row in models for each in of_row]
+        directories = [str(path) for paths in models for path in paths]
         return ["analyze", *directories, "--split", self.split, "--out", str(results / self.folder)]
 
 
-# Those of figures 2, 5, 6 and 8.
+# Analyses for figures 2, 5, 6 and 8.
 ANALYSES = (
-    Looked("retrieval-peerread-random", "", _models("softmax:4 mgk:2 smgk:2"), "test"),
-    Looked("retrieval-peerread-random", "linear-", _models("linear:4 mlk:2"), "test"),
-    Looked("enwiki-lm-2", "", _models("softmax:8 mgk:8 mgk:4"), "dev"),
+    HeadAnalysis("retrieval-peerread-random", "", _models("softmax:4 mgk:2 smgk:2"), "test"),
+    HeadAnalysis("retrieval-peerread-random", "linear-", _models("linear:4 mlk:2"), "test"),
+    HeadAnalysis("enwiki-lm-2", "", _models("softmax:8 mgk:8 mgk:4"), "dev"),
 )
 
 
 def next_seed(rows: list[dict[str, str]], recipe: str, row: ModelSpec) -> int:
-    """One that results have no training of, nor the plan."""
-    planned = max((each.seeds[row] for each in EXPERIMENTS if each.recipe == recipe and row in each.seeds), default=0)
-    own = filter_rows(rows, config.load_recipe(recipe), row, PRESET, None)
-    return max([planned, *(int(each["seed"]) + 1 for each in own)])
+    """Return a seed that is neither in the results nor planned."""
+    planned = [item.seeds[row] for item in EXPERIMENTS if item.recipe == recipe and row in item.seeds]
+    trained = filter_rows(rows, config.load_recipe(recipe), row, PRESET, None)
+    return max([0, *planned, *(int(line["seed"]) + 1 for line in trained)])
 
 
-def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
-    """The seeds that have not been run, of each row that lacks one."""
+def missing_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
+    """Return the planned seeds without results by model; complete models are left out."""
     recipe = config.load_recipe(experiment.recipe)
     missing = {
         row: [seed for seed in range(seeds) if not is_trained(rows, recipe, row, PRESET, seed)]
@@ -145,8 +144,8 @@ def left(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, 
     return {row: seeds for row, seeds in missing.items() if seeds}
 
 
-def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
-    """The rows that are to be timed alone and have not been."""
+def untimed_models(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
+    """Return the models whose solo times are planned and missing."""
     recipe = config.load_recipe(experiment.recipe)
     return [
         row
@@ -155,40 +154,40 @@ def untimed(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpe
     ]
 
 
-def trained(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
-    """The rows that have results."""
+def trained_models(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
+    """Return the models that have results."""
     recipe = config.load_recipe(experiment.recipe)
     return [row for row in experiment.seeds if is_trained(rows, recipe, row, PRESET, 0)]
 
 
-def _rest(rows: list[dict[str, str]], experiment: Experiment) -> str:
-    """What is left, in words."""
-    missing = left(rows, experiment)
-    said = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
-    untimed_rows = [str(row) for row in untimed(rows, experiment)]
-    parts = [f"train {', '.join(said)}"] if said else []
-    parts += [f"time {', '.join(untimed_rows)}"] if untimed_rows else []
+def _describe_remaining(rows: list[dict[str, str]], experiment: Experiment) -> str:
+    missing = missing_seeds(rows, experiment)
+    trainings = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
+    untimed = [str(row) for row in untimed_models(rows, experiment)]
+    parts = [f"train {', '.join(trainings)}"] if trainings else []
+    parts += [f"time {', '.join(untimed)}"] if untimed else []
     return "; ".join(parts) or "nothing"
 
 
 def table(rows: list[dict[str, str]], results: Path) -> str:
-    lines = [["item", "what", "planned trainings run", "rows complete", "timed alone", "what is left"]]
+    """Format the state of every planned experiment and figure."""
+    lines = [["item", "experiment", "planned trainings run", "models complete", "timed alone", "remaining"]]
     for experiment in EXPERIMENTS:
-        missing = left(rows, experiment)
-        wanted, rest = sum(experiment.seeds.values()), sum(map(len, missing.values()))
-        without_times, models = untimed(rows, experiment), len(experiment.seeds)
+        missing = missing_seeds(rows, experiment)
+        planned, remaining = sum(experiment.seeds.values()), sum(map(len, missing.values()))
+        untimed, models = untimed_models(rows, experiment), len(experiment.seeds)
         lines.append(
             [
                 str(experiment.item),
                 experiment.title,
-                f"{wanted - rest} of {wanted}",
+                f"{planned - remaining} of {planned}",
                 f"{models - len(missing)} of {models}",
-                f"{models - len(without_times)} of {models}" if experiment.timed else "–",
-                _rest(rows, experiment),
+                f"{models - len(untimed)} of {models}" if experiment.timed else "–",
+                _describe_remaining(rows, experiment),
             ]
         )
-    figures = [["figure (item 5)", "what", "from models of the size above"]]
-    for number, what, needs in FIGURES:
-        figures.append([number, what, "yes" if all((results / each).exists() for each in needs) else "no"])
-    command = "`python -m experiments.paper --run` trains, times and draws the remaining ones."
+    figures = [["figure (item 5)", "subject", "from models of the size above"]]
+    for number, subject, files in FIGURES:
+        figures.append([number, subject, "yes" if all((results / path).exists() for path in files) else "no"])
+    command = "`python -m experiments.paper --run` trains, times and analyses the remaining ones."
     return f"{markdown_table(lines)}\n\n{command}\n\n{markdown_table(figures)}"

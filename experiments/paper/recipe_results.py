@@ -1,4 +1,4 @@
-"""The finished trainings that results/ has, on scales on which more is better."""
+"""Finished trainings in results/, on scales where more is better."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mgk.training.sweep import filter_rows, metric_format
 from mgk.variants import VARIANTS
 
 PRESET = "paper"
-# Stand-ins have no numbers of the paper; these recipes have those of the task they stand for.
+# Stand-ins, and the recipes that hold the paper's numbers for the original task.
 STANDS_FOR = {
     "retrieval-peerread": "retrieval-aan",
     "retrieval-peerread-30k": "retrieval-aan",
@@ -35,23 +35,23 @@ STANDS_FOR = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How a metric becomes worth: differences of worth are in `unit`, and below `margin` they are taken as none."""
+    """Scale of a metric: differences are in `unit`, and losses below `margin` count as none."""
 
     unit: str
     margin: float
-    shown_digits: int
-    sign: float  # of a mean of kept answers
+    digits: int
+    sign: float  # of a mean of stored predictions
 
-    def worth(self, value: float) -> float:
-        """Of a value as shown: an accuracy in per cent, a perplexity."""
+    def score(self, value: float) -> float:
+        """Convert a displayed value, an accuracy in per cent or a perplexity, to the scale."""
         return value if self.sign > 0 else -100 * math.log(value)
 
 
-# One margin in each unit. Points: about the standard error of LRA's own 2,000 test examples of ListOps, so that a
-# smaller loss could not be seen on the benchmark itself. Per cent of perplexity: what separates the paper's models.
+# Margins. Points: about the standard error of LRA's own 2,000 test examples of ListOps; the benchmark itself does not
+# show a smaller loss. Per cent of perplexity: the difference between the paper's models.
 SCALES = {
     "classification": Scale("points", 1.0, 2, 1.0),
-    "language-model": Scale("100 × nats a token", 1.0, 2, -1.0),
+    "language-model": Scale("100 × nats per token", 1.0, 2, -1.0),
 }
 
 
@@ -61,18 +61,18 @@ class TrainedRun:
 
     row: ModelSpec
     seed: int
-    values: dict[str, float] = field(default_factory=dict)  # by split, as shown
+    values: dict[str, float] = field(default_factory=dict)  # by split, as displayed
     examples: dict[str, int] = field(default_factory=dict)
     majority: dict[str, float] = field(default_factory=dict)  # per cent of the most frequent class, by split
-    left_at: int | None = None  # the step at which it left the task's plateau, 0: never, None: there is none
-    late: bool = False  # in the last tenth of its steps
+    left_at: int | None = None  # the step at which it left the task's plateau; 0: never; None: no plateau
+    late: bool = False  # left it in the last tenth of its steps
     setup: str = ""
     params: int = 0
     flops: int = 0
 
     @property
     def learnt(self) -> bool:
-        """It left the plateau, and beats the most frequent class by more than the test set leaves open."""
+        """Whether the run left the plateau and beats the most frequent class by more than its interval."""
         if self.left_at == 0:
             return False
         for split, share in self.majority.items():
@@ -84,14 +84,14 @@ class TrainedRun:
 
 @dataclass
 class RecipeResults:
-    """All that results/ has of one recipe."""
+    """Results of one recipe."""
 
     recipe: Recipe
     scale: Scale
     runs: list[TrainedRun]
     results: Path
 
-    def of(self, row: ModelSpec) -> list[TrainedRun]:
+    def runs_of(self, row: ModelSpec) -> list[TrainedRun]:
         return [run for run in self.runs if run.row == row]
 
     @property
@@ -99,31 +99,31 @@ class RecipeResults:
         return list(dict.fromkeys(run.row for run in self.runs))
 
     def mean(self, row: ModelSpec) -> float | None:
-        """As shown, over the seeds that have learnt the task if any has, on the largest test set; None: not run."""
-        runs = [run for run in self.of(row) if run.learnt] or self.of(row)
+        """Return the mean on the largest test set, over the seeds that learnt the task if any did; None if not run."""
+        runs = [run for run in self.runs_of(row) if run.learnt] or self.runs_of(row)
         if not runs:
             return None
         split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
         return statistics.mean(run.values[split] for run in runs if split in run.values)
 
-    def kept(self, runs: list[TrainedRun], split: str) -> list[np.ndarray]:
-        """The runs' answers, where they were kept."""
-        places = (predictions.PredictionsKey(self.recipe.name, r.row, PRESET, r.seed, split, r.setup) for r in runs)
-        return [found for place in places if (found := predictions.read(self.results, place)) is not None]
+    def predictions_of(self, runs: list[TrainedRun], split: str) -> list[np.ndarray]:
+        """Return the stored predictions of the runs; runs without any are skipped."""
+        keys = (predictions.PredictionsKey(self.recipe.name, r.row, PRESET, r.seed, split, r.setup) for r in runs)
+        return [array for key in keys if (array := predictions.read(self.results, key)) is not None]
 
     def paper(self, row: ModelSpec) -> float | None:
-        """As shown; for a stand-in the number of the task it stands for."""
+        """Return the paper's number as displayed; for a stand-in that of the original task."""
         name = STANDS_FOR.get(self.recipe.name)
-        known = recipes.load_recipe(name).paper if name else self.recipe.paper
-        return known.get(str(row))
+        numbers = recipes.load_recipe(name).paper if name else self.recipe.paper
+        return numbers.get(str(row))
 
 
-def departs(line: dict[str, str], recipe: Recipe) -> str:
-    """In words what settings a line of results has that are not the recipe's; "" if it has none."""
+def changed_settings(line: dict[str, str], recipe: Recipe) -> str:
+    """Describe the settings of a line of results that differ from the recipe's; "" if none do."""
     try:
         words = shlex.split(line.get("command") or "")
     except ValueError:
-        return f"the command {line['command']}, which nobody can read"
+        return f"the command {line['command']}, which is not valid shell syntax"
     settings = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
     settings += [value for option, value in pairwise(words) if option == "--set"]
     try:
@@ -133,60 +133,63 @@ def departs(line: dict[str, str], recipe: Recipe) -> str:
     if not same:
         return " ".join(f"--set {setting}" for setting in settings)
     config: Any = OBJECTIVES[tasks.get_task(recipe.task).objective].config_class
-    wanted = VARIANTS[line["variant"]].components or recipe.model.get("num_components", config.num_components)
-    return "" if line.get("components") in (None, "", str(wanted)) else f"{line['components']} components"
+    expected = VARIANTS[line["variant"]].components or recipe.model.get("num_components", config.num_components)
+    return "" if line.get("components") in (None, "", str(expected)) else f"{line['components']} components"
 
 
-def own_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """The rows without those of these recipes that have other settings, and the names of what was left out."""
+def split_by_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """Drop rows of these recipes that have other settings; return the rest and the names of those dropped."""
     known = {name: recipes.load_recipe(name) for name in names}
-    kept, left = [], dict[str, None]()
-    for each in rows:
-        recipe = known.get(each["recipe"])
-        other = "" if recipe is None else departs(each, recipe)
-        if not other:
-            kept.append(each)
+    selected, dropped = [], dict[str, None]()
+    for row in rows:
+        recipe = known.get(row["recipe"])
+        changes = "" if recipe is None else changed_settings(row, recipe)
+        if not changes:
+            selected.append(row)
         else:
-            left[f"{each['recipe']} {each['variant']}:{each['heads']} seed {each['seed']} ({other})"] = None
-    return kept, list(left)
+            dropped[f"{row['recipe']} {row['variant']}:{row['heads']} seed {row['seed']} ({changes})"] = None
+    return selected, list(dropped)
 
 
-def find(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
-    """rows: of all files of results, none of them with other settings than the recipe's."""
+def read_recipe(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
+    """Collect the trainings of a recipe.
+
+    Args:
+        rows: Rows of all results files, without those that have other settings than their recipe.
+        name: Name of the recipe.
+        results: Folder of the results, for stored predictions.
+    """
     recipe = recipes.load_recipe(name)
-    how = metric_format(recipe)
+    metric = metric_format(recipe)
     runs: dict[tuple[ModelSpec, int], TrainedRun] = {}
-    own = [each for each in rows if each.get("recipe") == name and each.get("seed", "").isdigit()]
+    recipe_rows = [row for row in rows if row.get("recipe") == name and row.get("seed", "").isdigit()]
     models = {
-        ModelSpec(
-            each["variant"], int(each["heads"]), None if each["kv_heads"] == each["heads"] else int(each["kv_heads"])
-        )
-        for each in own
+        ModelSpec(row["variant"], int(row["heads"]), None if row["kv_heads"] == row["heads"] else int(row["kv_heads"]))
+        for row in recipe_rows
     }
-    order = {row: number for number, row in enumerate(recipe.rows)}
-    for row in sorted(models, key=lambda row: (order.get(row, len(order)), str(row))):
-        mine = filter_rows(own, recipe, row, PRESET, None)
-        judged = [each for each in mine if each["metric"] == how.metric]
-        setups = {each["setup"] for each in judged}
+    order = {model: number for number, model in enumerate(recipe.rows)}
+    for model in sorted(models, key=lambda model: (order.get(model, len(order)), str(model))):
+        model_rows = filter_rows(recipe_rows, recipe, model, PRESET, None)
+        test_rows = [row for row in model_rows if row["metric"] == metric.metric]
+        setups = {row["setup"] for row in test_rows}
         if len(setups) > 1:
             raise ValueError(
-                f"{name} has results of {row} from {len(setups)} versions of the recipe or of its data "
+                f"{name} has results of {model} from {len(setups)} versions of the recipe or of its data "
                 f"(setups {', '.join(sorted(setups))}): keep one of them in {results}"
             )
-        for each in judged:
-            key = row, int(each["seed"])
+        for row in test_rows:
+            key = model, int(row["seed"])
             run = runs.setdefault(key, TrainedRun(*key))
-            run.values[each["split"]] = how.factor * float(each["value"])
-            run.examples[each["split"]] = int(each["n_examples"])
-            run.setup, run.params, run.flops = each["setup"], int(each["params"]), int(each["flops"])
-        for each in mine:
-            found = runs.get((row, int(each["seed"])))
-            if found is not None and each["metric"] == "plateau_left_at_step":
-                found.left_at = int(float(each["value"]))
-                found.late = found.left_at > 0.9 * recipe.training.steps
-            if found is not None and each["metric"] == "majority_share":
-                found.majority[each["split"]] = 100 * float(each["value"])
+            run.values[row["split"]] = metric.factor * float(row["value"])
+            run.examples[row["split"]] = int(row["n_examples"])
+            run.setup, run.params, run.flops = row["setup"], int(row["params"]), int(row["flops"])
+        for row in model_rows:
+            known = runs.get((model, int(row["seed"])))
+            if known is not None and row["metric"] == "plateau_left_at_step":
+                known.left_at = int(float(row["value"]))
+                known.late = known.left_at > 0.9 * recipe.training.steps
+            if known is not None and row["metric"] == "majority_share":
+                known.majority[row["split"]] = 100 * float(row["value"])
     scale = SCALES[tasks.get_task(recipe.task).objective]
-    return RecipeResults(
-        recipe, scale, sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed)), results
-    )
+    ordered = sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed))
+    return RecipeResults(recipe, scale, ordered, results)

@@ -1,4 +1,4 @@
-"""How fast: ours with half the heads over the fastest softmax attention with all of them, by operator and by model."""
+"""Speed: time with half the heads over the fastest softmax attention with all of them, by operator and model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from experiments.paper import costs, speed_goals, verdicts
 from mgk._core.io import format_number, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
+from mgk.training.results import latest
 
 Record = dict[str, str]
 Ratio = float | None
-LONG_LINEAR = "16384"  # the length at which causal linear attention is shown
+LINEAR_LENGTH = "16384"  # of causal linear attention
 LENGTHS = ("4096", "256")  # of the language model
-PLAIN, RECORDED = "tokens_per_second_plain", "tokens_per_second"
+PLAIN, CAPTURED = "tokens_per_second_plain", "tokens_per_second"
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """On the device and in plain calls: forward and with all gradients, or one number. None: not measured."""
+    """Ratios on the device and in plain calls: forward and with all gradients, or one number; None: not measured."""
 
-    what: str
+    title: str
     device: tuple[Ratio, ...]
     plain: tuple[Ratio, ...]
     commits: set[str]
@@ -35,13 +36,13 @@ def sentence(rows: list[Record]) -> str:
     if forward is None or both is None:
         return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
     lengths = [Shape.parse(shape).length for shape in speed_goals.GOAL_SHAPES]
-    where = (
+    setting = (
         f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}, at lengths of {min(lengths):,} to {max(lengths):,}"
     )
-    less = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
-    softmax = f" Softmax itself with half the heads takes {' and '.join(less)}." if less else ""
+    control = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
+    softmax = f" Softmax with half the heads takes {' and '.join(control)}." if control else ""
     return (
-        f"{where}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
+        f"{setting}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
         f"fastest softmax attention in PyTorch with all of them, and **{both:.2f}** with all gradients "
         f"(geometric means of {len(speed_goals.GOAL_SHAPES)} shapes,\non the device).{softmax}"
     )
@@ -54,32 +55,30 @@ def table(rows: list[Record]) -> str:
         _half_softmax(measured),
         _small(measured),
         *_against_best(measured, "decoding", "smgk", "sMGK, one token against a cache of 32,768, width"),
-        *_against_best(measured, "linear", "mlk", "causal MLK at length 16,384, width", LONG_LINEAR),
+        *_against_best(measured, "linear", "mlk", "causal MLK at length 16,384, width", LINEAR_LENGTH),
         *_models(rows),
     ]
-    header = ["", "on the device", "in plain calls, with their Python", "commit"]
+    header = ["", "device time", "plain calls, with Python overhead", "commit"]
     return markdown_table(
-        [header, *([line.what, _cell(line.device), _cell(line.plain), _commits(line.commits)] for line in lines)]
+        [header, *([line.title, _cell(line.device), _cell(line.plain), _commits(line.commits)] for line in lines)]
     )
 
 
 def _cell(values: tuple[Ratio, ...]) -> str:
-    shown = [
-        f"**{format_number(x)}**" if x is not None and x < 1 else format_number(x) for x in values if x is not None
-    ]
-    return ", ".join(shown) or "–"
+    ratios = [ratio for ratio in values if ratio is not None]
+    return ", ".join(f"**{format_number(x)}**" if x < 1 else format_number(x) for x in ratios) or "–"
 
 
-def _commits(found: set[str]) -> str:
-    return ", ".join(sorted(found)) or "–"
+def _commits(commits: set[str]) -> str:
+    return ", ".join(sorted(commits)) or "–"
 
 
 def _commits_of(rows: list[Record]) -> set[str]:
     return {row["commit"] for row in rows}
 
 
-def _both(find: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
-    return tuple(find(which) for which in PASSES)
+def _both(ratio_of: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
+    return tuple(ratio_of(which) for which in PASSES)
 
 
 def _operator(rows: list[Record], variant: str) -> SpeedRow:
@@ -92,86 +91,83 @@ def _operator(rows: list[Record], variant: str) -> SpeedRow:
 
 
 def _half_softmax(rows: list[Record]) -> SpeedRow:
-    """What fewer heads save by themselves."""
-
+    """Return the control: softmax with half the heads."""
     half = [row for row in speed_goals.select(rows, "speed", variant="softmax") if speed_goals.has_heads(row, 2, 2)]
 
     def best(which: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        ratios: dict[str, float] = {}
         for row in speed_goals.select(half, "speed", which):
             shape = speed_goals.shape_of(row)
-            found[shape] = min(found.get(shape, math.inf), float(row["ratio"]))
-        return found
+            ratios[shape] = min(ratios.get(shape, math.inf), float(row["ratio"]))
+        return ratios
 
-    words = "for comparison: softmax with half the heads, the same shapes"
-    return SpeedRow(words, _both(lambda which: speed_goals.mean(best(which))), (), _commits_of(half))
+    title = "control: softmax with half the heads, the same shapes"
+    return SpeedRow(title, _both(lambda which: speed_goals.mean(best(which))), (), _commits_of(half))
 
 
 def _small(rows: list[Record]) -> SpeedRow:
     shape = speed_goals.SMALL_SHAPE
-    found = [row for row in speed_goals.select(rows, "speed", variant="smgk") if speed_goals.shape_of(row) == shape]
+    measured = [row for row in speed_goals.select(rows, "speed", variant="smgk") if speed_goals.shape_of(row) == shape]
     return SpeedRow(
         "sMGK at length 256 and width 16, the paper's language model",
         _both(lambda which: speed_goals.ratios(rows, "smgk", which).get(shape)),
         _both(lambda which: speed_goals.plain_ratios(rows, "smgk", which).get(shape)),
-        _commits_of(found),
+        _commits_of(measured),
     )
 
 
-def _against_best(rows: list[Record], task: str, variant: str, words: str, length: str | None = None) -> list[SpeedRow]:
-    """One line for each head width: a part of `mgk bench` whose rows have their ratio to the best SDPA."""
-    wanted = {} if length is None else {"length": length}
+def _against_best(rows: list[Record], task: str, variant: str, title: str, length: str | None = None) -> list[SpeedRow]:
+    """Return a row per head width of a suite of `mgk bench`, relative to the best SDPA."""
+    columns = {} if length is None else {"length": length}
     lines = []
-    for width in dict.fromkeys(row["head_dim"] for row in speed_goals.select(rows, task, **wanted)):
-        found = {
+    for width in dict.fromkeys(row["head_dim"] for row in speed_goals.select(rows, task, **columns)):
+        measured = {
             which: [
                 row
                 for row in speed_goals.select(
-                    rows, task, which, variant=variant, backend="triton", head_dim=width, **wanted
+                    rows, task, which, variant=variant, backend="triton", head_dim=width, **columns
                 )
                 if row["heads"] == row["kv_heads"]
             ]
             for which in PASSES
         }
-        present = [row for own in found.values() for row in own]
+        present = [row for selected in measured.values() for row in selected]
         if not present:
             continue
 
-        def over(column: str, which: str, width: str = width, own: dict[str, list[Record]] = found) -> Ratio:
-            others = [
+        def ratio(column: str, which: str, width: str = width, ours: dict[str, list[Record]] = measured) -> Ratio:
+            peers = [
                 float(row[column])
-                for row in speed_goals.select(rows, task, which, variant="softmax", head_dim=width, **wanted)
+                for row in speed_goals.select(rows, task, which, variant="softmax", head_dim=width, **columns)
                 if speed_goals.has_heads(row, 1, 1)
             ]
-            return float(own[which][-1][column]) / min(others) if own[which] and others else None
+            return float(ours[which][-1][column]) / min(peers) if ours[which] and peers else None
 
-        device, plain = (_both(partial(over, column)) for column in ("value", "step_ms"))
-        lines.append(SpeedRow(f"{words} {width}", device, plain, _commits_of(present)))
+        device, plain = (_both(partial(ratio, column)) for column in ("value", "step_ms"))
+        lines.append(SpeedRow(f"{title} {width}", device, plain, _commits_of(present)))
     return lines
 
 
 def _models(rows: list[Record]) -> list[SpeedRow]:
     lines = []
-    for pair in costs.pairs(costs.of_steps(rows)):
+    for pair in costs.pairs(costs.step_costs(rows)):
         if pair[0].row.variant == "smgk":
-            what = "a training step of the paper's encoder at length 4,096, compiled"
+            title = "a training step of the paper's encoder at length 4,096, compiled"
             ratio = costs.ratios(*pair)["training step"]
-            lines.append(SpeedRow(what, (ratio,), (), _commits_of(costs.step_rows(rows))))
+            lines.append(SpeedRow(title, (ratio,), (), _commits_of(costs.step_rows(rows))))
     for length in LENGTHS:
         ratios: dict[str, float] = {}
         commits: set[str] = set()
-        for metric in (RECORDED, PLAIN):
-            last = {
-                (row["variant"], row["heads"], row["kv_heads"]): row
-                for row in rows
-                if row["recipe"] == "language-model" and row["metric"] == metric and row["length"] == length
-            }
+        for metric in (CAPTURED, PLAIN):
+            columns = {"recipe": "language-model", "metric": metric, "length": length}
+            steps = latest([row for row in rows if columns.items() <= row.items()], ("variant", "heads", "kv_heads"))
+            last = {(row["variant"], row["heads"], row["kv_heads"]): row for row in steps}
             if {("smgk", "4", "4"), ("softmax", "8", "8")} <= last.keys():
                 ours, theirs = last["smgk", "4", "4"], last["softmax", "8", "8"]
                 ratios[metric] = float(theirs["value"]) / float(ours["value"])
                 commits |= {ours["commit"], theirs["commit"]}
-        what = (
-            f"one of its language model at length {int(length):,} (as CUDA graphs, which `mgk train` records; without)"
+        title = (
+            f"a training step of its language model at length {int(length):,} (with CUDA graphs, the default; without)"
         )
-        lines.append(SpeedRow(what, (ratios.get(RECORDED),), (ratios.get(PLAIN),), commits))
+        lines.append(SpeedRow(title, (ratios.get(CAPTURED),), (ratios.get(PLAIN),), commits))
     return lines

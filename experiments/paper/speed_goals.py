@@ -1,4 +1,4 @@
-"""What the project wants of its kernels, and how far a set of measurements is from it."""
+"""Speed targets of the kernels, and the measurements of `mgk bench` compared with them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from mgk.bench.suite import SHAPES
 from mgk.bench.timing import PASSES
+from mgk.training.results import latest
 
 Record = dict[str, str]
 
-# Shapes in the geometric means; the paper's language model, the last, has a goal of its own.
+# Shapes of the geometric means; the last shape, the paper's language model, has a separate target.
 GOAL_SHAPES = tuple(map(str, SHAPES[:-1]))
 SMALL_SHAPE = str(SHAPES[-1])
 NAMES = {"smgk": "sMGK", "smgk-hard": "sMGK hard", "mgk": "MGK", "mgk-hard": "MGK hard"}
-# Time with H/2 heads over the best SDPA with H: geometric means, and no shape above.
+# Targets of the time with H/2 heads over the best SDPA with H: geometric means, and the maximum over shapes.
 MEANS = {"smgk": (0.68, 0.78), "smgk-hard": (0.65, 0.75), "mgk": (0.95, 1.10), "mgk-hard": (0.85, 1.00)}
 LARGEST = {"smgk": 0.95, "smgk-hard": 0.95, "mgk": 1.30, "mgk-hard": 1.20}
 KEY = (
@@ -26,26 +27,28 @@ KEY = (
 
 @dataclass(frozen=True)
 class Goal:
-    what: str
-    wanted: float  # at most
-    got: float
+    """A target and its measured value."""
+
+    title: str
+    limit: float
+    measured: float
 
     @property
     def reached(self) -> bool:
-        return self.got <= self.wanted
+        return self.measured <= self.limit
 
     def __str__(self) -> str:
-        return f"{'reached' if self.reached else 'MISSED':8} {self.got:6.3f} of {self.wanted:.2f}   {self.what}"
+        return f"{'reached' if self.reached else 'MISSED':8} {self.measured:6.3f} of {self.limit:.2f}   {self.title}"
 
 
-def latest(rows: Iterable[Record]) -> list[Record]:
-    """Of several measurements of the same thing the last."""
-    return list({tuple(row[name] for name in KEY): row for row in rows if row["recipe"] == "bench"}.values())
+def latest_bench(rows: Iterable[Record]) -> list[Record]:
+    """Return the latest row of each measurement of `mgk bench`."""
+    return latest((row for row in rows if row["recipe"] == "bench"), KEY)
 
 
 def on_gpu(rows: Iterable[Record]) -> list[Record]:
-    """The latest measurements of operators that were made on a GPU."""
-    return latest(row for row in rows if row.get("pass") and not row["gpu"].startswith("cpu"))
+    """Return the latest measurements of operators on a GPU."""
+    return latest_bench(row for row in rows if row.get("pass") and not row["gpu"].startswith("cpu"))
 
 
 def shape_of(row: Record) -> str:
@@ -53,18 +56,18 @@ def shape_of(row: Record) -> str:
     return f"{row['batch']}x{row['full_heads']}x{row['length']}x{row['head_dim']}{mask}"
 
 
-def select(rows: Iterable[Record], task: str, which: str | None = None, **wanted: str) -> list[Record]:
+def select(rows: Iterable[Record], task: str, which: str | None = None, **columns: str) -> list[Record]:
     return [
         row
         for row in rows
         if row["task"] == task
         and which in (None, row["pass"])
-        and all(row[name] == value for name, value in wanted.items())
+        and all(row[name] == value for name, value in columns.items())
     ]
 
 
 def has_heads(row: Record, share: int, key_share: int) -> bool:
-    """Whether it was measured with H/share query heads and H/key_share key heads."""
+    """Return whether a row has H/share query heads and H/key_share key heads."""
     return int(row["full_heads"]) == share * int(row["heads"]) == key_share * int(row["kv_heads"])
 
 
@@ -73,65 +76,65 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def mean(by_shape: dict[str, float]) -> float | None:
-    """The geometric mean over the shapes that the goals are for, if all of them are there."""
+    """Return the geometric mean over GOAL_SHAPES, or None if one is missing."""
     values = [by_shape[shape] for shape in GOAL_SHAPES if shape in by_shape]
     return geometric_mean(values) if len(values) == len(GOAL_SHAPES) else None
 
 
 def ratios(rows: list[Record], variant: str, which: str, components: str = "2") -> dict[str, float]:
-    """By shape: the operator's device time over that of the best SDPA with H heads."""
-    found = select(rows, "speed", which, variant=variant, components=components, backend="triton")
-    return {shape_of(row): float(row["ratio"]) for row in found}
+    """Return the device time over that of the best SDPA with H heads by shape."""
+    measured = select(rows, "speed", which, variant=variant, components=components, backend="triton")
+    return {shape_of(row): float(row["ratio"]) for row in measured}
 
 
 def plain_ratios(rows: list[Record], variant: str, which: str) -> dict[str, float]:
-    """As `ratios`, of calls as one writes them, with their Python and their launches."""
-    found = select(rows, "speed", which, variant=variant, components="2", backend="triton")
-    return {shape_of(row): float(row["eager_ratio"]) for row in found if row["eager_ratio"]}
+    """Return the ratios of plain calls, with Python and launch overhead."""
+    measured = select(rows, "speed", which, variant=variant, components="2", backend="triton")
+    return {shape_of(row): float(row["eager_ratio"]) for row in measured if row["eager_ratio"]}
 
 
 def _speed(rows: list[Record]) -> Iterable[Goal]:
     for variant, means in MEANS.items():
         for which, mean in zip(PASSES, means, strict=True):
-            found = {shape: r for shape, r in ratios(rows, variant, which).items() if shape in GOAL_SHAPES}
-            if len(found) == len(GOAL_SHAPES):
-                yield Goal(f"{NAMES[variant]}, {which}: geometric mean", mean, geometric_mean(list(found.values())))
-            if found:
-                worst = max(found, key=lambda shape: found[shape])
-                words = f"{NAMES[variant]}, {which}: largest, {worst}"
-                yield Goal(words, LARGEST[variant], found[worst])
+            by_shape = {shape: r for shape, r in ratios(rows, variant, which).items() if shape in GOAL_SHAPES}
+            if len(by_shape) == len(GOAL_SHAPES):
+                yield Goal(f"{NAMES[variant]}, {which}: geometric mean", mean, geometric_mean(list(by_shape.values())))
+            if by_shape:
+                worst = max(by_shape, key=lambda shape: by_shape[shape])
+                title = f"{NAMES[variant]}, {which}: largest, {worst}"
+                yield Goal(title, LARGEST[variant], by_shape[worst])
     for which in PASSES:
         two, four = (_times(rows, which, components) for components in ("2", "4"))
-        found = {shape: four[shape] / two[shape] for shape in four if shape in two}
-        if found:
-            worst = max(found, key=lambda shape: found[shape])
-            yield Goal(f"sMGK, {which}: M 4 over M 2, {worst}", 1.25, found[worst])
+        by_shape = {shape: four[shape] / two[shape] for shape in four if shape in two}
+        if by_shape:
+            worst = max(by_shape, key=lambda shape: by_shape[shape])
+            yield Goal(f"sMGK, {which}: M 4 over M 2, {worst}", 1.25, by_shape[worst])
 
 
 def _times(rows: list[Record], which: str, components: str) -> dict[str, float]:
-    found = select(rows, "speed", which, variant="smgk", components=components, backend="triton")
-    return {shape_of(row): float(row["value"]) for row in found}
+    measured = select(rows, "speed", which, variant="smgk", components=components, backend="triton")
+    return {shape_of(row): float(row["value"]) for row in measured}
 
 
 def _small(rows: list[Record]) -> Iterable[Goal]:
-    """Head width 16: not slower than SDPA-flash with H heads, neither on the device nor in plain calls."""
-    some = [row for row in rows if shape_of(row) == SMALL_SHAPE]
+    """Compare head width 16 with SDPA-flash with H heads, on the device and in plain calls."""
+    small = [row for row in rows if shape_of(row) == SMALL_SHAPE]
     for which in PASSES:
-        flash = [r for r in select(some, "speed", which, backend="flash") if has_heads(r, 1, 1)]
-        for row in select(some, "speed", which, variant="smgk", components="2", backend="triton") if flash else []:
-            for words, name in (("device", "value"), ("eager", "step_ms")):
+        flash = [r for r in select(small, "speed", which, backend="flash") if has_heads(r, 1, 1)]
+        for row in select(small, "speed", which, variant="smgk", components="2", backend="triton") if flash else []:
+            for label, name in (("device", "value"), ("eager", "step_ms")):
                 ratio = float(row[name]) / min(float(r[name]) for r in flash)
-                yield Goal(f"sMGK, {which}: D 16 over SDPA-flash with H heads, {words}", 1.0, ratio)
+                yield Goal(f"sMGK, {which}: D 16 over SDPA-flash with H heads, {label}", 1.0, ratio)
 
 
 def _memory(rows: list[Record]) -> Iterable[Goal]:
     for variant in ("smgk", "mgk"):
         for which in PASSES:
-            found = [row for row in select(rows, "memory", which, variant=variant) if row["ratio"]]
-            if found:
-                worst = max(found, key=lambda row: float(row["ratio"]))
-                words = f"{NAMES[variant]}, {which}: extra memory over SDPA-flash, N {worst['length']}"
-                yield Goal(words, 1.2, float(worst["ratio"]))
+            measured = [row for row in select(rows, "memory", which, variant=variant) if row["ratio"]]
+            if measured:
+                worst = max(measured, key=lambda row: float(row["ratio"]))
+                title = f"{NAMES[variant]}, {which}: extra memory over SDPA-flash, N {worst['length']}"
+                yield Goal(title, 1.2, float(worst["ratio"]))
 
 
 def _decoding(rows: list[Record]) -> Iterable[Goal]:
@@ -140,18 +143,18 @@ def _decoding(rows: list[Record]) -> Iterable[Goal]:
         same = [r for r in select(rows, "decoding", variant="softmax") if shape_of(r) == shape_of(row)]
         grouped = [float(r["value"]) for r in same if r["heads"] == row["full_heads"] and r["kv_heads"] == row["heads"]]
         if grouped:
-            words = f"sMGK, decoding {shape_of(row)} over SDPA with GQA H : H/2"
-            yield Goal(words, 1.1, float(row["value"]) / min(grouped))
+            title = f"sMGK, decoding {shape_of(row)} over SDPA with GQA H : H/2"
+            yield Goal(title, 1.1, float(row["value"]) / min(grouped))
 
 
 def _linear(rows: list[Record]) -> Iterable[Goal]:
     for variant, name in (("mlk", "MLK"), ("smlk", "sMLK")):
         for which in PASSES:
-            found = select(rows, "linear", which, variant=variant, backend="triton")
-            for row in found:
+            measured = select(rows, "linear", which, variant=variant, backend="triton")
+            for row in measured:
                 if row["length"] == "16384" and row["ratio"]:
                     yield Goal(f"{name}, {which}: N 16384 over SDPA with H heads", 0.5, float(row["ratio"]))
-            times = {int(row["length"]): float(row["value"]) for row in found}
+            times = {int(row["length"]): float(row["value"]) for row in measured}
             last = max(times, default=0)
             if last > 16384 and 16384 in times:
                 power = math.log(times[last] / times[16384], last / 16384)
@@ -174,7 +177,7 @@ SECTIONS: dict[str, Callable[[list[Record]], Iterable[Goal]]] = {
 
 
 def goals(rows: Iterable[Record]) -> list[Goal]:
-    rows = latest(rows)
+    rows = latest_bench(rows)
     return [goal for section in SECTIONS.values() for goal in section(rows)]
 
 

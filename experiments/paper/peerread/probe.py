@@ -1,6 +1,6 @@
 """Why a model stays at chance on PeerRead's pairs: what is in the bytes, and what the matcher's head makes of it.
 
-    python benchmarks/retrieval_probe.py --data-dir DIR        about a quarter of an hour on one core
+    python -m experiments.paper.peerread.probe --data-dir DIR        about a quarter of an hour on one core
 
 Counts of byte n-grams judged by logistic regression; the matcher without attention, a bag of n-grams under the recipe's
 head and optimiser; the matcher itself on a few pairs, which it must learn by heart, and on the beginnings of all.
@@ -219,7 +219,7 @@ def main() -> None:
     pairs = Pairs(options.data_dir)
     common: dict[str, Any] = {
         "recipe": RECIPE, "task": TASK, "dataset": "peerread", "seed": 0, "dtype": "fp32",
-        "command": "python benchmarks/retrieval_probe.py", **results.environment(),
+        "command": "python -m experiments.paper.peerread.probe", **results.environment(),
     }  # fmt: skip
     for name in options.only.split(","):
         probe = PROBES[one_of("--only", name, PROBES)](pairs)
