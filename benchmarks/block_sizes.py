@@ -1,14 +1,16 @@
-"""One kernel of the fused passes over block sizes: how the tables of mgk/kernels/triton_blocks.py are found.
+"""Time one kernel with several block sizes: the measurements behind mgk/kernels/mixture/block_sizes.py.
 
     python benchmarks/block_sizes.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
     python benchmarks/block_sizes.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
     python benchmarks/block_sizes.py --candidates
 
-A block is rows, keys, warps, stages, registers a thread (0: the compiler's choice) and its way (see the tables); for
-decoding, keys, warps, stages and programs a processor. "table" is what the tables have. Medians in bf16, with what the
-compiler needed; appended to results/blocks.csv. A block whose results are not those of "table", where that comes before
-it, is not timed. `--candidates` goes through CANDIDATES, `--part K/N` through a part of them, and `--compile` only
-compiles: N processes do that at once, then one of them measures.
+A block is the fields of BlockConfig: block_m, block_n, num_warps, num_stages, maxnreg (0: chosen by the compiler) and a
+sum of flags: 1 operand_in_registers, 2 component_gemm (shifted keys) or per_component (independent keys), 4 tma_rows.
+For decoding, the fields of DecodeConfig. "table" stands for the entry of the tables.
+
+Medians in bf16, with registers and spills, are appended to results/blocks.csv. If "table" comes first, a block with
+different results is not timed. `--candidates` measures all of CANDIDATES, `--part K/N` one part of N. `--compile` only
+compiles: start N processes with it, then measure in one.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ KERNELS = {
     "decode": ("decode_row", ""),
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
-LARGEST_DIFFERENCE = 0.03  # between the results of two blocks in bf16
+MAX_DIFFERENCE = 0.03  # between the results of two blocks in bf16
 Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, int]]
 
 
@@ -86,7 +88,7 @@ CANDIDATES = (
 def draw(
     variant: str, components: int, B: int, H: int, N: int, D: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """query, keys, value, shift and log prior."""
+    """Return random query, keys, value, shift and log prior."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda")
@@ -99,7 +101,7 @@ def draw(
 
 
 def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]:
-    """The launches that a user's call makes, and their results."""
+    """Run the launches of a user's call and return their results."""
     torch.manual_seed(0)
     query, keys, value, shift, prior = draw(case.variant, case.components, B, H, N, D)
     args = MixtureArgs(
@@ -115,7 +117,7 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     gradients = launch.launch_backward(
         torch.randn_like(out), None, out, lse, prepared, stats, args, False, prior_grad
     )  # fmt: skip
-    # Of the sums, those that a variant has no use for are never written.
+    # Summed gradients that a variant does not use are not written.
     return gradients[:3]
 
 
@@ -136,18 +138,18 @@ def parse_block(case: Case, text: str) -> BlockConfig | DecodeConfig | None:
 
 
 def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list[Launch], tuple[Tensor, ...]]:
-    """The first path's launches of a kernel with this block, everything before them has run; and the results."""
+    """Run a call with this block; return the launches of the first path of the kernel, and the results of the call."""
     name, pass_ = KERNELS[case.kernel]
     recorded: list[Launch] = []
 
-    def record(step: Any, tensors: Any, floats: Any = ()) -> None:
-        if step.kernel.__name__ == name:
-            options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
-            options |= {} if step.maxnreg is None else {"maxnreg": step.maxnreg}
-            path = {} if step.paths[0] is None else {"PATH": step.paths[0]}
-            arguments = (*tensors, *floats, *step.scalars, *step.unspecialized)
-            recorded.append((step.kernel, step.grid, arguments, step.constexprs | path, options))
-        jit_cache.launch(step, tensors, floats)
+    def record(spec: Any, tensors: Any, floats: Any = ()) -> None:
+        if spec.kernel.__name__ == name:
+            options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+            options |= {} if spec.maxnreg is None else {"maxnreg": spec.maxnreg}
+            path = {} if spec.paths[0] is None else {"PATH": spec.paths[0]}
+            arguments = (*tensors, *floats, *spec.scalars, *spec.unspecialized)
+            recorded.append((spec.kernel, spec.grid, arguments, spec.constexprs | path, options))
+        jit_cache.launch(spec, tensors, floats)
 
     def select_block(key: BlockKey, *sizes: Any) -> Any:
         return block if block and key.pass_ == pass_ else block_sizes.select_block(key, *sizes)
@@ -163,27 +165,27 @@ def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list
     return recorded, results
 
 
-# By case, what the tables' blocks give.
+# The results with the block of the tables.
 _expected: dict[Case, tuple[Tensor, ...]] = {}
 
 
 def difference(case: Case, results: tuple[Tensor, ...], is_table: bool) -> float:
-    """How far the results are from those of the tables' blocks, at most and relative to the largest number."""
+    """Return the largest difference from the results with the tables' block, relative to the largest number."""
     if is_table:
         _expected[case] = results
     pairs = [(x.float(), y.float()) for x, y in zip(results, _expected.get(case, results), strict=True) if x.numel()]
-    worst = [((x - y).abs().max() / y.abs().max()).item() for x, y in pairs]
-    return max(math.inf if math.isnan(x) else x for x in worst)
+    errors = [((x - y).abs().max() / y.abs().max()).item() for x, y in pairs]
+    return max(math.inf if math.isnan(x) else x for x in errors)
 
 
-def median_ms(run: Callable[[], object], repeats: int = 7, launches_each: int = 5) -> float:
-    """Of one launch. Several are recorded and replayed together: a small kernel is over before the next is launched."""
+def median_ms(run: Callable[[], object], repeats: int = 7, launches_per_graph: int = 5) -> float:
+    """Return the median time of one launch, of several in a CUDA graph: a small kernel ends before the next launch."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(launches_each):
+        for _ in range(launches_per_graph):
             run()
     graph.replay()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -192,19 +194,21 @@ def median_ms(run: Callable[[], object], repeats: int = 7, launches_each: int = 
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / launches_each
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / launches_per_graph
 
 
 def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any]]:
-    """One row for each launch of the kernel; a block that does not fit the device has none."""
+    """Yield a row per launch of the kernel, none if the block does not fit the GPU or gives other results."""
     block = parse_block(case, text)
     try:
         recorded, results = launches(case, block)
-    except Exception as problem:  # out of resources, a compiler's failure: the others are still worth measuring
-        print(f"{case.variant} M {case.components} {case.kernel} {text}: {str(problem).splitlines()[0][:100]}")
+    except Exception as error:  # out of resources or a compiler failure: go on with the other blocks
+        print(f"{case.variant} M {case.components} {case.kernel} {text}: {str(error).splitlines()[0][:100]}")
         return
-    if not compile_only and (off := difference(case, results, block is None)) > LARGEST_DIFFERENCE:
-        print(f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {off:.3g}", flush=True)
+    if not compile_only and (distance := difference(case, results, block is None)) > MAX_DIFFERENCE:
+        print(
+            f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {distance:.3g}", flush=True
+        )
         return
     for kernel, grid, arguments, constexprs, options in recorded:
         part = constexprs.get("OUTPUTS", 0)
@@ -236,22 +240,22 @@ def main() -> None:
     parser.add_argument("--shape", default="8,4,4096,64", help="B, heads, N, D")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--kernel", default="queries", choices=list(KERNELS))
-    parser.add_argument("--candidates", action="store_true")
-    parser.add_argument("--part", default="1/1")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--candidates", action="store_true", help="measure all of CANDIDATES")
+    parser.add_argument("--part", default="1/1", help="K/N: only the K-th of N parts")
+    parser.add_argument("--compile", action="store_true", help="compile without measuring")
     parser.add_argument("--csv", type=Path, default=Path("results/blocks.csv"))
     parser.add_argument("blocks", nargs="*")
     args = parser.parse_args()
     import triton
 
-    one = Case(args.variant, args.components, args.shape, args.causal, args.kernel, " ".join(args.blocks))
-    cases = CANDIDATES if args.candidates else (one,)
+    single = Case(args.variant, args.components, args.shape, args.causal, args.kernel, " ".join(args.blocks))
+    cases = CANDIDATES if args.candidates else (single,)
     part, parts = map(int, args.part.split("/"))
     pairs = [(case, text) for case in cases for text in case.blocks.split()][part - 1 :: parts]
-    new = not args.csv.exists()
+    is_new = not args.csv.exists()
     with args.csv.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if new:
+        if is_new:
             writer.writeheader()
         for case, text in pairs:
             name = case.variant if case.components == 2 else f"{case.variant} M {case.components}"

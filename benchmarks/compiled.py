@@ -1,10 +1,11 @@
-"""What the fused kernels need on a GPU that is not here: calls of the operators compile for it, and launch nothing.
+"""Compile the kernels for a GPU that need not be present, and report their registers and memory.
 
     python benchmarks/compiled.py --arch 90 --operator smgk --dtype bf16 --width 64
     python benchmarks/compiled.py --arch 86 --part 1/2
 
-Without options: all operators, types, widths, components and features (hours). Prints registers, bytes of local memory
-(spills) and shared memory of each kernel; at the end, those that do not compile or do not fit.
+Operators are called as usual, but kernels are compiled and not launched. Without options: all operators, dtypes,
+widths, components and features (hours). Prints registers, bytes of local memory (spills) and shared memory of each
+kernel; at the end, the kernels that do not compile or do not fit. Exits with 1 if there are such.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mgk.kernels import jit_cache
 from mgk.kernels.linear import ops  # noqa: F401  (before TRITON_INTERPRET is set: Triton reads it on import)
 from mgk.kernels.mixture import launch
 
-# Bytes of shared memory that one program may have, by compute capability.
+# Shared memory limit of a program in bytes, by compute capability.
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 FIRST_WITH_TMA = 90
 OPERATORS = ("smgk", "smgk-hard", "mgk", "mgk-hard", "smlk", "mlk")
@@ -40,7 +41,7 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 32, 64, 128, 256)
 COMPONENTS = (1, 2, 4, 8)
 FEATURES = ("plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query", "shared keys")
-LONG, SHORT = 2048, 64  # SHORT: of calls that count as small
+LONG, SHORT = 2048, 64  # sequence lengths; SHORT makes a call small
 
 
 class Call(NamedTuple):
@@ -55,23 +56,25 @@ class Call(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel, or why there is none."""
+    """The resources of a compiled kernel, or why it did not compile."""
 
     name: str
     registers: int = 0
-    local: int = 0  # bytes a thread
+    local: int = 0  # bytes per thread
     shared: int = 0
     failure: str = ""
 
     def misfit(self, arch: int) -> str:
         if self.failure or self.shared <= SHARED[arch]:
             return self.failure
-        return f"{self.shared} bytes of shared memory, there are {SHARED[arch]}"
+        return f"{self.shared} bytes of shared memory, the limit is {SHARED[arch]}"
 
 
-class Absent:
-    """As much of a Triton driver as a compiler asks for. The number of its device is the target's, since kernels keep
-    what they have compiled by that."""
+class CompileOnlyDriver:
+    """The methods of a Triton driver that the compiler calls.
+
+    The device index is the architecture, because kernels cache compiled code by device.
+    """
 
     def __init__(self, arch: int):
         self.arch = arch
@@ -87,28 +90,28 @@ class Absent:
 
 
 def kernels(call: Call, arch: int) -> list[Kernel]:
-    """All that a call launches, forward and backward."""
-    seen: list[Kernel] = []
+    """Return the kernels that a call launches, forward and backward."""
+    compiled_kernels: list[Kernel] = []
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = f"{kernel.__name__} {kwargs.get('PATH', '')}".strip()
         try:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-            seen.append(Kernel(name, *_usage(compiled.asm["cubin"]), compiled.metadata.shared))
-        except Exception as problem:  # the compiler's; the others are still to be seen
-            seen.append(Kernel(name, failure=str(problem).strip().splitlines()[-1][:150]))
+            compiled_kernels.append(Kernel(name, *_usage(compiled.asm["cubin"]), compiled.metadata.shared))
+        except Exception as error:  # a compiler failure: go on with the other kernels
+            compiled_kernels.append(Kernel(name, failure=str(error).strip().splitlines()[-1][:150]))
 
     launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, _compiled={})
     tma = mock.patch.object(launch, "supports_tma", return_value=arch >= FIRST_WITH_TMA)
     limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
     with (
-        launcher, tma, limit, mock.patch.object(triton.runtime.driver, "_active", Absent(arch)),
+        launcher, tma, limit, mock.patch.object(triton.runtime.driver, "_active", CompileOnlyDriver(arch)),
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),  # what lets tensors of the processor in
+        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),  # allows CPU tensors
     ):  # fmt: skip
         _attend(call)
-    return seen
+    return compiled_kernels
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -118,13 +121,13 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert match is not None, text
+    return int(match[1]), int(match[2])
 
 
 def _attend(call: Call) -> None:
-    """The operator called as a user would, with gradients; all numbers are whatever the memory holds."""
+    """Call an operator on uninitialized tensors, with gradients."""
     family, _, hard = call.operator.partition("-")
     D, M, B, H, N = call.width, call.components, 2, 2, SHORT if call.feature == "small" else LONG
     decoding, packed = call.feature in ("one query", "shared keys"), call.feature == "packed"
@@ -160,9 +163,9 @@ def _attend(call: Call) -> None:
 
 def calls(args: argparse.Namespace) -> Iterator[Call]:
     choices = (args.operator, args.dtype, args.width, args.components, args.feature)
-    every: tuple[tuple[Any, ...], ...] = (OPERATORS, tuple(TYPES), WIDTHS, COMPONENTS, FEATURES)
-    kinds = (several if one is None else (one,) for one, several in zip(choices, every, strict=True))
-    return (Call(*kind) for kind in itertools.product(*kinds))
+    defaults: tuple[tuple[Any, ...], ...] = (OPERATORS, tuple(TYPES), WIDTHS, COMPONENTS, FEATURES)
+    values = (default if choice is None else (choice,) for choice, default in zip(choices, defaults, strict=True))
+    return (Call(*combination) for combination in itertools.product(*values))
 
 
 def main() -> None:
@@ -179,9 +182,9 @@ def main() -> None:
     misfits = []
     for call in list(calls(args))[part - 1 :: parts]:
         for kernel in kernels(call, args.arch):
-            name, wrong = f"{call}: {kernel.name}", kernel.misfit(args.arch)
+            name, reason = f"{call}: {kernel.name}", kernel.misfit(args.arch)
             print(f"{name}: {kernel.registers} registers, {kernel.local} local, {kernel.shared} shared", flush=True)
-            misfits += [f"{name}: {wrong}"] if wrong else []
+            misfits += [f"{name}: {reason}"] if reason else []
     print(*misfits, sep="\n")
     sys.exit(1 if misfits else 0)
 

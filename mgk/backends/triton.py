@@ -164,7 +164,7 @@ def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, 
     if call.initial_state is not None:
         check_state_features(call.initial_state, 2, width)
         if _is_linear_decode_step(call):
-            output, state = ops.linear_step(
+            output, state = ops.launch_decode(
                 query, keys, value, shift, call.log_prior, call.initial_state, MAPS[call.feature_map], call.normalise
             )
             return output, state, None

@@ -23,7 +23,7 @@ def needs_dispatcher() -> bool:
 
 def raise_no_double_backward(ctx: Any, *grads: Any) -> Any:
     """Raise, as the backward function of a backward operator."""
-    raise RuntimeError("second derivatives are not covered by this backend: use backend='eager'")
+    raise RuntimeError("This backend does not support second derivatives: use backend='eager'.")
 
 
 class _NotDifferentiable(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The GPU kernels compile, and fit, for GPUs that are not here: the interpreter knows nothing of that."""
+"""The kernels compile for GPUs that are not present and fit their resources, which the interpreter does not check."""
 
 import importlib.util
 from pathlib import Path
@@ -35,13 +35,13 @@ def compiled():
     ],
     ids=lambda x: "-".join(map(str, x)).replace(" ", "-") if isinstance(x, tuple) else f"sm_{x}",
 )
-def test_they_fit(compiled, arch, call):
+def test_kernels_fit_the_gpu(compiled, arch, call):
     kernels = compiled.kernels(compiled.Call(*call), arch)
     assert kernels
     assert {kernel.name: kernel.misfit(arch) for kernel in kernels if kernel.misfit(arch)} == {}
 
 
-def test_what_does_not_fit_is_told(compiled):
+def test_kernel_that_does_not_fit_reports_the_reason(compiled):
     assert "232449 bytes" in compiled.Kernel("some", 255, 0, 232_449).misfit(90)
     assert compiled.Kernel("some", 255, 0, 232_448).misfit(90) == ""
     assert compiled.Kernel("some", failure="no such register").misfit(90) == "no such register"

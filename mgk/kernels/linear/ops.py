@@ -1,4 +1,8 @@
-"""Linear attention as a torch operator: block sizes, launches, gradients, FLOP counts."""
+"""The linear attention kernels as torch operators: block sizes, launches, gradients and FLOP counts.
+
+A sequence is split into chunks. A state is Z = Σ φ̃ vᵀ and z = Σ φ̃ over keys, where φ̃ are the features of a key, mixed
+over its components; both are stored in one row of D·(E+1) numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,66 +19,68 @@ from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import kernels
 from mgk.kernels.linear.decode import decode_token
 from mgk.kernels.mixture.launch import empty_like_bshd, tf32_allowed
-from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
+from mgk.kernels.mixture.launch_config import broadcast_strides, ceil_div, key_strides, padded_width
 
 
-class Blocks(NamedTuple):
-    slot: int  # rows that share a state
+class BlockConfig(NamedTuple):
+    """Block sizes of the linear kernels."""
+
+    chunk: int  # rows that share a state
     block: int  # rows of a tile
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
 
-# By the larger of feature and value width, for numbers of 2 bytes; docs/kernels.md has the measurements.
-BLOCKS = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 4, 1), 256: Blocks(256, 32, 8, 1)}
-# For fp16 and fp32, whose products read 4 bytes.
-WIDE_BLOCKS = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(128, 16, 8, 1)}
-# Rows of a slot where all keys are one state.
-SUMMED_ROWS = 512
-# Columns of a state that a product takes at a time.
-PART = 64
-# Columns of a state that a program has where there is one token alone.
-STEP_COLUMNS = 32
+# By the larger padded width of features and values, for GEMM inputs of 2 bytes; docs/kernels.md has the measurements.
+BLOCKS = {64: BlockConfig(128, 64, 4, 3), 128: BlockConfig(128, 64, 4, 1), 256: BlockConfig(256, 32, 8, 1)}
+# For fp16 and fp32, whose GEMM inputs have 4 bytes.
+WIDE_BLOCKS = {64: BlockConfig(128, 32, 4, 1), 128: BlockConfig(128, 32, 4, 1), 256: BlockConfig(128, 16, 8, 1)}
+# Rows of a chunk without causality, where all keys are one state.
+FULL_CHUNK = 512
+# Columns of a state that a GEMM takes at a time.
+STATE_COLUMNS = 64
+# Columns of a state per program of the decode kernel.
+DECODE_COLUMNS = 32
 
 
 @functools.cache
-def blocks(width: int, type_bytes: int) -> Blocks:
-    table = BLOCKS if type_bytes == 2 else WIDE_BLOCKS
+def select_block(width: int, itemsize: int) -> BlockConfig:
+    table = BLOCKS if itemsize == 2 else WIDE_BLOCKS
     return next(block for limit, block in table.items() if width <= limit)
 
 
-def feature_type(dtype: torch.dtype) -> torch.dtype:
-    """What φ̃ is kept in and products read. Sums of fp16 features leave fp16's range."""
+def feature_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of φ̃ and of the GEMM inputs. Sums of fp16 features exceed fp16's range."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """TF32 has fp16's digits and fp32's range."""
+    """Return the GEMM precision. TF32 has the digits of fp16 and the range of fp32."""
     return "tf32" if dtype == torch.float16 or (dtype == torch.float32 and tf32_allowed()) else "ieee"
 
 
-def _slots(S: int, slot: int, cu_seqlens: Tensor | None) -> int:
-    """Each packed sequence begins a new slot; how many that makes is known up to one a sequence."""
-    return ceil_div(S, slot) if cu_seqlens is None else S // slot + cu_seqlens.shape[0] - 1
+def _count_chunks(S: int, chunk: int, cu_seqlens: Tensor | None) -> int:
+    """Return the number of chunks, an upper bound for packed sequences, each of which begins a new chunk."""
+    return ceil_div(S, chunk) if cu_seqlens is None else S // chunk + cu_seqlens.shape[0] - 1
 
 
-def _slot_table(cu_seqlens: Tensor, slots: int, slot: int) -> Tensor:
-    """int32 [slots, 4]: first row, end, whether first and whether last of its sequence. Slots left over are empty."""
-    counts = (cu_seqlens.diff() + slot - 1) // slot
+def _chunk_table(cu_seqlens: Tensor, num_chunks: int, chunk: int) -> Tensor:
+    """Return int32 [chunks, 4]: first row, end, is first and is last of its sequence. Unused chunks are empty."""
+    counts = (cu_seqlens.diff() + chunk - 1) // chunk
     ends = counts.cumsum(0)
-    index = torch.arange(slots, device=cu_seqlens.device)
+    index = torch.arange(num_chunks, device=cu_seqlens.device)
     sequence = torch.bucketize(index, ends, right=True)
     used = sequence < counts.shape[0]
     sequence = sequence.clamp(max=counts.shape[0] - 1)
     within = index - (ends - counts)[sequence]
-    begin = cu_seqlens[sequence] + within * slot
-    end = torch.minimum(begin + slot, cu_seqlens[sequence + 1])
+    begin = cu_seqlens[sequence] + within * chunk
+    end = torch.minimum(begin + chunk, cu_seqlens[sequence + 1])
     columns = (begin, end, within == 0, within == counts[sequence] - 1)
     return torch.stack([(column * used).int() for column in columns], 1).contiguous()
 
 
-class Plan(NamedTuple):
-    """What the launches of one call share."""
+class LaunchConfig(NamedTuple):
+    """Sizes and constexprs that the launches of one call share."""
 
     B: int
     H: int
@@ -85,29 +91,30 @@ class Plan(NamedTuple):
     E: int
     M: int
     causal: bool
-    table: Tensor | None
-    size: Blocks
+    table: Tensor | None  # of the chunks of packed sequences
+    block: BlockConfig
     constexprs: dict[str, Any]
 
-    def slots(self, length: int) -> int:
-        """Parts of a sequence that have sums of their own."""
-        return _slots(length, self.size.slot, None) if self.table is None else self.table.shape[0]
+    def count_chunks(self, length: int) -> int:
+        return _count_chunks(length, self.block.chunk, None) if self.table is None else self.table.shape[0]
 
 
-def _plan(
+def _make_config(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_seqlens: Tensor | None, causal: bool
-) -> Plan:
+) -> LaunchConfig:
     (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
-    dtype = feature_type(query.dtype)
-    size = blocks(max(padded_width(D), padded_width(E)), dtype.itemsize)
-    size = size if causal else size._replace(slot=SUMMED_ROWS)
-    table = None if cu_seqlens is None else _slot_table(cu_seqlens, _slots(S, size.slot, cu_seqlens), size.slot)
+    dtype = feature_dtype(query.dtype)
+    block = select_block(max(padded_width(D), padded_width(E)), dtype.itemsize)
+    block = block if causal else block._replace(chunk=FULL_CHUNK)
+    table = None
+    if cu_seqlens is not None:
+        table = _chunk_table(cu_seqlens, _count_chunks(S, block.chunk, cu_seqlens), block.chunk)
     constexprs = {
-        "D": D, "E": E, "BLOCK": size.block, "CHUNK": size.slot, "CAUSAL": causal, "PACKED": table is not None,
+        "D": D, "E": E, "BLOCK": block.block, "CHUNK": block.chunk, "CAUSAL": causal, "PACKED": table is not None,
         "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
-    return Plan(B, H, HK, L, S, D, E, M, causal, table, size, constexprs)
+    return LaunchConfig(B, H, HK, L, S, D, E, M, causal, table, block, constexprs)
 
 
 @functools.lru_cache(1 << 10)
@@ -131,84 +138,96 @@ def _launch(
     launch(_launch_spec(kernel, grid, dtypes, scalars, names, values, num_warps, num_stages), tensors)
 
 
-def _mixture(plan: Plan, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int) -> tuple[Any, Any, Any]:
-    """Grid, strides and constexprs of the two kernels between keys and mixed features."""
-    width = padded_width(plan.D)
+def _mixing_launch(
+    config: LaunchConfig, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int
+) -> tuple[Any, Any, Any]:
+    """Return grid, scalars and constexprs of the kernels between keys and mixed features."""
+    B, HK, S, M, width = config.B, config.HK, config.S, config.M, padded_width(config.D)
     rows = max(16, 4096 // width)
     strides = key_strides(keys.stride(), shift is not None)
     if prior is not None:
-        strides += prior.expand(plan.B, plan.HK, plan.M, plan.S).stride()
+        strides += prior.expand(B, HK, M, S).stride()
     else:
         strides += (0,) * 4
     constexprs = {
-        "D": plan.D, "BD": width, "ROWS": rows, "MAP": feature_map, "SHIFTED": shift is not None,
+        "D": config.D, "BD": width, "ROWS": rows, "MAP": feature_map, "SHIFTED": shift is not None,
         "PRIOR": prior is not None, "MASK": mask is not None,
     }  # fmt: skip
-    return (ceil_div(plan.S, rows), plan.B * plan.HK), (*strides, 1 / plan.M, plan.HK, plan.S, plan.M), constexprs
+    return (ceil_div(S, rows), B * HK), (*strides, 1 / M, HK, S, M), constexprs
 
 
 def _sum_states(
-    plan: Plan, start: Tensor | None, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
+    config: LaunchConfig, start: Tensor | None, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
 ) -> Tensor:
-    """The states [B, HK, slots + 1, D·(E+1)] of what lies before each slot, or with `rows` (1/d and −δ/d) of what lies
-    behind; not causal, that of all slots in one row. start: what was there before, or nothing."""
-    behind, length = rows[0] is not None, features.shape[2]
-    slots, width = plan.slots(length), plan.D * (plan.E + 1)
-    states = features.new_empty(plan.B, plan.HK, slots + 1, width, dtype=torch.float32)
-    first = states[:, :, -1 if behind else 0]
+    """Return the states [B, Hk, chunks + 1, D·(E+1)] before or after each chunk; not causal, the one state of all.
+
+    Args:
+        config: Sizes and constexprs of the call.
+        start: The state before the first or after the last chunk; None for 0.
+        features: Mixed keys (forward) or queries (backward).
+        value: Values or their gradients.
+        rows: (None, None) for the states before each chunk; 1/d and −δ/d of each query for those after it.
+        feature_map: Code of the feature map.
+    """
+    B, H, HK, D, E = config.B, config.H, config.HK, config.D, config.E
+    reverse, length = rows[0] is not None, features.shape[2]
+    chunks, width = config.count_chunks(length), D * (E + 1)
+    states = features.new_empty(B, HK, chunks + 1, width, dtype=torch.float32)
+    first = states[:, :, -1 if reverse else 0]
     if start is None:
         first.zero_()
     else:
         first.copy_(start)
-    something = length > 0 and states.numel() > 0
-    if something:
-        part_d, part_e = min(PART, padded_width(plan.D)), min(PART, padded_width(plan.E))
-        parts = ceil_div(plan.D, part_d) * ceil_div(plan.E, part_e)
+    is_empty = length == 0 or states.numel() == 0
+    if not is_empty:
+        BD, BE = min(STATE_COLUMNS, padded_width(D)), min(STATE_COLUMNS, padded_width(E))
+        parts = ceil_div(D, BD) * ceil_div(E, BE)
         _launch(
-            kernels.sum_chunks, (slots, plan.B * plan.HK, parts), (features, value, *rows, states, plan.table),
-            (*features.stride()[:3], *value.stride()[:3], plan.HK, plan.H // plan.HK if behind else 1, length, slots,
-            0 if behind else 1),
-            {**plan.constexprs, "BD": part_d, "BE": part_e, "MAP": feature_map, "REVERSE": behind}, *plan.size[2:],
+            kernels.sum_chunks, (chunks, B * HK, parts), (features, value, *rows, states, config.table),
+            (*features.stride()[:3], *value.stride()[:3], HK, H // HK if reverse else 1, length, chunks,
+            0 if reverse else 1),
+            {**config.constexprs, "BD": BD, "BE": BE, "MAP": feature_map, "REVERSE": reverse}, *config.block[2:],
         )  # fmt: skip
-    if not plan.causal:
+    if not config.causal:
         return states.sum(2, keepdim=True)
-    if something:
+    if not is_empty:
         _launch(
-            kernels.scan_states, (ceil_div(width, 128), plan.B * plan.HK), (states, plan.table), (width, slots),
-            {"STEP": 16, "BLOCK": 128, "REVERSE": behind, "PACKED": plan.table is not None},
+            kernels.scan_states, (ceil_div(width, 128), B * HK), (states, config.table), (width, chunks),
+            {"STEP": 16, "BLOCK": 128, "REVERSE": reverse, "PACKED": config.table is not None},
         )  # fmt: skip
     return states
 
 
-def _tiles(plan: Plan, length: int) -> tuple[int, int, dict[str, Any]]:
-    """Tiles in a head, slots with a state of their own, and what the kernels that work on tiles are compiled for."""
-    BD, BE = padded_width(plan.D), padded_width(plan.E)
-    constexprs = {**plan.constexprs, "BD": BD, "BE": BE, "PART": min(PART, BD, BE)}
-    if not plan.causal:
-        return ceil_div(length, plan.size.block), 0, {**constexprs, "CHUNK": plan.size.block}
-    slots = plan.slots(length)
-    return slots * (plan.size.slot // plan.size.block), slots, constexprs
+def _tile_launch(config: LaunchConfig, length: int) -> tuple[int, int, dict[str, Any]]:
+    """Return the number of tiles per head, of chunks with their own state, and the constexprs of the tile kernels."""
+    BD, BE = padded_width(config.D), padded_width(config.E)
+    constexprs = {**config.constexprs, "BD": BD, "BE": BE, "PART": min(STATE_COLUMNS, BD, BE)}
+    if not config.causal:
+        return ceil_div(length, config.block.block), 0, {**constexprs, "CHUNK": config.block.block}
+    chunks = config.count_chunks(length)
+    return chunks * (config.block.chunk // config.block.block), chunks, constexprs
 
 
 def launch_forward(
     query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, initial: Any, cu_seqlens: Any,
     feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = _plan(query, keys, value, shift, cu_seqlens, causal)
-    B, H, HK, L, S, D, E = plan[:7]
+    """Return the outputs of `forward_op`."""
+    config = _make_config(query, keys, value, shift, cu_seqlens, causal)
+    B, H, HK, L, S, D, E = config[:7]
     out = empty_like_bshd(query, E)
-    mixed = query.new_empty(B, HK, S, D, dtype=feature_type(query.dtype))
+    mixed = query.new_empty(B, HK, S, D, dtype=feature_dtype(query.dtype))
     if mixed.numel() > 0:
-        grid, numbers, constexprs = _mixture(plan, keys, shift, prior, mask, feature_map)
-        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), numbers, constexprs)
-    states = _sum_states(plan, initial, mixed, value, (None, None), feature_map)
+        grid, scalars, constexprs = _mixing_launch(config, keys, shift, prior, mask, feature_map)
+        _launch(kernels.mix_features, grid, (keys, shift, prior, mask, mixed), scalars, constexprs)
+    states = _sum_states(config, initial, mixed, value, (None, None), feature_map)
     inverse = states.new_empty(B, H, L) if normalise else states.new_ones(B, H, L)
     if out.numel() > 0:
-        tiles, slots, constexprs = _tiles(plan, L)
+        tiles, chunks, constexprs = _tile_launch(config, L)
         _launch(
-            kernels.linear_forward, (tiles, B * H), (query, mixed, value, states, plan.table, out, inverse),
-            (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HK, L, slots),
-            {**constexprs, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
+            kernels.linear_forward, (tiles, B * H), (query, mixed, value, states, config.table, out, inverse),
+            (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HK, L, chunks),
+            {**constexprs, "MAP": feature_map, "NORMALISE": normalise}, *config.block[2:],
         )  # fmt: skip
     return out, states[:, :, -1].clone(), mixed, states, inverse
 
@@ -217,63 +236,72 @@ def launch_backward(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, cu_seqlens: Any,
     mixed: Any, states: Any, inverse: Any, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = _plan(query, keys, value, shift, cu_seqlens, causal)
-    B, H, HK, L, S, D = plan[:6]
+    """Return the gradients of `backward_op`."""
+    config = _make_config(query, keys, value, shift, cu_seqlens, causal)
+    B, H, HK, L, S, D = config[:6]
     dquery, dkeys, dvalue = map(empty_like_bshd, (query, keys, value))
-    dprior = states.new_empty(B, HK, plan.M, S) if prior is not None else states.new_empty(0)
-    grid, numbers, constexprs = _mixture(plan, keys, shift, prior, mask, feature_map)
+    dprior = states.new_empty(B, HK, config.M, S) if prior is not None else states.new_empty(0)
+    grid, scalars, constexprs = _mixing_launch(config, keys, shift, prior, mask, feature_map)
     dshift = states.new_empty(grid[0], B, *shift.shape) if shift is not None else states.new_empty(0)
     factor = torch.empty_like(inverse) if normalise else torch.zeros_like(inverse)
     strides = tuple(n for x in (grad, query, mixed, value) for n in x.stride()[:3])
     if query.numel() > 0:
-        tiles, slots, tile_constexprs = _tiles(plan, L)
+        tiles, chunks, tile_constexprs = _tile_launch(config, L)
         _launch(
             kernels.linear_backward_dq, (tiles, B * H),
-            (grad, query, mixed, value, states, inverse, plan.table, dquery, factor),
-            (*strides, *dquery.stride()[:3], H, H // HK, L, slots),
-            {**tile_constexprs, "MAP": feature_map, "NORMALISE": normalise}, *plan.size[2:],
+            (grad, query, mixed, value, states, inverse, config.table, dquery, factor),
+            (*strides, *dquery.stride()[:3], H, H // HK, L, chunks),
+            {**tile_constexprs, "MAP": feature_map, "NORMALISE": normalise}, *config.block[2:],
         )  # fmt: skip
-    behind = _sum_states(plan, grad_final, query, grad, (inverse, factor), feature_map)
+    states_after = _sum_states(config, grad_final, query, grad, (inverse, factor), feature_map)
     if value.numel() > 0:
         dmixed = states.new_empty(B, HK, S, D)
-        tiles, slots, tile_constexprs = _tiles(plan, S)
+        tiles, chunks, tile_constexprs = _tile_launch(config, S)
         _launch(
             kernels.linear_backward_dkdv, (tiles, B * HK),
-            (grad, query, mixed, value, behind, inverse, factor, plan.table, dmixed, dvalue),
-            (*strides, *dvalue.stride()[:3], HK, H // HK, S, slots),
-            {**tile_constexprs, "MAP": feature_map}, *plan.size[2:],
+            (grad, query, mixed, value, states_after, inverse, factor, config.table, dmixed, dvalue),
+            (*strides, *dvalue.stride()[:3], HK, H // HK, S, chunks),
+            {**tile_constexprs, "MAP": feature_map}, *config.block[2:],
         )  # fmt: skip
         _launch(
             kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior),
-            (*numbers, *key_strides(dkeys.stride(), shift is not None)), constexprs,
+            (*scalars, *key_strides(dkeys.stride(), shift is not None)), constexprs,
         )  # fmt: skip
     dshift = dshift.sum((0, 1)) if shift is not None else dshift
-    return dquery, dkeys, dvalue, dshift, dprior, behind[:, :, 0].clone()
+    return dquery, dkeys, dvalue, dshift, dprior, states_after[:, :, 0].clone()
 
 
-def linear_step(
+def launch_decode(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None,
     state: tuple[Tensor, ...], feature_map: int, normalise: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Output [B, H, 1, E] and the state (Z [B, HK, D, E], z [B, HK, D]) in fp32, from query [B, H, 1, D] and the rest
-    as of a LinearCall with a single token."""
+    """Return the output [B, H, 1, E] of a single token and the new state in fp32.
+
+    Args:
+        query: [B, H, 1, D].
+        keys: [B, Hk, 1, D] if shift is given, else [B, Hk, M, 1, D].
+        value: [B, Hk, 1, E].
+        shift: [Hk, M, D] or None.
+        prior: Log prior, broadcastable to [B, Hk, M, 1], or None.
+        state: Z [B, Hk, D, E] and z [B, Hk, D] of the tokens before it.
+        feature_map: Code of the feature map.
+        normalise: Whether to divide by φ(q)·z.
+    """
     (B, H, _, D), (HK, _, E) = query.shape, value.shape[1:]
     M = keys.shape[2] if shift is None else shift.shape[1]
     total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
     out = query.new_empty(B, H, 1, E)
     new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
-    width = min(STEP_COLUMNS, padded_width(E))
+    width = min(DECODE_COLUMNS, padded_width(E))
     prior_strides: tuple[int, ...] = (0, 0, 0)
     if prior is not None:
-        prior_strides = tuple(
-            0 if n == 1 else stride for n, stride in zip(prior.shape[:3], prior.stride(), strict=False)
-        )
+        prior_strides = broadcast_strides(prior.shape[:3], prior.stride()[:3])
     constexprs: dict[str, Any] = {
         "D": D, "E": E, "BD": padded_width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
         "PRIOR": prior is not None, "NORMALISE": normalise,
     }  # fmt: skip
     _launch(
-        decode_token, (-(-E // width), HK, B),
+        decode_token, (ceil_div(E, width), HK, B),
         (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
         (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
         *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), constexprs,
@@ -286,8 +314,11 @@ def forward_op(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None, mask: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, H, L, E], the final state [B, Hk, D·(E+1)], and for the backward: φ̃ [B, Hk, S, D], the states before
-    each slot [B, Hk, slots + 1, D·(E+1)] or, not causal, that of all keys [B, Hk, 1, D·(E+1)], 1/d [B, H, L]."""
+    """Return out [B, H, L, E], the final state [B, Hk, D·(E+1)] and, for the backward pass, three tensors.
+
+    Those are φ̃ [B, Hk, S, D], the states before each chunk [B, Hk, chunks + 1, D·(E+1)] (not causal: of all keys, [B,
+    Hk, 1, D·(E+1)]) and 1/d [B, H, L], the inverse denominators.
+    """
     return launch_forward(query, keys, value, shift, prior, mask, initial, cu_seqlens, feature_map, normalise, causal)
 
 
@@ -297,14 +328,14 @@ def _forward_fake(
     feature_map: Any, normalise: Any, causal: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
-    dtype = feature_type(query.dtype)
-    # Head widths are numbers, also where a compiler keeps other sizes open.
-    slot = blocks(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).slot
-    slots = _slots(S, slot, cu_seqlens) if causal else 0
+    dtype = feature_dtype(query.dtype)
+    # int: head widths are specialized even if torch.compile treats other sizes as dynamic.
+    chunk = select_block(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).chunk
+    chunks = _count_chunks(S, chunk, cu_seqlens) if causal else 0
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
-    return empty_like_bshd(query, E), empty(B, HK, state), mixed, empty(B, HK, slots + 1, state), empty(B, H, L)
+    return empty_like_bshd(query, E), empty(B, HK, state), mixed, empty(B, HK, chunks + 1, state), empty(B, H, L)
 
 
 @torch.library.custom_op("mgk::linear_attention_backward", mutates_args=())
@@ -313,7 +344,10 @@ def backward_op(
     prior: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None, mixed: Tensor, states: Tensor,
     inverse: Tensor, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys, value, shift (or empty), log prior [B, Hk, M, S] (or empty), and the initial state."""
+    """Return the gradients of query, keys, value, shift, log prior [B, Hk, M, S] and the initial state.
+
+    Those of shift and log prior are empty if the call has none.
+    """
     return launch_backward(
         grad, grad_final, query, keys, value, shift, prior, mask, cu_seqlens, mixed, states, inverse, feature_map,
         normalise, causal,
@@ -359,19 +393,19 @@ linear_attention = make_autograd_op(forward_op, launch_forward, launch_backward,
 backward_op.register_autograd(raise_no_double_backward)
 
 
-def _products(query: Any, value: Any) -> int:
-    """Σ φ̃ vᵀ over the keys, φ(q)·Z and φ(q)·z for each query, as for tensors on the meta device."""
+def _gemm_flops(query: Any, value: Any) -> int:
+    """Count Σ φ̃ vᵀ over the keys, φ(q)·Z and φ(q)·z of each query, as the meta backend does."""
     (B, H, L, D), (HK, S, E) = query, value[1:]
     return 2 * B * D * (HK * S * E + H * L * (E + 1))
 
 
 @register_flop_formula(torch.ops.mgk.linear_attention)
 def _forward_flops(query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return _products(query, value)
+    return _gemm_flops(query, value)
 
 
 @register_flop_formula(torch.ops.mgk.linear_attention_backward)
 def _backward_flops(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    return 2 * _products(query, value)
+    return 2 * _gemm_flops(query, value)

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 def small_blocks(monkeypatch):
     """Several slots and tiles at the lengths of the tests; on a GPU the sizes that users get."""
     if not GPU:
-        monkeypatch.setattr(ops, "blocks", lambda *_: ops.Blocks(32, 16, 4, 1))
-        monkeypatch.setattr(ops, "SUMMED_ROWS", 32)
+        monkeypatch.setattr(ops, "select_block", lambda *_: ops.BlockConfig(32, 16, 4, 1))
+        monkeypatch.setattr(ops, "FULL_CHUNK", 32)
 
 
 @pytest.fixture
