@@ -13,19 +13,20 @@ from mgk._core.deprecated_paths import MODULES
 OPTIONAL = {"mgk.hf": "transformers", "mgk.training": "pytorch_lightning"}
 
 
-@pytest.fixture(autouse=True)
-def unload_former_paths(monkeypatch):
-    """Import each former path afresh, and leave no trace of it."""
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        package, _, attribute = name.rpartition(".")
-        if package in sys.modules:
-            monkeypatch.delattr(sys.modules[package], attribute, raising=False)
-    yield
+def unload_former_paths():
     for name in MODULES:
         sys.modules.pop(name, None)
         package, _, attribute = name.rpartition(".")
-        vars(sys.modules.get(package, sys)).pop(attribute, None)
+        if package in sys.modules:
+            vars(sys.modules[package]).pop(attribute, None)
+
+
+@pytest.fixture(autouse=True)
+def fresh_former_paths():
+    """Import each former path afresh, and unload it after the test."""
+    unload_former_paths()
+    yield
+    unload_former_paths()
 
 
 @pytest.mark.parametrize(("old", "new"), MODULES.items(), ids=MODULES)
