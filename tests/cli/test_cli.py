@@ -1,12 +1,9 @@
-"""The command: every option reaches what uses it, and wrong input is one line and exit code 2."""
+"""The command line: errors of the user, help, environment variables."""
 
-import inspect
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,151 +12,25 @@ from typer.testing import CliRunner
 from mgk import __version__, cli, tasks
 from mgk.cli import commands
 from mgk.cli.app import apply_steps, resolve_data_dir
-from mgk.models import Classifier
-from mgk.training import config, results
-from mgk.training.config import ModelSpec
-
-
-@pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """What `train` asks for, without training."""
-    seen = {}
-
-    def fit(run, task, **options):
-        seen.update(run=run, task=task, **options)
-        return SimpleNamespace(global_rank=1), SimpleNamespace(stopped_by=None)
-
-    monkeypatch.setattr("mgk.training.trainer.fit", fit)
-    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: seen.update(data=arguments[1]))
-    return seen
-
-
-def mapped(asked):
-    """What the feature map of the model that was asked for is called."""
-    feature_map = Classifier(asked["run"].model_config(asked["task"])).layers[0].attention.feature_map
-    return getattr(feature_map, "__name__", type(feature_map).__name__)
-
-
-OPTIONS = [
-    ("variant", ["--variant", "mgk-em"], lambda a: a["run"].row.variant, "mgk-em"),
-    ("heads", ["--heads", "3"], lambda a: a["run"].row.heads, 3),
-    ("kv_heads", ["--heads", "4", "--kv-heads", "2"], lambda a: a["run"].row, ModelSpec("softmax", 4, 2)),
-    ("preset", ["--preset", "ref-lra"], lambda a: a["run"].model_config(a["task"]).pooling, "mean-padded"),
-    ("seed", ["--seed", "7"], lambda a: a["run"].seed, 7),
-    ("steps", ["--steps", "2000"], lambda a: a["run"].recipe.training.steps, 2000),
-    ("settings", ["--set", "lr=1e-2"], lambda a: a["run"].recipe.training.lr, 1e-2),
-    ("settings", ["--set", "model.num_layers=3"], lambda a: a["run"].model_config(a["task"]).num_layers, 3),
-    *(
-        ("settings", ["--variant", "mlk", "--set", f"model.feature_map={name}"], mapped, shown)
-        for name, shown in {"elu": "elu_plus_one", "relu": "relu", "favor": "FAVOR", "dpfp": "DPFP"}.items()
-    ),
-    ("data_dir", ["--data-dir", "somewhere"], lambda a: a["data"], Path("somewhere")),
-    ("out", ["--out", "there"], lambda a: a["run"].directory, Path("there")),
-    ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
-    ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
-    ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
-    ("graphs", ["--no-graphs"], lambda a: a["graphs"], False),
-    ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
-]
-
-
-@pytest.mark.parametrize(("option", "arguments", "reach", "wanted"), OPTIONS, ids=[" ".join(o[1]) for o in OPTIONS])
-def test_an_option_of_train_arrives(asked, option, arguments, reach, wanted):
-    result = CliRunner().invoke(commands.app, ["train", "listops", *arguments])
-    assert result.exception is None, result.output
-    assert reach(asked) == wanted
-
-
-@pytest.fixture
-def finished(asked, monkeypatch, tmp_path):
-    """The directory of a run that has nothing left to do, and the results in it."""
-    objective = SimpleNamespace(
-        metric="accuracy", read_predictions=lambda where: [], test_metric=lambda settings: "accuracy"
-    )
-    objective.format_metric = str
-    done = SimpleNamespace(global_rank=0, objective=objective), SimpleNamespace(stopped_by=None, steps=0)
-    monkeypatch.setattr("mgk.training.trainer.fit", lambda *arguments, **options: done)
-    common = {"recipe": "listops", "dataset": "listops", "metric": "accuracy", "n_examples": 10, "kv_heads": None}
-    rows = [{**common, "split": split, "value": value} for split, value in (("dev", 1 / 3), ("test", 0.1 + 0.2))]
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "result.json").write_text(json.dumps(rows))
-    (run / "metrics.csv").write_text("step,split,loss\n1,dev,2.5\n")
-    return run, rows
-
-
-def test_a_finished_run_that_is_repeated_adds_its_results_once(finished, tmp_path):
-    (run, rows), file = finished, tmp_path / "found.csv"
-    command = ["train", "listops", "--resume", "auto", "--out", str(run), "--results", str(file)]
-    told = [CliRunner().invoke(commands.app, command) for _ in range(2)]
-    assert [each.exception for each in told] == [None, None]
-    assert ["already has the results of this run" in each.stderr for each in told] == [False, True]
-    assert len(results.read([file])) == 2
-    (run / "result.json").write_text(json.dumps([*rows, {**rows[0], "metric": "best_step"}]))
-    CliRunner().invoke(commands.app, command)
-    assert [row["metric"] for row in results.read([file])] == ["accuracy", "accuracy", "best_step"]
-
-
-def test_the_curve_of_a_run_is_kept_beside_its_results(finished, tmp_path):
-    run, kept = finished[0], tmp_path / "kept"
-    command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(kept / "found.csv")]
-    for more in ([], ["--seed", "1"], ["--seed", "1", "--steps", "100"]):
-        assert CliRunner().invoke(commands.app, command + more).exception is None
-    found = results.curve_files(kept, "listops", ModelSpec("softmax", 4), "paper")
-    assert list(found) == [0, 1]
-    assert {path.read_text() for path in found.values()} == {(run / "metrics.csv").read_text()}
-    # With other settings it is another model's.
-    assert len(list((kept / "curves").iterdir())) == 3
-
-
-def test_every_option_of_train_is_in_the_table():
-    # --results is what the finished run is written to: the training itself does not see it.
-    assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train.train).parameters)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "gpu", "told"),
-    [
-        (["listops"], False, True),
-        (["listops"], True, False),
-        (["listops", "--accelerator", "cpu"], True, True),
-        (["demo"], False, False),
-        (["demo", "--set", "model.embed_dim=8192"], False, True),
-    ],
-)
-def test_what_is_meant_for_a_gpu_says_so_on_a_cpu(asked, monkeypatch, arguments, gpu, told):
-    monkeypatch.setattr("pytorch_lightning.accelerators.CUDAAccelerator.is_available", lambda: gpu)
-    monkeypatch.setattr("pytorch_lightning.accelerators.MPSAccelerator.is_available", lambda: False)
-    result = CliRunner().invoke(commands.app, ["train", *arguments])
-    assert result.exception is None, result.output
-    assert ("is meant for a GPU; on a CPU try `mgk compare demo`\n" in result.stderr) == told
-
-
-def test_each_layer_is_the_variant_that_was_asked_for(asked):
-    CliRunner().invoke(commands.app, ["train", "listops", "--variant", "smgk-hard", "--heads", "2"])
-    model = Classifier(asked["run"].model_config(asked["task"]))
-    for layer in model.layers:
-        variant = layer.attention.variant
-        assert (variant.keys, variant.assignment, variant.prior) == ("shifted", "hard", "uniform")
-        assert (layer.attention.num_heads, layer.attention.head_dim) == (2, 32)
+from mgk.training import config
 
 
 @pytest.fixture
 def mgk(monkeypatch, tmp_path, capsys):
-    """The command, in this process and an empty folder: exit code, output and errors."""
+    """Return a function that runs `mgk` in an empty directory: exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("signal.signal", lambda *arguments: None)
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["mgk", *arguments])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        return (left.value.code or 0, *capsys.readouterr())
+        return (exit_info.value.code or 0, *capsys.readouterr())
 
     return call
 
 
-# A run that is none, recipes that are none, and files where folders should be.
+# Invalid runs, invalid recipes, and files in place of directories.
 FILES = {
     "broken.yaml": b"title: [",
     "binary.yaml": b"\xff\xfe",
@@ -270,8 +141,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_wrong_input_is_one_line_and_exit_code_2(mgk, tmp_path, arguments, says):
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_user_error_is_one_line_and_exit_code_2(mgk, tmp_path, arguments, message):
     for name, content in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -280,13 +151,13 @@ def test_wrong_input_is_one_line_and_exit_code_2(mgk, tmp_path, arguments, says)
     code, _, errors = mgk(*arguments)
     assert code == 2
     assert errors.startswith("mgk: ")
-    assert says in errors
+    assert message in errors
     assert errors.count("\n") == 1
-    # Nothing is left half done.
+    # No file is written.
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(mgk, tmp_path, monkeypatch):
+def test_read_only_directory_is_reported_before_the_work(mgk, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     code, _, errors = mgk("train", "demo", "--out", "a/b")
     assert (code, errors) == (2, f"mgk: --out a/b: {tmp_path} is not writable\n")
@@ -295,43 +166,43 @@ def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(mgk, tmp_p
 def test_help_and_version(mgk):
     assert mgk("--version")[:2] == (0, f"mgk {__version__}\n")
     assert f'\nversion = "{__version__}"\n' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    code, said, _ = mgk()
+    code, output, _ = mgk()
     assert code == 0
     for name in ("train", "eval", "data", "recipes", "compare", "analyze", "generate", "flops", "bench"):
-        assert f" {name} " in said
+        assert f" {name} " in output
         assert mgk(name, "--help")[0] == 0
 
 
-def test_a_recipe_is_printed_as_it_is_written(mgk, monkeypatch):
+def test_recipe_is_printed_unchanged(mgk, monkeypatch):
     monkeypatch.setenv("MGK_PLUGINS", "experiments.paper")
-    code, said, _ = mgk("recipes", "retrieval-peerread-random")
+    code, output, _ = mgk("recipes", "retrieval-peerread-random")
     assert code == 0
-    assert "extends: retrieval-peerread" in said
+    assert "extends: retrieval-peerread" in output
     code, _, error = mgk("recipes", "lisops")
     assert code == 2
     assert "did you mean 'listops'?" in error
 
 
-def test_an_error_of_ours_is_not_hidden(mgk, monkeypatch):
+def test_internal_error_is_raised(mgk, monkeypatch):
     def broken():
-        raise KeyError("ours")
+        raise KeyError("internal")
 
     monkeypatch.setattr(config, "recipe_names", broken)
-    with pytest.raises(KeyError, match="ours"):
+    with pytest.raises(KeyError, match="internal"):
         mgk("recipes")
 
 
-@pytest.mark.parametrize(("value", "whole"), [("1", True), ("0", False), ("", False)])
-def test_the_traceback_of_a_line_is_there_for_who_wants_it(mgk, monkeypatch, value, whole):
+@pytest.mark.parametrize(("value", "has_traceback"), [("1", True), ("0", False), ("", False)])
+def test_variable_shows_the_traceback(mgk, monkeypatch, value, has_traceback):
     monkeypatch.setenv("MGK_TRACEBACK", value)
-    if whole:
+    if has_traceback:
         with pytest.raises(ValueError, match="recipe must be one of"):
             mgk("train", "nothing")
     else:
         assert mgk("train", "nothing")[0] == 2
 
 
-def test_the_module_is_the_command(tmp_path):
+def test_python_dash_m_runs_the_command(tmp_path):
     arguments = [sys.executable, "-m", "mgk", "train", "nothing"]
     result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
@@ -339,7 +210,7 @@ def test_the_module_is_the_command(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-def test_without_the_extra_the_command_says_so(tmp_path):
+def test_missing_extra_is_reported_in_one_line(tmp_path):
     code = "import sys; sys.modules['typer'] = None; from mgk.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 2
@@ -347,14 +218,14 @@ def test_without_the_extra_the_command_says_so(tmp_path):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_fewer_steps_keep_the_share_of_the_warm_up_unless_it_is_set():
+def test_steps_scale_the_warm_up_unless_it_is_set():
     assert apply_steps("listops", None, None) == []
     assert apply_steps("listops", ["lr=1"], 50) == ["lr=1", "warmup=10", "steps=50"]
     assert apply_steps("listops", ["training.warmup=3"], 50) == ["training.warmup=3", "steps=50"]
     assert config.load_recipe("listops").with_settings(apply_steps("listops", None, 50)).training.warmup == 10
 
 
-def test_data_lies_where_it_is_said_to_or_where_the_run_found_it(monkeypatch):
+def test_data_directory_is_option_variable_run_or_default(monkeypatch):
     monkeypatch.delenv("MGK_DATA", raising=False)
     run = {"data_dir": "there"}
     assert resolve_data_dir(None) == Path("data")
@@ -364,7 +235,7 @@ def test_data_lies_where_it_is_said_to_or_where_the_run_found_it(monkeypatch):
     assert resolve_data_dir(Path("here"), run) == Path("here")
 
 
-def test_all_data_is_prepared_and_what_is_missing_is_said(tmp_path, monkeypatch, capsys):
+def test_data_all_prepares_tasks_and_reports_missing_data(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "TASKS", {name: tasks.TASKS[name] for name in ("listops-short", "text")})
     result = CliRunner().invoke(commands.app, ["data", "all", "--data-dir", str(tmp_path)])
     assert "listops-short train: 20,000 examples" in result.output
@@ -372,22 +243,22 @@ def test_all_data_is_prepared_and_what_is_missing_is_said(tmp_path, monkeypatch,
     assert str(result.exception) == "no data for text"
 
 
-def test_the_columns_of_bench_have_names_that_stand_above_them(monkeypatch):
+def test_bench_headers_align_with_their_columns(monkeypatch):
     monkeypatch.setattr("mgk.bench.timing.MAX_REPEATS", 2)
     monkeypatch.setattr("mgk.bench.timing.MIN_REPEATS", 1)
-    # A prior's gradient that is near 0 by chance would be refused.
+    # A random prior's gradient near 0 would fail the check.
     torch.manual_seed(0)
     result = CliRunner().invoke(
         commands.app, ["bench", "--only", "speed", "--shapes", "1x2x40x8", "--variants", "smgk"]
     )
     assert result.exception is None, result.output
     lines = result.output.splitlines()
-    place = next(n for n, line in enumerate(lines) if line.startswith("part "))
-    # A torch without one of the others says so in a line of its own: 2.6 has no flash attention for shared keys here.
-    header, row = lines[place], next(line for line in lines[place:] if line.startswith("speed "))
+    start = next(n for n, line in enumerate(lines) if line.startswith("part "))
+    # Missing implementations print lines of their own: torch 2.6 has no flash attention for shared keys on a CPU.
+    header, row = lines[start], next(line for line in lines[start:] if line.startswith("speed "))
     assert len(header) == len(row)
     for name, cell in (("part", "speed"), ("B x H x N x D", "1x2x40x8"), ("pass", "forward"), ("variant", "softmax")):
         assert header.index(name) == row.index(cell)
     assert header.index("time") + len("time") == row.index(" ms") + len(" ms")
-    # On a CPU there is but one time.
+    # A CPU has a single time.
     assert (row.count(" ms"), "plain calls" in result.output) == (1, False)

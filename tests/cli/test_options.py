@@ -1,4 +1,4 @@
-"""Every option of compare, generate and eval reaches what it steers; those of train: test_cli.py."""
+"""Every option of compare, generate and eval takes effect; for those of train see test_train.py."""
 
 import inspect
 import json
@@ -16,32 +16,32 @@ from mgk.training.job_queue import JobQueue
 
 
 @pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """What the commands ask for, without doing it, in an empty folder that has a run of each kind."""
+def calls(monkeypatch, tmp_path):
+    """Replace the work of the commands by a record of its arguments, in a directory with a run of each kind."""
     monkeypatch.chdir(tmp_path)
-    seen = {"timed": []}
+    calls = {"timed": []}
 
-    def run_jobs(jobs, at_once, minutes):
-        seen.update(jobs=jobs, command=jobs[0].command if jobs else [], at_once=at_once, minutes=minutes)
+    def run_jobs(jobs, max_running, minutes):
+        calls.update(jobs=jobs, command=jobs[0].command if jobs else [], max_running=max_running, minutes=minutes)
         return JobQueue([])
 
     def profile_run(run, task, device):
-        seen["timed"].append(str(run.row))
+        calls["timed"].append(str(run.row))
         return []
 
     def write_report(recipe, models, preset, out, setups):
-        seen.update(recipe=recipe, models=models, preset=preset, out=out)
+        calls.update(recipe=recipe, models=models, preset=preset, out=out)
 
     def generate(model, prompt, *, max_tokens, sampling):
-        seen.update(prompt=bytes(prompt).decode(), max_tokens=max_tokens, sampling=sampling)
+        calls.update(prompt=bytes(prompt).decode(), max_tokens=max_tokens, sampling=sampling)
         return []
 
     def load(run, device):
-        seen["run"] = run
+        calls["run"] = run
         return None, ByteVocabulary()
 
-    def judge(directory, settings, task, data_dir, device, split):
-        seen.update(directory=directory, settings=settings, data=data_dir, split=split)
+    def load_objective(directory, settings, task, data_dir, device, split):
+        calls.update(directory=directory, settings=settings, data=data_dir, split=split)
         return SimpleNamespace(splits={})
 
     monkeypatch.setattr("mgk.training.job_queue.run_jobs", run_jobs)
@@ -49,21 +49,21 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr("mgk.cli.compare._write_report", write_report)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
     monkeypatch.setattr("mgk.training.run_dir.load_language_model", load)
-    monkeypatch.setattr("mgk.training.evaluate.load_objective", judge)
-    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: seen.update(data=arguments[1]))
+    monkeypatch.setattr("mgk.training.evaluate.load_objective", load_objective)
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: calls.update(data=arguments[1]))
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "checksum", lambda *arguments: "some data")
     for name, task in (("classes", "listops"), ("text", "bytes")):
         Path(name, "best").mkdir(parents=True)
         Path(name, "run.json").write_text(json.dumps({"task": task, "training": {"stride": 4, "precision": "bf16"}}))
-    return seen
+    return calls
 
 
-def after(command, option):
+def value_of(command, option):
     return command[command.index(option) + 1]
 
 
-def places(asked):
-    return [job.directory for job in asked["jobs"]]
+def directories(calls):
+    return [job.directory for job in calls["jobs"]]
 
 
 COMPARE = [
@@ -80,8 +80,8 @@ COMPARE = [
     ("settings", ["--set", "lr=1e-2"], lambda a: "--set lr=1e-2" in " ".join(a["command"]), True),
     ("data_dir", ["--data-dir", "there"], lambda a: a["data"], Path("there")),
     ("data_dir", ["--data-dir", "there"], lambda a: "--data-dir there" in " ".join(a["command"]), True),
-    ("jobs", ["--jobs", "3"], lambda a: a["at_once"], 3),
-    ("jobs", [], lambda a: a["at_once"], 1),
+    ("jobs", ["--jobs", "3"], lambda a: a["max_running"], 3),
+    ("jobs", [], lambda a: a["max_running"], 1),
     ("alone", ["--rows", "smgk:4"], lambda a: a["timed"], ["smgk:4"]),
     ("alone", ["--rows", "smgk:4", "--jobs", "2"], lambda a: a["timed"], ["smgk:4"]),
     ("alone", ["--rows", "smgk:4", "--no-alone"], lambda a: a["timed"], []),
@@ -90,8 +90,8 @@ COMPARE = [
     ("minutes", [], lambda a: a["minutes"], None),
     ("redraw", ["--redraw"], lambda a: "jobs" in a, False),
     ("out", ["--out", "here"], lambda a: a["out"], Path("here")),
-    ("out", ["--out", "here"], lambda a: after(a["command"], "--results"), "here/listops.csv"),
-    ("runs", ["--rows", "smgk:4", "--runs", "here"], places, [Path("here/listops/smgk-4-paper-s0")]),
+    ("out", ["--out", "here"], lambda a: value_of(a["command"], "--results"), "here/listops.csv"),
+    ("runs", ["--rows", "smgk:4", "--runs", "here"], directories, [Path("here/listops/smgk-4-paper-s0")]),
 ]  # fmt: skip
 GENERATE = [
     ("run", [], lambda a: a["run"], Path("text")),
@@ -119,21 +119,21 @@ TABLES = {
     "eval": (["eval", "text"], EVAL, commands.evaluate.evaluate),
 }
 ROWS = [
-    pytest.param([*command, *arguments], reach, wanted, id=" ".join([command[0], option, *arguments]))
+    pytest.param([*command, *arguments], read, expected, id=" ".join([command[0], option, *arguments]))
     for command, rows, _ in TABLES.values()
-    for option, arguments, reach, wanted in rows
+    for option, arguments, read, expected in rows
 ]
 
 
-@pytest.mark.parametrize(("arguments", "reach", "wanted"), ROWS)
-def test_an_option_arrives(asked, monkeypatch, arguments, reach, wanted):
+@pytest.mark.parametrize(("arguments", "read", "expected"), ROWS)
+def test_option_takes_effect(calls, monkeypatch, arguments, read, expected):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = CliRunner().invoke(commands.app, arguments)
     assert result.exception is None, result.output
-    assert reach(asked) == wanted
+    assert read(calls) == expected
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_option_is_in_the_table(name):
+def test_every_option_is_tested(name):
     _, rows, command = TABLES[name]
     assert {option for option, *_ in rows} == set(inspect.signature(command).parameters)

@@ -1,0 +1,139 @@
+"""mgk train: options, results and warnings, without a training."""
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from mgk import tasks
+from mgk.cli import commands
+from mgk.models import Classifier
+from mgk.training import results
+from mgk.training.config import ModelSpec
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """Replace the training by a record of its arguments."""
+    calls = {}
+
+    def fit(run, task, **options):
+        calls.update(run=run, task=task, **options)
+        return SimpleNamespace(global_rank=1), SimpleNamespace(stopped_by=None)
+
+    monkeypatch.setattr("mgk.training.trainer.fit", fit)
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: calls.update(data=arguments[1]))
+    return calls
+
+
+def feature_map_name(calls):
+    """Return the name of the feature map of the requested model."""
+    feature_map = Classifier(calls["run"].model_config(calls["task"])).layers[0].attention.feature_map
+    return getattr(feature_map, "__name__", type(feature_map).__name__)
+
+
+OPTIONS = [
+    ("variant", ["--variant", "mgk-em"], lambda a: a["run"].row.variant, "mgk-em"),
+    ("heads", ["--heads", "3"], lambda a: a["run"].row.heads, 3),
+    ("kv_heads", ["--heads", "4", "--kv-heads", "2"], lambda a: a["run"].row, ModelSpec("softmax", 4, 2)),
+    ("preset", ["--preset", "ref-lra"], lambda a: a["run"].model_config(a["task"]).pooling, "mean-padded"),
+    ("seed", ["--seed", "7"], lambda a: a["run"].seed, 7),
+    ("steps", ["--steps", "2000"], lambda a: a["run"].recipe.training.steps, 2000),
+    ("settings", ["--set", "lr=1e-2"], lambda a: a["run"].recipe.training.lr, 1e-2),
+    ("settings", ["--set", "model.num_layers=3"], lambda a: a["run"].model_config(a["task"]).num_layers, 3),
+    *(
+        ("settings", ["--variant", "mlk", "--set", f"model.feature_map={name}"], feature_map_name, expected)
+        for name, expected in {"elu": "elu_plus_one", "relu": "relu", "favor": "FAVOR", "dpfp": "DPFP"}.items()
+    ),
+    ("data_dir", ["--data-dir", "somewhere"], lambda a: a["data"], Path("somewhere")),
+    ("out", ["--out", "there"], lambda a: a["run"].directory, Path("there")),
+    ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
+    ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
+    ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
+    ("graphs", ["--no-graphs"], lambda a: a["graphs"], False),
+    ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
+]
+
+
+@pytest.mark.parametrize(("option", "arguments", "read", "expected"), OPTIONS, ids=[" ".join(o[1]) for o in OPTIONS])
+def test_option_reaches_the_training(calls, option, arguments, read, expected):
+    result = CliRunner().invoke(commands.app, ["train", "listops", *arguments])
+    assert result.exception is None, result.output
+    assert read(calls) == expected
+
+
+@pytest.fixture
+def finished(calls, monkeypatch, tmp_path):
+    """Return the directory of a finished run, and its rows of results."""
+    objective = SimpleNamespace(
+        metric="accuracy", read_predictions=lambda directory: [], test_metric=lambda settings: "accuracy"
+    )
+    objective.format_metric = str
+    done = SimpleNamespace(global_rank=0, objective=objective), SimpleNamespace(stopped_by=None, steps=0)
+    monkeypatch.setattr("mgk.training.trainer.fit", lambda *arguments, **options: done)
+    common = {"recipe": "listops", "dataset": "listops", "metric": "accuracy", "n_examples": 10, "kv_heads": None}
+    rows = [{**common, "split": split, "value": value} for split, value in (("dev", 1 / 3), ("test", 0.1 + 0.2))]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "result.json").write_text(json.dumps(rows))
+    (run / "metrics.csv").write_text("step,split,loss\n1,dev,2.5\n")
+    return run, rows
+
+
+def test_repeated_finished_run_appends_its_results_once(finished, tmp_path):
+    (run, rows), file = finished, tmp_path / "results.csv"
+    command = ["train", "listops", "--resume", "auto", "--out", str(run), "--results", str(file)]
+    outputs = [CliRunner().invoke(commands.app, command) for _ in range(2)]
+    assert [output.exception for output in outputs] == [None, None]
+    assert ["already has the results of this run" in output.stderr for output in outputs] == [False, True]
+    assert len(results.read([file])) == 2
+    (run / "result.json").write_text(json.dumps([*rows, {**rows[0], "metric": "best_step"}]))
+    CliRunner().invoke(commands.app, command)
+    assert [row["metric"] for row in results.read([file])] == ["accuracy", "accuracy", "best_step"]
+
+
+def test_learning_curve_is_stored_beside_the_results(finished, tmp_path):
+    run, out = finished[0], tmp_path / "out"
+    command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(out / "results.csv")]
+    for options in ([], ["--seed", "1"], ["--seed", "1", "--steps", "100"]):
+        assert CliRunner().invoke(commands.app, command + options).exception is None
+    curves = results.curve_files(out, "listops", ModelSpec("softmax", 4), "paper")
+    assert list(curves) == [0, 1]
+    assert {path.read_text() for path in curves.values()} == {(run / "metrics.csv").read_text()}
+    # The curve of other settings has a name of its own.
+    assert len(list((out / "curves").iterdir())) == 3
+
+
+def test_every_option_is_tested():
+    # --results is used only after the training.
+    assert {name for name, *_ in OPTIONS} | {"results_file"} == set(inspect.signature(commands.train.train).parameters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_gpu", "expected"),
+    [
+        (["listops"], False, True),
+        (["listops"], True, False),
+        (["listops", "--accelerator", "cpu"], True, True),
+        (["demo"], False, False),
+        (["demo", "--set", "model.embed_dim=8192"], False, True),
+    ],
+)
+def test_large_model_on_a_cpu_gives_a_warning(calls, monkeypatch, arguments, has_gpu, expected):
+    monkeypatch.setattr("pytorch_lightning.accelerators.CUDAAccelerator.is_available", lambda: has_gpu)
+    monkeypatch.setattr("pytorch_lightning.accelerators.MPSAccelerator.is_available", lambda: False)
+    result = CliRunner().invoke(commands.app, ["train", *arguments])
+    assert result.exception is None, result.output
+    assert ("is meant for a GPU; on a CPU try `mgk compare demo`\n" in result.stderr) == expected
+
+
+def test_each_layer_has_the_requested_variant(calls):
+    CliRunner().invoke(commands.app, ["train", "listops", "--variant", "smgk-hard", "--heads", "2"])
+    model = Classifier(calls["run"].model_config(calls["task"]))
+    for layer in model.layers:
+        variant = layer.attention.variant
+        assert (variant.keys, variant.assignment, variant.prior) == ("shifted", "hard", "uniform")
+        assert (layer.attention.num_heads, layer.attention.head_dim) == (2, 32)
