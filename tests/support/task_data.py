@@ -1,4 +1,4 @@
-"""Small data sets in the layouts that the tasks read, made for the tests."""
+"""Small data sets in the formats that the tasks read."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ GENERATED = ListOps(rules=Rules(3, 3, 4, 30), counts={"test": 20, "dev": 10, "tr
 
 
 def documents(split, example):
-    """The texts of an example."""
+    """Return the texts of an example."""
     ends = split.offsets[example * split.documents : (example + 1) * split.documents + 1].tolist()
     return [bytes((split.tokens[a:b] - 1).tolist()) for a, b in itertools.pairwise(ends)]
 
@@ -54,7 +54,7 @@ def make_aan(data):
 
 
 def make_peerread(data):
-    """12 topics with words of their own, 20 papers each, each of which cites 3 of its topic, and one the next topic."""
+    """Write 12 topics of 20 papers; each paper cites 3 of its topic, the first one also a paper of the next topic."""
     random = np.random.default_rng(0)
     papers, links = [], []
     for topic, number in itertools.product(range(12), range(20)):
@@ -72,7 +72,7 @@ def make_peerread(data):
     return papers, links
 
 
-def made(data, ours):
-    """Caches and what is left of unfinished ones."""
-    root = data / ".mgk" / ours.name
+def prepared_directories(data, task):
+    """Return the directories of prepared data, unfinished ones included."""
+    root = data / ".mgk" / task.name
     return [path for path in root.glob("*") if path.is_dir()] if root.is_dir() else []

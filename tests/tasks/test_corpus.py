@@ -1,4 +1,4 @@
-"""Corpora and vocabularies: what a text becomes, and what is said where it is missing or damaged."""
+"""Corpora and vocabularies: token ids of a text, and messages for missing or damaged files."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def own_words(tmp_path):
     return tmp_path
 
 
-def test_words_are_in_order_of_frequency_then_of_appearance_and_lines_end(own_words):
+def test_vocabulary_is_sorted_by_frequency_and_lines_end_with_eos(own_words):
     task = tasks.get_task("words")
     vocabulary = task.vocabulary(own_words)
     assert vocabulary.words == ["<eos>", "the", "=", "cat", "Title", ",", "<unk>", ".", "dog", "and", "a"]
@@ -35,19 +35,19 @@ def test_words_are_in_order_of_frequency_then_of_appearance_and_lines_end(own_wo
     assert vocabulary.decode(train.tokens[4:12].tolist()) == "\nthe cat , the <unk> . \n"
 
 
-def test_what_training_has_not_seen_is_unknown_and_counted(own_words):
+def test_words_not_in_train_become_unknown_and_are_counted(own_words):
     dev = tasks.get_task("words").split(own_words, "dev")
     assert dev.tokens.tolist() == [1, 6, 9, 10, 3, 0]
     assert dev.unknown_share == pytest.approx(1 / 6)
     assert tasks.get_task("words").split(own_words, "train").unknown_share == 0
 
 
-def test_without_unknown_words_in_the_text_there_is_one_in_the_vocabulary(own_words):
+def test_vocabulary_always_has_the_unknown_word(own_words):
     (own_words / "wiki.train.tokens").write_text("a b b\n")
     assert tasks.get_task("words").vocabulary(own_words).words == ["<eos>", "b", "a", "<unk>"]
 
 
-def test_own_text_as_bytes_with_and_without_splits_of_its_own(tmp_path):
+def test_byte_corpus_with_and_without_files_of_splits(tmp_path):
     task = ByteCorpus(max_length=4)
     (tmp_path / "b.txt").write_bytes(bytes(range(100, 200)))
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
@@ -63,7 +63,7 @@ def test_own_text_as_bytes_with_and_without_splits_of_its_own(tmp_path):
     ]
 
 
-def test_segments_predict_the_next_token_and_know_their_clusters():
+def test_segments_have_next_tokens_as_targets_and_cluster_counts():
     stream = TokenStream(np.arange(0, 60, 2).astype(np.uint16), 7)
     assert len(stream) == 4
     segments = TokenSegments(stream, (10, 40), torch.device("cpu"))
@@ -92,13 +92,13 @@ def test_missing_and_damaged_corpora(own_words, tmp_path_factory):
         tasks.get_task("bytes").prepare(own_words)
 
 
-def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path_factory):
+def test_prepared_data_is_used_without_its_source(own_words, tmp_path_factory):
     key, tmp_path = USER_WORDS.checksum(own_words), tmp_path_factory.mktemp("other")
     shutil.copytree(own_words / ".mgk", tmp_path / ".mgk")
     USER_WORDS.prepare(tmp_path)
     assert USER_WORDS.checksum(tmp_path) == key
     (ids,) = tmp_path.glob(".mgk/words/*/train.ids.npy")
-    # Damaged, of other settings, or one of two: then the source is asked for.
+    # The source is required if the data is damaged, has other settings or is ambiguous.
     ids.write_bytes(ids.read_bytes()[:-1] + b"!")
     with pytest.raises(DataError, match="missing"):
         USER_WORDS.prepare(tmp_path)
@@ -111,39 +111,39 @@ def test_what_was_prepared_is_enough_where_the_source_is_not(own_words, tmp_path
         USER_WORDS.prepare(tmp_path)
 
 
-def test_a_known_corpus_that_is_cut_short_is_noticed(own_words):
+def test_truncated_corpus_is_reported(own_words):
     task = tasks.get_task("words")
     parts = tuple(dataclasses.replace(part, tokens=18 if part.split == "train" else 7) for part in task.parts)
     with pytest.raises(DataError, match="has 6 tokens instead of 7"):
         dataclasses.replace(task, parts=parts).prepare(own_words)
 
 
-def test_the_stand_in_is_named_as_one():
+def test_substitute_is_named_as_such():
     assert "stand-in" in tasks.get_task("enwiki-lm").dataset
 
 
-def test_words_on_where_to_get_a_corpus_make_no_other_data(own_words):
+def test_download_instructions_do_not_change_the_data(own_words):
     task = tasks.get_task("words")
     task.prepare(own_words)
     dataclasses.replace(task, source="get it elsewhere").prepare(own_words)
     assert len([*(own_words / ".mgk" / "words").glob("[0-9a-f]*")]) == 1
 
 
-def test_a_recipe_for_an_own_corpus_takes_two_lines(tmp_path):
+def test_recipe_of_a_user_corpus_extends_another(tmp_path):
     path = tmp_path / "words.yaml"
     path.write_text("extends: wikitext-2\ntask: words\n")
     assert config.load_recipe(str(path)).task == "words"
     assert config.load_recipe(str(path)).training == config.load_recipe("wikitext-2").training
 
 
-def test_data_that_was_prepared_with_other_words_on_its_source_is_found_without_it(own_words):
-    """As on a machine that only .mgk was copied to; earlier versions wrote those words down."""
+def test_data_of_an_earlier_version_is_used_without_its_source(own_words):
+    """Earlier versions stored the download instructions in the manifest."""
     task = tasks.get_task("words")
     task.prepare(own_words)
     [manifest] = (own_words / ".mgk" / "words").glob("*/cache.json")
-    described = json.loads(manifest.read_text())
-    described["settings"]["source"] = "get it there"
-    manifest.write_text(json.dumps(described))
+    contents = json.loads(manifest.read_text())
+    contents["settings"]["source"] = "get it there"
+    manifest.write_text(json.dumps(contents))
     for path in own_words.glob("*.tokens"):
         path.unlink()
     assert len(task.split(own_words, "train").tokens) > 0

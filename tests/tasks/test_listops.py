@@ -1,4 +1,4 @@
-"""ListOps: the rules, the values, the splits, and LRA's files."""
+"""ListOps: rules, values, splits and LRA's files."""
 
 import hashlib
 import itertools
@@ -27,7 +27,7 @@ SMALL = ListOps(name="small", rules=SHORT, counts={"test": 30, "dev": 20, "train
 
 
 def parse(tokens):
-    """(operator, arguments) of an expression, or a digit; nothing of the package but its symbols."""
+    """Return (operator, arguments) of an expression, or a digit; only the symbols are those of the package."""
     symbols = [SYMBOLS[token - 1] for token in tokens]
     position = 0
 
@@ -69,7 +69,7 @@ def arities(tree):
 
 
 def lra_text(tree):
-    """As LRA writes it, a pair of parentheses for each argument."""
+    """Return the text in LRA's format, with parentheses around each argument."""
     if isinstance(tree, int):
         return str(tree)
     text = tree[0]
@@ -79,7 +79,7 @@ def lra_text(tree):
 
 
 @pytest.mark.parametrize("rules, count", [(LONG, 100), (SHORT, 2000), (Rules(3, 2, 3, 20), 500)])
-def test_examples_follow_the_rules_and_have_their_value(rules, count):
+def test_examples_follow_the_rules_and_have_correct_labels(rules, count):
     deepest = most = 0
     for tokens, label in itertools.islice(generate_examples(rules, 3), count):
         tree = parse(tokens.tolist())
@@ -91,12 +91,12 @@ def test_examples_follow_the_rules_and_have_their_value(rules, count):
     assert (deepest, most) == (rules.max_depth, rules.max_args)
 
 
-def test_both_ends_of_the_length_are_excluded():
+def test_limits_of_the_length_are_exclusive():
     lengths = {len(tokens) for tokens, _ in itertools.islice(generate_examples(Rules(4, 5, 9, 13), 0), 300)}
     assert lengths == {10, 11, 12}
 
 
-def test_random_choices_have_their_probabilities():
+def test_random_choices_are_uniform():
     levels = grow_trees(np.random.PCG64(5), LONG, 20_000)
     assert len(levels) == LONG.max_depth - 1
     for level in levels[:-1]:
@@ -109,7 +109,7 @@ def test_random_choices_have_their_probabilities():
         assert shares == pytest.approx([1 / choices] * choices, rel=0.02)
 
 
-def test_a_seed_means_the_same_for_ever():
+def test_examples_of_a_seed_never_change():
     digest = hashlib.sha256()
     for tokens, label in generate_block(LONG, 0, 0) + generate_block(SHORT, 1, 7):
         digest.update(tokens.tobytes() + bytes([label]))
@@ -126,7 +126,7 @@ def rows(split):
     return [split.tokens[a:b].tobytes() for a, b in itertools.pairwise(split.offsets.tolist())]
 
 
-def test_no_example_is_twice_and_workers_do_not_matter(tmp_path):
+def test_examples_are_unique_and_independent_of_workers(tmp_path):
     SMALL.prepare(tmp_path / "one", 1)
     SMALL.prepare(tmp_path / "four", 4)
     everything = []
@@ -141,12 +141,12 @@ def test_no_example_is_twice_and_workers_do_not_matter(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "]", "[MIN 1 2", "[MIN ]", "[MIN 1 2 ] ]", "1 2", "[MIN 1 2 ] 3", "[MIN [MAX ] 1 ]"]
 )
-def test_what_is_no_expression_has_no_value(text):
+def test_invalid_expression_raises(text):
     with pytest.raises(ValueError, match="brackets"):
         evaluate_expression([TOKENS[symbol] for symbol in text.split()])
 
 
-def test_the_contract():
+def test_sizes_of_the_task():
     assert get_task("listops") is LISTOPS
     assert (LISTOPS.vocab_size, LISTOPS.num_classes, LISTOPS.max_length) == (32, 10, 2000)
     assert LISTOPS.counts == {"test": 2_000, "dev": 2_000, "train": 96_000, "fresh": 50_000}
@@ -157,28 +157,28 @@ def test_the_contract():
 
 @pytest.fixture
 def lra(tmp_path):
-    """LRA's three files with 6, 3 and 2 examples, and a task that reads them."""
+    """Write LRA's three files with 6, 3 and 2 examples, and return a task that reads them."""
     examples = list(itertools.islice(generate_examples(SHORT, 0), 11))
     folder = tmp_path / "listops"
     folder.mkdir()
     counts = {"test": 2, "dev": 3, "train": 6, "fresh": 30}
     start = 0
     for name, file in (("train", "basic_train.tsv"), ("dev", "basic_val.tsv"), ("test", "basic_test.tsv")):
-        ours = examples[start : start + counts[name]]
+        selected = examples[start : start + counts[name]]
         start += counts[name]
-        lines = ["Source\tTarget", *(f"{lra_text(parse(t.tolist()))}\t{v}" for t, v in ours)]
+        lines = ["Source\tTarget", *(f"{lra_text(parse(t.tolist()))}\t{v}" for t, v in selected)]
         (folder / file).write_text("\n".join(lines) + "\n")
     return tmp_path, ListOps(rules=SHORT, counts=counts), examples
 
 
-def test_lra_files_are_read_as_they_are(lra):
+def test_lra_files_are_read(lra):
     data, listops, examples = lra
     train = listops.split(data, "train")
     assert rows(train) == [tokens.tobytes() for tokens, _ in examples[:6]]
     assert train.labels.tolist() == [label for _, label in examples[:6]]
     assert rows(listops.split(data, "test")) == [tokens.tobytes() for tokens, _ in examples[9:]]
     assert listops.metadata(data)["source"] == "LRA's tsv files"
-    # The files hold the beginning of the very stream that the fresh examples come from.
+    # The files contain the start of the stream of the fresh examples, which must not repeat them.
     assert not {tokens.tobytes() for tokens, _ in examples} & set(rows(listops.split(data, "fresh")))
 
 
@@ -195,7 +195,7 @@ def test_lra_files_are_read_as_they_are(lra):
         ("", "1 columns"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path, line, message):
+def test_damaged_line_is_reported(tmp_path, line, message):
     path = tmp_path / "basic_train.tsv"
     path.write_text(f"Source\tTarget\n( ( ( [MIN 1 ) 2 ) ] )\t1\n{line}\n")
     with pytest.raises(DataError, match=f"basic_train.tsv, line 3 .*{message}"):

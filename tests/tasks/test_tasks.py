@@ -1,4 +1,4 @@
-"""What the splits of the tasks hold, on data made here."""
+"""Registry of tasks, and the splits of Text and AAN."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from mgk.tasks import TASKS, get_task
 from mgk.tasks.text import dev_names
 from tests.support.task_data import PAIRS, TEXT, documents, make_aan, make_archive, make_imdb, review
 
-# What each data set is called in results: a stand-in never has the name of the original.
+# Names of the data sets in results; a substitute never has the name of the original.
 DATASETS = {
     "listops": "listops",
     "listops-short": "listops-short",
@@ -26,12 +26,12 @@ DATASETS = {
 }
 
 
-def test_data_takes_the_name_of_a_recipe_too(tmp_path):
+def test_data_command_accepts_a_recipe(tmp_path):
     answer = CliRunner().invoke(commands.app, ["data", "text-5k", "--data-dir", str(tmp_path)])
     assert "aclImdb" in str(answer.exception or answer.output)
 
 
-def test_names():
+def test_names_of_tasks_and_data_sets():
     assert {name: task.dataset for name, task in TASKS.items()} == DATASETS
     with pytest.raises(ValueError, match="'listops', 'listops-short', 'text', 'retrieval-aan', 'wikitext-103'"):
         get_task("retrieval")
@@ -48,12 +48,12 @@ def test_names():
         lambda data: make_archive(data, ".tar", "w"),
     ],
 )
-def test_text(tmp_path, make):
+def test_splits_of_text(tmp_path, make):
     make(tmp_path)
     stages = set()
     TEXT.prepare(tmp_path, 1, lambda stage, done, total: stages.add(stage))
     assert {"checksum", "read", "write"} <= stages
-    sizes, seen = {"train": 12, "dev": 4, "test": 16}, []
+    sizes, paths = {"train": 12, "dev": 4, "test": 16}, []
     for name, size in sizes.items():
         split = TEXT.split(tmp_path, name)
         assert len(split) == size
@@ -64,12 +64,12 @@ def test_text(tmp_path, make):
             assert text == review(path)
             assert path.startswith("test/" if name == "test" else "train/")
             assert label == ("/pos/" in path)
-            seen.append(path)
-    assert len(set(seen)) == 32
+            paths.append(path)
+    assert len(set(paths)) == 32
     assert TEXT.metadata(tmp_path)["examples"] == sizes
 
 
-def test_dev_takes_neighbouring_reviews_and_never_changes():
+def test_dev_split_has_fixed_runs_of_reviews():
     names = [f"train/pos/{number}_7.txt" for number in range(12_500)]
     dev = dev_names(names, 1250)
     assert sorted(dev) == sorted(dev_names(names[::-1], 1250))
@@ -79,7 +79,7 @@ def test_dev_takes_neighbouring_reviews_and_never_changes():
     assert min(numbers) == 150
 
 
-def test_aan(tmp_path):
+def test_splits_of_aan(tmp_path):
     make_aan(tmp_path)
     train = PAIRS.split(tmp_path, "train")
     assert train.labels.tolist() == [0, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""One clear line for each way in which the data can be wrong, and no cache left behind."""
+"""One line for each kind of invalid data, and no prepared data."""
 
 import tarfile
 
@@ -11,11 +11,11 @@ from tests.support.task_data import (
     PAPERS,
     TEXT,
     TRAIN_PAIRS,
-    made,
     make_aan,
     make_archive,
     make_imdb,
     make_peerread,
+    prepared_directories,
 )
 
 
@@ -47,7 +47,7 @@ ARCHIVE = "aclImdb_v1.tar.gz"
 DOCS, LINKS = "peerread/docs.jsonl", "peerread/citation_links.tsv"
 
 
-CUT = "damaged or incomplete|reviews instead of 8"  # it may be cut between two reviews
+CUT = "damaged or incomplete|reviews instead of 8"  # the cut may be between two reviews
 
 
 def nothing(data):
@@ -158,7 +158,7 @@ DAMAGE = {
         edit(LINKS, lambda c: c[: c.rindex(b"\n", 0, -1)]),
         "links 731 pairs of papers instead of 732",
     ),
-    "no room for a cache": (
+    "data directory not writable": (
         GENERATED,
         nothing,
         lambda d: (d / ".mgk").write_text(""),
@@ -168,13 +168,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_wrong_data_gives_one_clear_line_and_no_cache(tmp_path, damage):
-    ours, make, spoil, message = DAMAGE[damage]
+def test_invalid_data_reports_one_line_and_prepares_nothing(tmp_path, damage):
+    task, make, spoil, message = DAMAGE[damage]
     make(tmp_path)
     spoil(tmp_path)
-    for use in (lambda: ours.prepare(tmp_path), lambda: ours.split(tmp_path, "train")):
+    for use in (lambda: task.prepare(tmp_path), lambda: task.split(tmp_path, "train")):
         with pytest.raises(DataError, match=message) as error:
             use()
         assert "\n" not in str(error.value)
         assert str(tmp_path) in str(error.value)
-        assert made(tmp_path, ours) == []
+        assert prepared_directories(tmp_path, task) == []
