@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.cli.app import DataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
+from mgk.cli.app import RunDataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
 
 if TYPE_CHECKING:
     from mgk.analysis.capture import Progress
@@ -65,7 +65,7 @@ def analyze(
         int, typer.Option(min=0, help="Samples on which to ablate each head; 0 skips the ablation.")
     ] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the selection of samples.")] = 0,
-    data_dir: DataDir = None,
+    data_dir: RunDataDir = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the report; default: RUN/analysis, or analysis/MODEL.")
     ] = None,

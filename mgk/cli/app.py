@@ -29,6 +29,7 @@ app = typer.Typer(
 LONG, LARGE = 1000, 10_000_000
 
 DataDir = Annotated[Path | None, typer.Option(help="Data directory; default: $MGK_DATA, or ./data.")]
+RunDataDir = Annotated[Path | None, typer.Option(help="Data directory; default: $MGK_DATA, or that of the run.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a setting of the recipe: key=value or model.key=value; may be repeated."),

@@ -56,8 +56,9 @@ def bench(
 ) -> None:
     """Benchmark the operators with half the heads against PyTorch's SDPA: time, memory, decoding.
 
-    Outputs and gradients are checked first; implementations with wrong results are not timed. Without a GPU, only the
-    speed of small shapes is measured, on the CPU.
+    Outputs and gradients are checked first; implementations with wrong results are not timed.
+
+    Without a GPU, only the speed of small shapes is measured, on the CPU.
     """
     import torch
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import one_of, positive_integer
-from mgk.cli.app import DataDir, app, check_same_data, resolve_data_dir
+from mgk.cli.app import RunDataDir, app, check_same_data, resolve_data_dir
 
 
 @app.command("eval")
@@ -18,7 +18,7 @@ def evaluate(
     split: Annotated[
         str | None, typer.Option(help="Split to evaluate; default: all test splits, for language models also dev.")
     ] = None,
-    data_dir: DataDir = None,
+    data_dir: RunDataDir = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples or windows per batch.")] = None,
     stride: Annotated[
         int | None,
