@@ -1,15 +1,15 @@
-# Targets work on a machine that has python3 (3.10 or newer), pip, make and git; the rest is installed into .venv.
+# The targets need python3 (3.10 or newer), pip, make and git; everything else is installed into .venv.
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
 JOBS  ?= auto
-# The interpreter of test-gpu: a GPU machine often brings its own torch, so .venv is used there only if it exists.
+# Interpreter of test-gpu: .venv if it exists, because GPU machines often have a torch of their own.
 PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
-# Processes of test-gpu: compiling the kernels takes most of its time.
+# Number of processes of test-gpu, most of whose time is compilation.
 SHARDS ?= 8
-# More options for pytest, for example: make test-quick ARGS="-k causal -x"
+# Additional options for pytest, for example: make test-quick ARGS="-k causal -x"
 ARGS  ?=
-# One thread a process: the worker processes already use every core.
+# One thread per process: the workers already use all cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
@@ -18,25 +18,25 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-install: $(STAMP) ## Set up .venv with the package, editable, and all its extras
+install: $(STAMP) ## Create .venv with the package (editable) and all extras
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-browser: $(STAMP) ## Install the Chromium that the tests of the report use: Debian's as root, else playwright's own
+browser: $(STAMP) ## Install Chromium for the tests of the report: Debian's package as root, otherwise playwright's
 	command -v chromium >/dev/null || \
 	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	  $(BIN)/playwright install chromium
 
-test: $(STAMP) ## Run every test that needs no GPU
+test: $(STAMP) ## Run all tests that do not need a GPU
 	$(PYTEST) -m "not gpu"
 
-test-quick: $(STAMP) ## Run the tests that need no GPU and are not marked slow
+test-quick: $(STAMP) ## Run the tests that do not need a GPU and are not marked slow
 	$(PYTEST) -m "not gpu and not slow"
 
-# The oldest Transformers that mgk/hf is tested with, laid over .venv with what it needs in other versions.
+# The oldest Transformers that mgk/hf supports, with its dependencies, in a folder that precedes .venv on PYTHONPATH.
 OLD_HF := .venv/transformers-5.17
 
 $(OLD_HF): $(STAMP)
@@ -51,7 +51,7 @@ test-hf: $(OLD_HF) ## Run the tests of mgk/hf under the Transformers of .venv an
 	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
 	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/hf
 
-# The oldest torch of pyproject.toml and a NumPy of its time, in an environment of their own.
+# The oldest torch of pyproject.toml with a NumPy of the same age, in a separate environment.
 OLDEST := .venv/torch-2.6
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt
@@ -61,16 +61,16 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	  "torch==2.6.*" "numpy==1.26.*" -e ".[dev]"
 	touch $@
 
-test-oldest: $(OLDEST)/.installed ## Run the tests that need no GPU under the oldest torch, 2.6
+test-oldest: $(OLDEST)/.installed ## Run the tests that do not need a GPU under the oldest torch, 2.6
 	$(PYTEST:$(BIN)/%=$(OLDEST)/bin/%) -m "not gpu"
 
-test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, else python3), in SHARDS processes
+test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise python3) in SHARDS processes
 	@mkdir -p build; for part in $$(seq $(SHARDS)); do \
 	  $(PYTHON) -m pytest -m gpu --shard $$part/$(SHARDS) -p no:cacheprovider $(ARGS) > build/gpu-$$part.log 2>&1 & pids="$$pids $$!"; done; \
 	status=0; for pid in $$pids; do wait $$pid || status=1; done; tail -n 1 build/gpu-*.log; \
 	[ $$status = 0 ] || { grep -hE "^(FAILED|ERROR)" build/gpu-*.log; exit 1; }
 
-demo: $(STAMP) ## Train softmax and sMGK with half the heads on short ListOps (two minutes on a CPU) and show both side by side
+demo: $(STAMP) ## Train softmax, and sMGK with half the heads, on short ListOps (two minutes on a CPU) and compare them
 	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
 
 lint: $(STAMP) ## Check style, formatting, types and import layers
@@ -79,13 +79,13 @@ lint: $(STAMP) ## Check style, formatting, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: $(STAMP) ## Format the code and apply the safe fixes
+format: $(STAMP) ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## Measure speed and memory on the CPU; appends to results/cpu.csv
+bench: $(STAMP) ## Measure speed and memory on the CPU and append to results/cpu.csv
 	$(BIN)/python benchmarks/cpu.py
 
-clean: ## Remove .venv, caches and build outputs
+clean: ## Remove .venv, caches and build output
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

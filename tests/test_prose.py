@@ -14,7 +14,6 @@ PAGES = sorted(
     path
     for pattern in ("*.md", "docs/*.md", "mgk/**/*.md", "experiments/**/*.md", "mgk/**/*.yaml", "experiments/**/*.yaml")
     for path in ROOT.glob(pattern)
-    if path.name != "CHANGELOG.md"  # entries of released versions stay as they are
 )
 
 # Wording that CONTRIBUTING.md rules out: people and personified code, and turns that have a plain equivalent.
