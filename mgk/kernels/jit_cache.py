@@ -51,7 +51,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 @functools.lru_cache(1 << 12)
 def specialization_key(scalars: tuple[float, ...]) -> tuple[int, ...]:
-    """Return what Triton specializes on. Cached: most launches repeat earlier strides."""
+    """Return the properties that Triton specializes on. Cached: most launches repeat earlier strides."""
     return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in scalars)
 
 
@@ -110,7 +110,7 @@ def hook_installed(hook: Any) -> bool:
 
 
 def _key(spec: LaunchSpec, device: int, tensors: tuple[Any, ...], unaligned: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return what Triton specializes on: dtypes and alignment of tensors, divisibility of scalars."""
+    """Return the properties that Triton specializes on: dtypes and alignment of tensors, divisibility of scalars."""
     dtypes = [x.dtype if isinstance(x, Tensor) else x is None for x in tensors]
     # By id: hashing a kernel hashes its source.
     kernel, options = id(spec.kernel), (spec.num_warps, spec.num_stages, spec.maxnreg)

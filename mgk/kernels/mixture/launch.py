@@ -221,7 +221,7 @@ CHUNK_KEY = BlockKey("fwd", no_component_gemm=True)
 def key_heads_per_chunk(
     batch: int, heads: int, key_heads: int, L: int, S: int, components: int, block: BlockConfig
 ) -> int:
-    """Return how many key heads, over the batch, a chunk takes: all if chunks within the limit would be too small."""
+    """Return the number of key heads, over the batch, per chunk: all if chunks within the limit would be too small."""
     bytes_per_key = PREPARED_BYTES * components + OPERAND_BYTES * block.component_gemm
     group, total = heads // key_heads, batch * key_heads
     largest = max(WORKSPACE_BYTES * heads * L * batch // (bytes_per_key * S), 1)

@@ -172,7 +172,7 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
 
     Args:
         tensors: Layouts of the tensors of `MixtureArgs` and of out.
-        flags: The rest of the key.
+        flags: The other properties of the call.
         tma: Whether TMA reads keys and values.
         return_lse: Whether lse is written. Part of the cache key only, as a spec needs None in the same positions.
     """
@@ -241,7 +241,7 @@ def backward_config(
 
     Args:
         tensors: Layouts of the tensors of `MixtureArgs`, of out, and of the gradients of out and lse.
-        flags: The rest of the key.
+        flags: The other properties of the call.
         tma_keys: Whether TMA reads keys and values in the dq kernel.
         tma_queries: Whether TMA reads queries and gradients in the dkdv kernel.
         mask_grad: Whether a float mask has a gradient.

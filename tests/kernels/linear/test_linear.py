@@ -1,5 +1,7 @@
-"""Linear attention in Triton against the oracle by the 2x rule: under the interpreter (fp32, fp16) without a
-GPU, on one in bf16, fp16 and fp32."""
+"""The linear kernels against the oracle by the 2x rule.
+
+Without a GPU under Triton's interpreter (fp32, fp16), on a GPU in bf16, fp16 and fp32.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several slots and tiles at the lengths of the tests; on a GPU the sizes that users get."""
+    """Use several chunks and tiles at the lengths of the tests; on a GPU the block sizes that users get."""
     if not GPU:
         monkeypatch.setattr(ops, "select_block", lambda *_: ops.BlockConfig(32, 16, 4, 1))
         monkeypatch.setattr(ops, "FULL_CHUNK", 32)
@@ -31,11 +33,11 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def on_this_device(monkeypatch):
-    """The table of operators makes its inputs on the CPU and compares there."""
+    """Run the table of operators on this device; it makes its inputs and compares on the CPU."""
 
     def run_there(backend, op, shape, inputs, constants, options, run=operator_cases.run_package):
-        there = [{name: x.to(DEVICE) for name, x in group.items()} for group in (inputs, constants)]
-        return run(backend, op, shape, *there, options)[0].cpu(), None
+        moved = [{name: x.to(DEVICE) for name, x in group.items()} for group in (inputs, constants)]
+        return run(backend, op, shape, *moved, options)[0].cpu(), None
 
     monkeypatch.setattr(operator_cases, "run_package", run_there)
 
@@ -65,11 +67,11 @@ LONG = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_two_times_rule(name, op, feature_map, dtype, on_this_device, poisoned):
     if not GPU and (name, op, feature_map) not in CHOSEN:
-        pytest.skip("the interpreter is slow: it gets a part")
+        pytest.skip("the interpreter is slow and runs a part")
     operator_cases.compare(op, "triton", SHAPES[name], dtype, {"feature_map": feature_map})
 
 
-# What the interpreter gets: every feature, operators and feature maps taking turns.
+# The cases for the interpreter: every feature, with alternating operators and feature maps.
 CHOSEN = {
     ("cross-m3", "mlk", "elu"),
     ("d1-m8", "smlk", "relu"),
@@ -84,7 +86,7 @@ CHOSEN = {
 }
 
 
-@pytest.mark.skipif(not GPU, reason="the sizes that users get are too large for the interpreter")
+@pytest.mark.skipif(not GPU, reason="the block sizes that users get are too large for the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LONG)
 def test_long_two_times_rule(name, dtype, on_this_device, poisoned):
@@ -92,7 +94,7 @@ def test_long_two_times_rule(name, dtype, on_this_device, poisoned):
 
 
 def inputs(S=50, B=1, H=2, Hk=1, M=2, D=16, E=16, dtype=torch.float32, shifted=True, std=1.0):
-    """The tensors of smlk_attention, or of mlk_attention, by name."""
+    """Return the tensors of smlk_attention or mlk_attention by name."""
     g = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -105,7 +107,7 @@ def inputs(S=50, B=1, H=2, Hk=1, M=2, D=16, E=16, dtype=torch.float32, shifted=T
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_states_go_in_and_out_with_gradients(is_causal, poisoned):
+def test_initial_and_final_states_have_gradients(is_causal, poisoned):
     x = inputs(S=70)
     state = [torch.rand(1, 1, 16, *shape).to(DEVICE).requires_grad_() for shape in ((16,), ())]
 
@@ -124,46 +126,46 @@ def test_states_go_in_and_out_with_gradients(is_causal, poisoned):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5 * want.abs().max().item())
 
 
-def test_going_on_from_a_state_is_the_whole():
+def test_continuing_from_a_state_equals_one_call():
     x = inputs(S=70, shifted=False)
     whole = mgk.mlk_attention(**x, is_causal=True, backend="triton")
     first, last = ({name: t.split([41, 29], -2)[n] for name, t in x.items()} for n in (0, 1))
     _, state = mgk.mlk_attention(**first, is_causal=True, return_state=True, backend="triton")
-    rest = mgk.mlk_attention(**last, is_causal=True, initial_state=state, backend="triton")
-    torch.testing.assert_close(rest, whole[:, :, 41:], rtol=1e-4, atol=1e-5)
+    continued = mgk.mlk_attention(**last, is_causal=True, initial_state=state, backend="triton")
+    torch.testing.assert_close(continued, whole[:, :, 41:], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="another feature_map"):
         mgk.mlk_attention(**last, is_causal=True, initial_state=(*state, state[1][..., 0]), backend="triton")
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_without_the_denominator(is_causal):
+def test_unnormalised_attention_matches_eager(is_causal):
     x = inputs(S=70, dtype=torch.float32)
     x["keys"] = x.pop("key")
     call = linear_call(**x, shifted=True, is_causal=is_causal, normalise=False)
     g = torch.randn(1, 2, 70, 16, device=DEVICE)
-    found = [
+    results = [
         (out, *torch.autograd.grad(out, list(x.values()), g))
         for out in (triton.run_linear(call)[0], eager.run_linear(call)[0])
     ]
-    for got, want in zip(*found, strict=True):
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("place", [20, 40])
-def test_the_future_does_not_reach_the_past(place):
-    """Within a slot and across slots, to the last bit. The gradients of the past's outputs end there too."""
+@pytest.mark.parametrize("position", [20, 40])
+def test_future_does_not_change_the_past(position):
+    """Within and across chunks, bit for bit. Outputs of the past have no gradients with respect to the future."""
     x = inputs(S=75)
     other = {name: t.detach().clone() for name, t in x.items()}
     for name in ("query", "key", "value"):
-        other[name][:, :, place:] = 1e4
-    out, seen = (mgk.smlk_attention(**each, is_causal=True, backend="triton") for each in (x, other))
-    assert torch.equal(out[:, :, :place], seen[:, :, :place])
-    assert not torch.equal(out[:, :, place], seen[:, :, place])
+        other[name][:, :, position:] = 1e4
+    out, changed = (mgk.smlk_attention(**t, is_causal=True, backend="triton") for t in (x, other))
+    assert torch.equal(out[:, :, :position], changed[:, :, :position])
+    assert not torch.equal(out[:, :, position], changed[:, :, position])
     grad = torch.zeros_like(out)
-    grad[:, :, :place] = 1
+    grad[:, :, :position] = 1
     for gradient in torch.autograd.grad(out, [x[name] for name in ("query", "key", "value")], grad):
-        assert gradient[:, :, :place].any()
-        assert not gradient[:, :, place:].any()
+        assert gradient[:, :, :position].any()
+        assert not gradient[:, :, position:].any()
 
 
 def test_rows_without_weight_are_zero():
@@ -179,20 +181,20 @@ def test_rows_without_weight_are_zero():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_sums_beyond_the_range_of_half_precision(is_causal):
+def test_sums_may_exceed_the_range_of_fp16(is_causal):
     x = inputs(S=70, dtype=torch.float16, std=50.0)
     prior = torch.full((1, 2, 1), 8.0, dtype=torch.float16, device=DEVICE)
     exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
-    found = []
-    for each, log_prior, backend in ((x, prior, "triton"), (exact, prior.double(), "eager")):
-        out = mgk.smlk_attention(**each, log_prior=log_prior, is_causal=is_causal, backend=backend)
-        found.append((out, *torch.autograd.grad(out.sum(), list(each.values()))))
-    for got, want in zip(*found, strict=True):
+    results = []
+    for leaves, log_prior, backend in ((x, prior, "triton"), (exact, prior.double(), "eager")):
+        out = mgk.smlk_attention(**leaves, log_prior=log_prior, is_causal=is_causal, backend=backend)
+        results.append((out, *torch.autograd.grad(out.sum(), list(leaves.values()))))
+    for got, want in zip(*results, strict=True):
         assert (got.double() - want).norm() <= 4e-3 * want.norm()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_same_bits_every_time(is_causal):
+def test_results_are_bitwise_reproducible(is_causal):
     x = inputs(S=300 if GPU else 50, H=4, Hk=2, dtype=torch.float16)
     runs = []
     for _ in range(1000 if GPU else 2):
@@ -201,7 +203,7 @@ def test_same_bits_every_time(is_causal):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-COVERED = {
+SUPPORTED = {
     "plain": {},
     "prior": {"log_prior": torch.zeros(1, 2, 50)},
     "relu": {"feature_map": "relu"},
@@ -210,7 +212,7 @@ COVERED = {
     "return_state": {"return_state": True},
     "initial_state": {"initial_state": (torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16))},
 }
-NOT_COVERED = {
+UNSUPPORTED = {
     "weights": ({"return_weights": True}, "weights are never formed"),
     "full-packed": (
         {"is_causal": False, "cu_seqlens": torch.tensor([0, 20, 50], dtype=torch.int32)},
@@ -230,21 +232,21 @@ def on_device(x):
     return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
 
 
-@pytest.mark.parametrize("name", COVERED)
-def test_auto_picks_it(name):
-    options = {option: on_device(x) for option, x in COVERED[name].items()}
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_auto_selects_the_kernels(name):
+    options = {option: on_device(x) for option, x in SUPPORTED[name].items()}
     for dtype in DTYPES:
         choice = mgk.explain_backend("smlk_attention", **inputs(dtype=dtype), is_causal=True, **options)
         assert choice.backend == "triton", choice
 
 
-def test_auto_takes_the_kernels_for_whole_sequences_too():
+def test_auto_selects_the_kernels_without_causality():
     assert mgk.explain_backend("smlk_attention", **inputs(), is_causal=False).backend == "triton"
 
 
-@pytest.mark.parametrize("name", NOT_COVERED)
-def test_says_why_not(name):
-    options, reason = NOT_COVERED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_calls_raise_with_the_reason(name):
+    options, reason = UNSUPPORTED[name]
     options = {"is_causal": True, **{option: on_device(x) for option, x in options.items()}}
     x = inputs(**{key: options.pop(key) for key in ("dtype", "D", "E", "B", "S") if key in options})
     assert mgk.explain_backend("smlk_attention", **x, **options).backend in ("chunked", "eager")
@@ -253,22 +255,22 @@ def test_says_why_not(name):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_layouts_of_memory(is_causal):
-    """Heads beside each other, as projections leave them; a prior and a gradient that are expanded."""
+def test_strided_inputs_give_the_same_bits(is_causal):
+    """Inputs in the layout of projections, and an expanded gradient."""
     x = inputs(S=50)
     strided = {
         name: t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() if t.dim() == 4 else t
         for name, t in x.items()
     }
-    found = []
-    for each in (x, strided):
-        out = mgk.smlk_attention(**each, is_causal=is_causal, backend="triton")
-        found.append((out, *torch.autograd.grad(out.sum(), list(each.values()))))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    results = []
+    for leaves in (x, strided):
+        out = mgk.smlk_attention(**leaves, is_causal=is_causal, backend="triton")
+        results.append((out, *torch.autograd.grad(out.sum(), list(leaves.values()))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_nothing_to_attend(is_causal):
+def test_empty_sequence(is_causal):
     out, state = mgk.smlk_attention(**inputs(S=0), is_causal=is_causal, return_state=True, backend="triton")
     assert out.shape == (1, 2, 0, 16)
     assert not any(x.any() for x in state)
@@ -276,8 +278,8 @@ def test_nothing_to_attend(is_causal):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(5, 0), (0, 7)])
-def test_nothing_on_one_side(queries, keys, poisoned):
-    """Queries without keys see what a state has; keys without queries still get the gradient of the state."""
+def test_no_keys_or_no_queries(queries, keys, poisoned):
+    """Queries without keys read the state; keys without queries get the gradient of the final state."""
     x = inputs(S=max(queries, keys))
     x = {name: t.detach()[:, :, : queries if name == "query" else keys] if t.dim() == 4 else t for name, t in x.items()}
     state = tuple(torch.rand(1, 1, 16, *shape, device=DEVICE) for shape in ((16,), ()))
@@ -325,7 +327,7 @@ def test_compiles_once_for_all_lengths(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_flops_are_those_of_the_meta_device(is_causal):
+def test_flops_equal_those_of_the_meta_device(is_causal):
     def count(x, backend):
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
             mgk.smlk_attention(**x, is_causal=is_causal, backend=backend)
@@ -336,8 +338,8 @@ def test_flops_are_those_of_the_meta_device(is_causal):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-@pytest.mark.skipif(not GPU, reason="there is no stream to stop")
-def test_no_host_synchronisation():
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_host_is_not_synchronized():
     x = inputs(S=600, dtype=torch.bfloat16)
     cu = torch.tensor([0, 300, 600], dtype=torch.int32, device=DEVICE)
     try:
@@ -349,7 +351,7 @@ def test_no_host_synchronisation():
         torch.cuda.set_sync_debug_mode("default")
 
 
-STEPS = {
+DECODE_CASES = {
     "shifted": ("smlk", {"B": 2, "H": 2, "Hk": 2, "D": 16, "E": 16}),
     "groups-wide": ("mlk", {"B": 2, "H": 4, "Hk": 2, "M": 3, "D": 24, "E": 70, "prior": "position"}),
     "one": ("mlk", {"B": 1, "H": 1, "Hk": 1, "M": 1, "D": 5, "E": 3, "prior": None}),
@@ -359,45 +361,45 @@ STEPS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("feature_map", ["elu", "relu"])
-@pytest.mark.parametrize("name", STEPS)
-def test_one_token_more(name, feature_map, normalise, dtype, monkeypatch, poisoned):
-    """... takes a launch of its own where no gradient is asked for, and goes on from any state."""
-    op, sizes = STEPS[name]
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_single_token_uses_the_decode_kernel(name, feature_map, normalise, dtype, monkeypatch, poisoned):
+    """Without gradients, from any state."""
+    op, sizes = DECODE_CASES[name]
     B, H, Hk, D, E, M = (sizes.get(key, 2) for key in ("B", "H", "Hk", "D", "E", "M"))
     prior = None if sizes.get("prior", "head") is None else torch.randn(1, Hk, M, 1).log_softmax(2)
     shift = torch.randn(Hk, M, D) if op == "smlk" else None
-    taken = []
+    launched = []
     launch = ops._launch
-    monkeypatch.setattr(ops, "_launch", lambda *args: (taken.append(args[0].__name__), launch(*args)))
+    monkeypatch.setattr(ops, "_launch", lambda *args: (launched.append(args[0].__name__), launch(*args)))
     state = None
     for length in (3, 1, 1):
         keys = torch.randn(B, Hk, length, D) if op == "smlk" else torch.randn(B, Hk, M, length, D)
-        given = {
+        tensors = {
             "query": torch.randn(B, length, H, D).transpose(1, 2), "keys": keys, "value": torch.randn(B, Hk, length, E),
             "shift": shift, "log_prior": prior,
         }  # fmt: skip
-        there = {name: x if x is None else x.to(DEVICE, dtype) for name, x in given.items()}
-        exact = {name: x if x is None else x.double() for name, x in there.items()}
+        moved = {name: x if x is None else x.to(DEVICE, dtype) for name, x in tensors.items()}
+        exact = {name: x if x is None else x.double() for name, x in moved.items()}
         options = {"shifted": op == "smlk", "feature_map": feature_map, "is_causal": True, "return_state": True}
         with torch.no_grad():
-            found, found_state, _ = triton.run_linear(
-                linear_call(**there, **options, initial_state=state, normalise=normalise)
+            out, new_state, _ = triton.run_linear(
+                linear_call(**moved, **options, initial_state=state, normalise=normalise)
             )
             before = None if state is None else tuple(x.double() for x in state)
             call = linear_call(**exact, **options, initial_state=before, normalise=normalise)
-            wanted, wanted_state, _ = eager.run_linear(call)
+            exact_out, exact_state, _ = eager.run_linear(call)
         tolerance = 20 * torch.finfo(dtype).eps
-        for x, y in ((found, wanted), *zip(found_state, wanted_state, strict=True)):
+        for x, y in ((out, exact_out), *zip(new_state, exact_state, strict=True)):
             assert x.shape == y.shape
             assert (x.double() - y).abs().max() <= tolerance * y.abs().max()
-        state = found_state
-    assert taken[-2:] == ["decode_token"] * 2
-    assert taken.count("decode_token") == 2
+        state = new_state
+    assert launched[-2:] == ["decode_token"] * 2
+    assert launched.count("decode_token") == 2
 
 
-def test_one_token_keeps_its_gradients():
+def test_single_token_has_gradients():
     x = {"query": (1, 1, 1, 4), "keys": (1, 1, 2, 1, 4), "value": (1, 1, 1, 4)}
-    given = {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in x.items()}
+    tensors = {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in x.items()}
     state = (torch.rand(1, 1, 4, 4, device=DEVICE), torch.rand(1, 1, 4, device=DEVICE))
-    out, _, _ = triton.run_linear(linear_call(**given, is_causal=True, initial_state=state, return_state=True))
-    assert all(g.any() for g in torch.autograd.grad(out.square().sum(), list(given.values())))
+    out, _, _ = triton.run_linear(linear_call(**tensors, is_causal=True, initial_state=state, return_state=True))
+    assert all(g.any() for g in torch.autograd.grad(out.square().sum(), list(tensors.values())))

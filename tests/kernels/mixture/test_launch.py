@@ -1,5 +1,4 @@
-"""A large forward without gradients goes part after part: the same bits as at once where neither blends components as a
-product, with less held."""
+"""Chunked inference: less workspace and, without a component GEMM, the same bits as one launch."""
 
 import dataclasses
 
@@ -19,10 +18,10 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 CASES = {
     "heads": {"B": 1, "H": 4, "Hk": 4},
-    "groups, three heads of four": {"B": 2, "H": 8, "Hk": 4, "at_a_time": 3, "causal": "top-left"},
-    "entries of the batch": {"B": 3, "H": 2, "Hk": 2, "at_a_time": 4, "padding": True},
+    "groups, three heads of four": {"B": 2, "H": 8, "Hk": 4, "chunk_heads": 3, "causal": "top-left"},
+    "entries of the batch": {"B": 3, "H": 2, "Hk": 2, "chunk_heads": 4, "padding": True},
     "independent keys": {"B": 2, "H": 2, "Hk": 2, "shifted": False, "mask": (2, 2, 40, 40)},
-    "a scale for each head": {"B": 1, "H": 2, "Hk": 2, "scales": True, "padding": True},
+    "a scale per head": {"B": 1, "H": 2, "Hk": 2, "scales": True, "padding": True},
 }
 
 
@@ -54,68 +53,70 @@ def make(B, H, Hk, shifted=True, mask=None, padding=False, scales=False, causal=
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_give_the_same_bits(name, monkeypatch):
+def test_chunks_give_the_same_bits(name, monkeypatch):
     options = dict(CASES[name])
-    at_a_time = options.pop("at_a_time", 1)
+    chunk_heads = options.pop("chunk_heads", 1)
     call = make(**options)
     want = triton.run_mixture(call)
-    held = []
+    tiles = []
 
     forward_into = launch.forward_into
 
-    def into(out, lse, prepared, *rest):
-        held.append(prepared.shape[1] * prepared.shape[3] // launch_config.KEYS_PER_TILE)
-        assert rest[-1] is True, "a part has no room for the blend's operand"
-        forward_into(out, lse, prepared, *rest)
+    def into(out, lse, prepared, *args):
+        tiles.append(prepared.shape[1] * prepared.shape[3] // launch_config.KEYS_PER_TILE)
+        assert args[-1] is True, "a chunk has no operand for the component GEMM"
+        forward_into(out, lse, prepared, *args)
 
-    monkeypatch.setattr(launch, "key_heads_per_chunk", lambda *_: at_a_time)
+    monkeypatch.setattr(launch, "key_heads_per_chunk", lambda *_: chunk_heads)
     monkeypatch.setattr(launch, "forward_into", into)
     got = triton.run_mixture(call)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    assert len(held) > 1
-    assert sum(held) == options["B"] * options["Hk"]
-    assert max(held) <= at_a_time
+    assert len(tiles) > 1
+    assert sum(tiles) == options["B"] * options["Hk"]
+    assert max(tiles) <= chunk_heads
 
 
-def test_no_lse_where_nobody_asks(monkeypatch):
-    """Others keep it for the backward pass; without one it is not even allocated."""
+def test_unused_lse_is_not_allocated(monkeypatch):
+    """Without gradients and return_lse, the kernels get None."""
     call = make(1, 2, 2)
     want = triton.run_mixture(call)[0]
-    given = []
+    lses = []
 
     forward_into = launch.forward_into
 
-    def into(out, lse, *rest):
-        given.append(lse)
-        forward_into(out, lse, *rest)
+    def into(out, lse, *args):
+        lses.append(lse)
+        forward_into(out, lse, *args)
 
     monkeypatch.setattr(launch, "forward_into", into)
     got, lse, _ = triton.run_mixture(dataclasses.replace(call, return_lse=False))
     assert torch.equal(got, want)
     assert lse is None
-    assert given == [None]
+    assert lses == [None]
 
 
-@pytest.mark.parametrize(("hard", "unblended", "components", "has"), [
+@pytest.mark.parametrize(("hard", "no_component_gemm", "components", "expected"), [
     (False, False, 2, True), (False, False, 1, False), (False, True, 2, False), (True, False, 2, False),
 ])  # fmt: skip
-def test_who_holds_the_operand_of_a_blend(hard, unblended, components, has):
-    """Two soft components at width 64, but not in parts."""
+def test_component_gemm_operand_is_allocated(hard, no_component_gemm, components, expected):
+    """For two soft components at width 64, but not for chunks."""
     call = make(1, 2, 2, D=64, M=components)
     tensors = (call.query, call.keys, call.value, call.shift, *(None,) * 7, call.query)
-    flags = launch_config.LaunchFlags(0, hard, False, 40, 40, 1, False, True, "ieee", launch.select_block, unblended)
+    flags = launch_config.LaunchFlags(
+        0, hard, False, 40, 40, 1, False, True, "ieee", launch.select_block, no_component_gemm
+    )
     config = launch_config.forward_config(launch_config.layouts(*tensors), flags, False, True)
-    assert (config.operand_keys > 0) == has
+    assert (config.operand_keys > 0) == expected
 
 
-def test_parts_are_large():
-    """One number for each row and head is held, but no part is too small for the device."""
+def test_chunks_are_large():
+    """The workspace is as large as lse, unless chunks would be too small for the GPU."""
     count, block = launch.key_heads_per_chunk, BlockConfig(64, 64, 4, 3, operand_in_registers=True)
     assert count(1, 4, 4, 1 << 17, 1 << 17, 2, block) == 1
     assert count(1, 4, 4, 1 << 17, 1 << 17, 1, block) == 2
     assert count(2, 8, 4, 1 << 16, 1 << 16, 2, block) == 4
-    # Parts of 512 programs, of less than a millisecond, of a few rows.
+    # Chunks would have 512 programs, take less than a millisecond or have few rows.
     assert count(1, 4, 4, 1 << 15, 1 << 15, 2, block) == 4
     assert count(32, 4, 4, 4096, 4096, 2, block) == 128
     assert count(1, 4, 4, 128, 1 << 17, 2, block) == 4

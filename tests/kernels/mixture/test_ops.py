@@ -1,4 +1,4 @@
-"""The fused kernels as an operator of torch: registered, compiled, counted, refused with the reason, never waiting."""
+"""The mixture kernels as torch operators: registration, torch.compile, FLOP counts and backend selection."""
 
 import contextlib
 import warnings
@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 
 @contextlib.contextmanager
-def waiting_is_an_error():
-    """Setting the mode warns that it is a prototype, the first time, after it has been set."""
+def synchronization_raises():
+    """Raise on host synchronization. Setting the mode for the first time warns that it is a prototype."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
         try:
@@ -33,13 +33,13 @@ def waiting_is_an_error():
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
-def test_no_synchronisation(variant, hard):
-    """The host never waits for the device: not in training with everything learned, and not in decoding."""
+def test_host_is_not_synchronized(variant, hard):
+    """Neither training with all parameters learned nor decoding synchronizes the host."""
     leaves, _ = case(variant, prior=not hard, tau_shape=(1,), scale_shape=(1, 1, 1, 1))
     x = {name: t.to(DEVICE, torch.bfloat16).requires_grad_() for name, t in leaves.items()}
     weights = torch.ones(1, 1, 37, 16, device=DEVICE, dtype=torch.bfloat16)
     torch.cuda.synchronize()
-    with waiting_is_an_error():
+    with synchronization_raises():
         out = triton.run_mixture(make_call(x, causal="top-left", hard=hard, dropout_p=0.1))[0]
         torch.autograd.grad(out, list(x.values()), weights)
         with torch.no_grad():
@@ -48,19 +48,19 @@ def test_no_synchronisation(variant, hard):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "operator"])
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
-def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
-    """Positions before heads, so that a layer need not move them: neither the output nor a gradient."""
+def test_outputs_have_the_layout_of_projections(variant, compiled, monkeypatch):
+    """Positions come before heads in the output and in gradients, so that a layer copies neither."""
     monkeypatch.setattr("mgk.kernels.autograd.needs_dispatcher", lambda: compiled)
     leaves, _ = case(variant, B=2, H=4, Hk=2)
     x = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in leaves.items()}
     out = triton.run_mixture(make_call(x))[0]
     large = [name for name in x if name in ("query", "keys", "value")]
     gradients = dict(zip(x, torch.autograd.grad(out.sum(), list(x.values())), strict=True))
-    found = [out, *(gradients.pop(name) for name in large)]
-    assert all(each.movedim(-2, 1).is_contiguous() and not each.is_contiguous() for each in found)
-    # Of parameters as these lie, so that an optimiser takes them together.
+    results = [out, *(gradients.pop(name) for name in large)]
+    assert all(t.movedim(-2, 1).is_contiguous() and not t.is_contiguous() for t in results)
+    # Gradients of parameters have their layout, as fused optimizers require.
     assert all(gradient.stride() == x[name].stride() for name, gradient in gradients.items())
-    # Users may change a result in place, also one of inference.
+    # Users may change a result in place, also without gradients.
     with torch.no_grad():
         out = triton.run_mixture(make_call(x))[0]
     out += x["value"][:, :, :1].mean()
@@ -68,7 +68,7 @@ def test_results_lie_as_projections_do(variant, compiled, monkeypatch):
 
 PADDING = torch.arange(20).view(1, 1, 1, 20) < 17
 STARTS = torch.tensor([0, 7, 20], dtype=torch.int32)
-PROMISED = {
+SUPPORTED = {
     "nothing": {},
     "causal": {"is_causal": True},
     "bottom-right": {"is_causal": "bottom-right", "L": 5},
@@ -95,10 +95,10 @@ PROMISED = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", PROMISED)
-def test_auto_picks_it(name, dtype):
-    """For everything that the operators promise; what is left out stands in test_says_why_not."""
-    options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in PROMISED[name].items()}
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_auto_selects_the_kernels(name, dtype):
+    """Unsupported calls are in test_unsupported_calls_report_the_reason."""
+    options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in SUPPORTED[name].items()}
     sizes = {"L": 20, "Hk": 2, "D": 16, "M": 2}
     sizes |= {key: options.pop(key) for key in sizes if key in options}
     L, Hk, D, M = sizes.values()
@@ -115,8 +115,8 @@ def test_auto_picks_it(name, dtype):
 
 @pytest.mark.parametrize("as_operator", [False, True], ids=["direct", "operator"])
 @pytest.mark.parametrize("linear", [False, True], ids=["smgk", "smlk"])
-def test_second_derivatives_are_refused(linear, as_operator, monkeypatch):
-    """Not left out of the sum without a word, where the output's gradient itself is a constant."""
+def test_second_derivatives_raise(linear, as_operator, monkeypatch):
+    """They are not silently 0, even if the gradient of the output is a constant."""
     monkeypatch.setattr("mgk.kernels.autograd.needs_dispatcher", lambda: as_operator)
     query, key, value = (torch.randn(1, 1, 20, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     attend = mgk.smlk_attention if linear else mgk.smgk_attention
@@ -130,15 +130,17 @@ FORWARD_MODE_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script. is de
 
 
 @FORWARD_MODE_WARNS
-def test_says_why_not():
+def test_unsupported_calls_report_the_reason():
     unsupported_reason = triton.mixture_unsupported_reason
     leaves, _ = case()
     x = {name: t.to(DEVICE) for name, t in leaves.items()}
     assert "float64" in unsupported_reason(make_call(x))
     wide = {**x, "query": torch.zeros(1, 1, 4, 300), "keys": torch.zeros(1, 1, 4, 300)}
     assert "256" in unsupported_reason(make_call({name: t.float().to(DEVICE) for name, t in wide.items()}))
-    each = {**x, "scale": torch.ones(1, 1, 2, 37)}
-    assert "per position" in unsupported_reason(make_call({name: t.float().to(DEVICE) for name, t in each.items()}))
+    positional = {**x, "scale": torch.ones(1, 1, 2, 37)}
+    assert "per position" in unsupported_reason(
+        make_call({name: t.float().to(DEVICE) for name, t in positional.items()})
+    )
     x = {name: t.float() for name, t in x.items()}
     scales, mask = {**x, "scale": torch.ones(1, 1, 2, 1, device=DEVICE)}, torch.zeros(1, 1, 37, 37, device=DEVICE)
     assert "scale per component" in unsupported_reason(make_call({**scales, "attn_mask": mask}))
@@ -156,7 +158,7 @@ def test_says_why_not():
 
 
 @FORWARD_MODE_WARNS
-def test_forward_mode_derivatives_come_from_another_backend():
+def test_forward_mode_uses_another_backend():
     leaves, _ = case("mgk", prior=False)
     query, keys, value = (leaves[name].to(DEVICE, torch.float32) for name in ("query", "keys", "value"))
     tangents = []
@@ -206,28 +208,28 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == 2 * 8 * 32 * (16 + 16)
 
 
-def test_softmax_with_padding_goes_to_the_kernels_and_without_to_pytorch():
+def test_softmax_uses_the_kernels_only_with_padding():
     x = torch.randn(2, 3, 9, 8, device=DEVICE)
     plain = {"query": x, "keys": x[:, :, None], "value": x, "similarity": "dot"}
-    hidden = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=DEVICE)
-    hidden[1, ..., 5:] = False
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=DEVICE)
+    mask[1, ..., 5:] = False
     assert mgk.explain_backend("mgk_attention", **plain).backend == "plain"
-    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden).backend == "triton"
+    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=mask).backend == "triton"
     # A mask of pairs is read pair by pair by both.
-    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=hidden.expand(2, 1, 9, 9)).backend == "plain"
-    by_name = mgk.mgk_attention(**plain, attn_mask=hidden, backend="plain")
-    torch.testing.assert_close(mgk.mgk_attention(**plain, attn_mask=hidden), by_name, atol=1e-5, rtol=1e-5)
+    assert mgk.explain_backend("mgk_attention", **plain, attn_mask=mask.expand(2, 1, 9, 9)).backend == "plain"
+    by_name = mgk.mgk_attention(**plain, attn_mask=mask, backend="plain")
+    torch.testing.assert_close(mgk.mgk_attention(**plain, attn_mask=mask), by_name, atol=1e-5, rtol=1e-5)
 
 
-def test_one_token_of_softmax_goes_to_the_kernels(monkeypatch):
-    """Whose plans do not depend on the number of keys; what cuDNN would not take either stays where it was."""
+def test_softmax_decoding_uses_the_kernels(monkeypatch):
+    """cuDNN plans again for every number of keys; calls that cuDNN does not support stay with torch."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
 
     def chosen(dtype=torch.bfloat16, rows=1, keys=9, heads=3, **more):
         q, k = torch.randn(2, 3, rows, 8), torch.randn(2, heads, keys, 8)
-        given = {"query": q, "keys": k[:, :, None], "value": k, "similarity": "dot", **more}
-        given = {name: t.to(DEVICE, dtype) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-        return mgk.explain_backend("mgk_attention", **given).backend
+        inputs = {"query": q, "keys": k[:, :, None], "value": k, "similarity": "dot", **more}
+        inputs = {name: t.to(DEVICE, dtype) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+        return mgk.explain_backend("mgk_attention", **inputs).backend
 
     assert chosen() == "triton"
     assert {chosen(torch.float32), chosen(rows=2), chosen(keys=1), chosen(heads=1)} == {"plain"}
