@@ -1,4 +1,4 @@
-"""The equations of the paper: eager, in log space, twice differentiable. The reference of all tests.
+"""The equations of the paper: eager, in log space, twice differentiable; the code of the eager backend.
 
 Nguyen et al., "Improving Transformers with Probabilistic Attention Keys", ICML 2022 (arXiv 2110.08678).
 B batch, H heads, M components, L queries, S keys, D head dimension, E value dimension, F features; i, j, r index

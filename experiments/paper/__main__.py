@@ -42,7 +42,7 @@ def evidence(
 ) -> None:
     """Compare results/ with the claims of the paper: tables, intervals, verdicts, figures."""
     from experiments.paper import run_missing
-    from experiments.paper.page import empty, fill, gather
+    from experiments.paper.evidence_page import empty, fill, gather
     from mgk._core.io import write_atomically
 
     if minutes is not None:

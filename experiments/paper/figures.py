@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.paper import verdicts
-from experiments.paper.claims import ExperimentResults, judge_half, judge_same, paper_difference
+from experiments.paper.claims.quality import ExperimentResults, judge_half, judge_same, paper_difference
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
 from mgk._core.io import replacing
 from mgk.analysis.report.curves import read_metrics

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.paper.intervals import Difference
 from experiments.paper.recipe_results import SCALES
-from experiments.paper.statistics import Difference
 
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "undecided", "not measured yet"

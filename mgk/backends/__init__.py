@@ -35,7 +35,7 @@ class Backend(NamedTuple):
     is_reference: bool = False  # "auto" runs fp64 and ONNX export on these only
 
 
-def _prefer_triton_to_sdpa(call: MixtureCall) -> str | None:
+def _prefer_triton_to_plain(call: MixtureCall) -> str | None:
     """Return why the kernels are faster than SDPA for the call, or None.
 
     Measured on an H200: with padding, SDPA takes 1.2 times (forward) and 1.3 times (with gradients) the time of the
@@ -63,7 +63,7 @@ def _table(*backends: Backend) -> dict[str, Backend]:
 # In order of preference: "auto" runs the first that supports the call and has no reason to prefer another.
 MIXTURE_BACKENDS = _table(
     Backend("meta", meta.unsupported_reason, meta.run_mixture),
-    Backend("plain", torch_sdpa.unsupported_reason, torch_sdpa.run, _prefer_triton_to_sdpa),
+    Backend("plain", torch_sdpa.unsupported_reason, torch_sdpa.run, _prefer_triton_to_plain),
     Backend("triton", triton.mixture_unsupported_reason, triton.run_mixture),
     Backend("sdpa", cpu_flash.unsupported_reason, cpu_flash.run),
     Backend("eager", eager.unsupported_reason, eager.run_mixture, is_reference=True),

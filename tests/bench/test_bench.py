@@ -1,6 +1,5 @@
-"""`mgk bench`: checks before timing, columns of the results, and goals."""
+"""Test `mgk bench`: checks before timing and columns of the results."""
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.paper import speed_goals
 from mgk.bench import implementations, suite, timing
 from mgk.bench.implementations import Implementation, Shape
 from mgk.cli import commands
@@ -100,73 +98,6 @@ def test_shapes_are_parsed_as_they_are_printed():
     for text in ("8x8x4096x64", "2x16x16384x128xcausal"):
         assert str(Shape.parse(text)) == text
     assert Shape.parse("2x4x6x8xcausal") == Shape(2, 4, 6, 8, True)
-
-
-def rows_of(ratio, task="speed", shapes=None, **fields):
-    defaults = {"variant": "smgk", "backend": "triton", "heads": 4, "kv_heads": 4, "components": 2}
-    implementation = Implementation(**defaults | fields)
-    return [
-        {
-            column: str(value)
-            for column, value in suite.result_row(
-                task, implementation, shape, p, "device_ms", 100 * ratio, ratio=ratio
-            ).items()
-        }
-        | {"dtype": "bf16", "step_ms": str(ratio)}
-        for shape in shapes or suite.SHAPES
-        for p in timing.PASSES
-    ]
-
-
-def goals_named(rows, words):
-    goals = [goal for goal in speed_goals.goals(rows) if words in goal.what]
-    assert goals, words
-    return goals
-
-
-def test_goals_of_speed():
-    rows = rows_of(0.5) + rows_of(0.6, components=4)
-    assert all(goal.reached and goal.got == pytest.approx(0.5) for goal in goals_named(rows, "geometric mean"))
-    assert all(goal.reached and goal.got == pytest.approx(1.2) for goal in goals_named(rows, "M 4 over M 2"))
-    slow = rows + rows_of(0.96, shapes=suite.SHAPES[:1])
-    assert not any(goal.reached for goal in goals_named(slow, "largest, 8x8x4096x64"))
-    flash = {"variant": "softmax", "backend": "flash", "heads": 8, "components": 1}
-    # The one with shared keys is another peer.
-    with_flash = rows + rows_of(0.4, kv_heads=8, **flash) + rows_of(0.2, kv_heads=4, **flash)
-    assert all(goal.got == pytest.approx(1.25) and not goal.reached for goal in goals_named(with_flash, "D 16"))
-    # Without all of its shapes a mean says nothing.
-    assert not [goal for goal in speed_goals.goals(rows[2:]) if "mean" in goal.what and "M 4" not in goal.what]
-
-
-def test_goals_of_the_other_parts():
-    linear = [
-        row
-        for n in (16384, 131072)
-        for row in rows_of(n / 16384 / 10, "linear", [Shape(2, 8, n, 64, True)], variant="mlk")
-    ]
-    assert all(goal.got == pytest.approx(1) and goal.reached for goal in goals_named(linear, "power of N"))
-    assert all(goal.got == pytest.approx(0.1) for goal in goals_named(linear, "N 16384 over SDPA"))
-    decoding = rows_of(0.5, "decoding", [suite.DECODING_SHAPES[0]]) + rows_of(
-        0.4, "decoding", [suite.DECODING_SHAPES[0]], variant="softmax", backend="flash", heads=8
-    )
-    assert goals_named(decoding, "over SDPA with H heads")[0].reached
-    assert goals_named(decoding, "GQA")[0].got == pytest.approx(1.25)
-    assert not goals_named(rows_of(1.4, "em", [suite.EM_SHAPES[0]], variant="smgk-em"), "EM")[0].reached
-    assert not goals_named(rows_of(1.3, "memory", [Shape(1, 8, 4096, 64, True)]), "memory")[0].reached
-
-
-def test_goals_use_the_last_measurement():
-    rows = rows_of(0.9) + rows_of(0.5)
-    assert {row["ratio"] for row in speed_goals.latest(rows)} == {"0.5"}
-
-
-def test_attention_table_matches_its_csv():
-    """Compare results/attention.md with the output of benchmarks/report.py for results/attention.csv."""
-    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
-    rows = speed_goals.latest(results.read([ROOT / "results" / "attention.csv"]))
-    assert report.report(rows) == (ROOT / "results" / "attention.md").read_text(encoding="utf-8")
 
 
 def test_check_runs_the_kernels_of_the_timed_shape(monkeypatch):

@@ -1,6 +1,6 @@
 """Triton kernels of linear attention (Eq. 14) on mixed key features, forward and backward, linear in the length.
 
-The rows of a sequence are split base_d chunks. A state is Z = Σ φ̃ vᵀ (D·E numbers) and z = Σ φ̃ (D numbers) in one row.
+The rows of a sequence are split into chunks. A state is Z = Σ φ̃ vᵀ (D·E numbers) and z = Σ φ̃ (D numbers) in one row.
 
 CAUSAL: `sum_chunks` computes the state of each chunk and `scan_states` their prefix sums. Of n_chunks + 1 rows, row n
 is the state before chunk n; within a chunk, weights are formed tile by tile. The backward uses suffix sums: row n + 1

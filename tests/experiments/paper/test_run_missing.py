@@ -14,7 +14,7 @@ from mgk.training import results
 from mgk.training.config import ModelSpec
 from mgk.training.job_queue import JobQueue
 from mgk.training.sweep import SOLO_METRICS
-from tests.experiments.paper.test_page import record
+from tests.experiments.paper.test_evidence_page import record
 
 BASELINE, MIXTURE = ModelSpec("softmax", 8), ModelSpec("smgk", 4)
 
@@ -129,7 +129,7 @@ def test_large_models_are_trained_first(harness, monkeypatch):
 def test_failures_are_reported_after_the_page_is_written(harness, monkeypatch):
     harness.broken.add("smgk:4")
     generated = SimpleNamespace(texts={"rules": "generated"}, pictures=[], excluded=[])
-    monkeypatch.setattr("experiments.paper.page.gather", lambda folder: generated)
+    monkeypatch.setattr("experiments.paper.evidence_page.gather", lambda folder: generated)
     result = CliRunner().invoke(__main__.app, ["--run", "--page", "page.md"])
     assert "1 failed: listops smgk:4 seed 0 (see runs/listops/smgk-4-paper-s0/log.txt)" in str(result.exception)
     assert "generated" in (harness.results.parent / "page.md").read_text()

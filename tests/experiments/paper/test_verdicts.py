@@ -2,8 +2,9 @@
 
 import pytest
 
-from experiments.paper import claims, costs, verdicts
-from experiments.paper.statistics import Difference, pooled_std
+from experiments.paper import verdicts
+from experiments.paper.claims import cost, quality
+from experiments.paper.intervals import Difference, pooled_std
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN, SO_FAR
 
 
@@ -44,10 +45,10 @@ def test_counts_are_exact_and_times_have_tolerances():
     assert [verdicts.cheaper(ratio) for ratio in (0.99, 1.0, 1.01, None)] == [HOLDS, OPEN, FAILS, MISSING]
     for name, noise in (("training step", verdicts.STEPS), ("memory of the step", verdicts.MEMORY)):
         ratios = (0.99 - noise, 1.01 - noise, 0.99 + noise, 1.01 + noise)
-        assert [costs.judge(name, 10 * ratio, 10.0) for ratio in ratios] == [HOLDS, OPEN, OPEN, FAILS]
-    assert costs.judge("parameters", 1.001, 1.0) == FAILS
+        assert [cost.judge(name, 10 * ratio, 10.0) for ratio in ratios] == [HOLDS, OPEN, OPEN, FAILS]
+    assert cost.judge("parameters", 1.001, 1.0) == FAILS
     # Short steps have a larger tolerance.
-    assert [costs.judge("inference", ms, 1.7) for ms in (1.2, 1.4, 1.61, 1.9)] == [HOLDS, OPEN, OPEN, FAILS]
+    assert [cost.judge("inference", ms, 1.7) for ms in (1.2, 1.4, 1.61, 1.9)] == [HOLDS, OPEN, OPEN, FAILS]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_claim_holds_if_it_holds_for_every_measured_pair(judged, verdict):
     ],
 )
 def test_cell_counts_the_pairs_of_its_verdict(judged, cell):
-    assert claims.format_cell(judged) == cell
+    assert quality.format_cell(judged) == cell
 
 
 def test_seed_deviation_is_pooled():

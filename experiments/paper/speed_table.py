@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from experiments.paper import costs, speed_goals, verdicts
+from experiments.paper import kernel_targets, verdicts
+from experiments.paper.claims import cost
 from mgk._core.io import format_number, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
@@ -31,11 +32,11 @@ class SpeedRow:
 
 
 def sentence(rows: list[Record]) -> str:
-    measured = speed_goals.on_gpu(rows)
-    forward, both = (speed_goals.mean(speed_goals.ratios(measured, "smgk", which)) for which in PASSES)
+    measured = kernel_targets.on_gpu(rows)
+    forward, both = (kernel_targets.mean(kernel_targets.ratios(measured, "smgk", which)) for which in PASSES)
     if forward is None or both is None:
         return f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
-    lengths = [Shape.parse(shape).length for shape in speed_goals.GOAL_SHAPES]
+    lengths = [Shape.parse(shape).length for shape in kernel_targets.GOAL_SHAPES]
     setting = (
         f"On an {measured[-1]['gpu']} in {measured[-1]['dtype']}, at lengths of {min(lengths):,} to {max(lengths):,}"
     )
@@ -44,12 +45,12 @@ def sentence(rows: list[Record]) -> str:
     return (
         f"{setting}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
         f"fastest softmax attention in PyTorch with all of them, and **{both:.2f}** with all gradients "
-        f"(geometric means of {len(speed_goals.GOAL_SHAPES)} shapes,\non the device).{softmax}"
+        f"(geometric means of {len(kernel_targets.GOAL_SHAPES)} shapes,\non the device).{softmax}"
     )
 
 
 def table(rows: list[Record]) -> str:
-    measured = speed_goals.on_gpu(rows)
+    measured = kernel_targets.on_gpu(rows)
     lines = [
         *(_operator(measured, variant) for variant in ("smgk", "mgk")),
         _half_softmax(measured),
@@ -83,35 +84,39 @@ def _both(ratio_of: Callable[[str], Ratio]) -> tuple[Ratio, ...]:
 
 def _operator(rows: list[Record], variant: str) -> SpeedRow:
     return SpeedRow(
-        f"{speed_goals.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
-        _both(lambda which: speed_goals.mean(speed_goals.ratios(rows, variant, which))),
-        _both(lambda which: speed_goals.mean(speed_goals.plain_ratios(rows, variant, which))),
-        _commits_of(speed_goals.select(rows, "speed", variant=variant, components="2", backend="triton")),
+        f"{kernel_targets.NAMES[variant]}, seven shapes (geometric mean): forward, with all gradients",
+        _both(lambda which: kernel_targets.mean(kernel_targets.ratios(rows, variant, which))),
+        _both(lambda which: kernel_targets.mean(kernel_targets.plain_ratios(rows, variant, which))),
+        _commits_of(kernel_targets.select(rows, "speed", variant=variant, components="2", backend="triton")),
     )
 
 
 def _half_softmax(rows: list[Record]) -> SpeedRow:
     """Return the control: softmax with half the heads."""
-    half = [row for row in speed_goals.select(rows, "speed", variant="softmax") if speed_goals.has_heads(row, 2, 2)]
+    half = [
+        row for row in kernel_targets.select(rows, "speed", variant="softmax") if kernel_targets.has_heads(row, 2, 2)
+    ]
 
     def best(which: str) -> dict[str, float]:
         ratios: dict[str, float] = {}
-        for row in speed_goals.select(half, "speed", which):
-            shape = speed_goals.shape_of(row)
+        for row in kernel_targets.select(half, "speed", which):
+            shape = kernel_targets.shape_of(row)
             ratios[shape] = min(ratios.get(shape, math.inf), float(row["ratio"]))
         return ratios
 
     title = "control: softmax with half the heads, the same shapes"
-    return SpeedRow(title, _both(lambda which: speed_goals.mean(best(which))), (), _commits_of(half))
+    return SpeedRow(title, _both(lambda which: kernel_targets.mean(best(which))), (), _commits_of(half))
 
 
 def _small(rows: list[Record]) -> SpeedRow:
-    shape = speed_goals.SMALL_SHAPE
-    measured = [row for row in speed_goals.select(rows, "speed", variant="smgk") if speed_goals.shape_of(row) == shape]
+    shape = kernel_targets.SMALL_SHAPE
+    measured = [
+        row for row in kernel_targets.select(rows, "speed", variant="smgk") if kernel_targets.shape_of(row) == shape
+    ]
     return SpeedRow(
         "sMGK at length 256 and width 16, the paper's language model",
-        _both(lambda which: speed_goals.ratios(rows, "smgk", which).get(shape)),
-        _both(lambda which: speed_goals.plain_ratios(rows, "smgk", which).get(shape)),
+        _both(lambda which: kernel_targets.ratios(rows, "smgk", which).get(shape)),
+        _both(lambda which: kernel_targets.plain_ratios(rows, "smgk", which).get(shape)),
         _commits_of(measured),
     )
 
@@ -120,11 +125,11 @@ def _against_best(rows: list[Record], task: str, variant: str, title: str, lengt
     """Return a row per head width of a suite of `mgk bench`, relative to the best SDPA."""
     columns = {} if length is None else {"length": length}
     lines = []
-    for width in dict.fromkeys(row["head_dim"] for row in speed_goals.select(rows, task, **columns)):
+    for width in dict.fromkeys(row["head_dim"] for row in kernel_targets.select(rows, task, **columns)):
         measured = {
             which: [
                 row
-                for row in speed_goals.select(
+                for row in kernel_targets.select(
                     rows, task, which, variant=variant, backend="triton", head_dim=width, **columns
                 )
                 if row["heads"] == row["kv_heads"]
@@ -138,8 +143,8 @@ def _against_best(rows: list[Record], task: str, variant: str, title: str, lengt
         def ratio(column: str, which: str, width: str = width, ours: dict[str, list[Record]] = measured) -> Ratio:
             peers = [
                 float(row[column])
-                for row in speed_goals.select(rows, task, which, variant="softmax", head_dim=width, **columns)
-                if speed_goals.has_heads(row, 1, 1)
+                for row in kernel_targets.select(rows, task, which, variant="softmax", head_dim=width, **columns)
+                if kernel_targets.has_heads(row, 1, 1)
             ]
             return float(ours[which][-1][column]) / min(peers) if ours[which] and peers else None
 
@@ -150,11 +155,11 @@ def _against_best(rows: list[Record], task: str, variant: str, title: str, lengt
 
 def _models(rows: list[Record]) -> list[SpeedRow]:
     lines = []
-    for pair in costs.pairs(costs.step_costs(rows)):
+    for pair in cost.pairs(cost.step_costs(rows)):
         if pair[0].row.variant == "smgk":
             title = "a training step of the paper's encoder at length 4,096, compiled"
-            ratio = costs.ratios(*pair)["training step"]
-            lines.append(SpeedRow(title, (ratio,), (), _commits_of(costs.step_rows(rows))))
+            ratio = cost.ratios(*pair)["training step"]
+            lines.append(SpeedRow(title, (ratio,), (), _commits_of(cost.step_rows(rows))))
     for length in LENGTHS:
         ratios: dict[str, float] = {}
         commits: set[str] = set()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.paper import verdicts
-from experiments.paper.claims import BASELINES
-from experiments.paper.statistics import ONE_SEED, Difference, pooled_std
+from experiments.paper.claims.quality import BASELINES
+from experiments.paper.intervals import ONE_SEED, Difference, pooled_std
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.training import results
 from mgk.training.config import ModelSpec

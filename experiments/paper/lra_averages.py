@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from experiments.paper.claims import ExperimentResults
+from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.plan import LRA
 from mgk._core.io import format_number, markdown_table
 

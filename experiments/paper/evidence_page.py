@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.paper import claims, costs, figures, heads, means, plan, probe, speed, verdicts
-from experiments.paper.claims import ExperimentResults
+from experiments.paper import figures, lra_averages, plan, speed_table, verdicts
+from experiments.paper.claims import cost as costs
+from experiments.paper.claims import heads, quality
+from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.figures import Picture
+from experiments.paper.peerread import probe_table
 from experiments.paper.recipe_results import read_recipe, split_by_settings
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.validation import fail
@@ -40,23 +43,23 @@ def gather(results: Path) -> Evidence:
     texts = {
         "rules": verdicts.rules(),
         "headline": headline(experiments[0], rows),
-        "fast": speed.sentence(rows),
-        "speed": speed.table(rows),
+        "fast": speed_table.sentence(rows),
+        "speed": speed_table.table(rows),
         "summary": summary(experiments, analyses, rows),
-        "runs": _join([*map(claims.runs_table, experiments), *_describe_excluded(excluded)]),
-        "averages": means.table(experiments),
+        "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),
+        "averages": lra_averages.table(experiments),
         "half": half(experiments),
         "same": same(experiments),
         "linear": linear(experiments),
         "heads": _join(
             [
-                claims.sentence("ranks and heads", head_verdicts(analyses)),
+                quality.sentence("ranks and heads", head_verdicts(analyses)),
                 *(f"**{name}**\n\n{heads.table(models)}" for name, models in analyses.items()),
             ]
         ),
         "cost": cost(experiments, rows),
         "ways": learning(experiments),
-        "retrieval": probe.text(rows),
+        "retrieval": probe_table.text(rows),
         "queue": plan.table(rows, results),
     }
     pictures = [figures.differences(experiments), figures.endpoints(experiments), figures.curves(experiments, results)]
@@ -74,7 +77,7 @@ def _join(texts: Iterable[str]) -> str:
 def headline(item: ExperimentResults, rows: list[Record]) -> str:
     """Format the largest baseline of a task and the models with half its heads."""
     results, full = item.results, item.rows[0]
-    judged = {verdict.first: verdict for verdict in claims.judge_half(item) if verdict.second == full}
+    judged = {verdict.first: verdict for verdict in quality.judge_half(item) if verdict.second == full}
     judged = {row: verdict for row, verdict in judged.items() if verdict.difference}
     steps = {cost.row: cost.values.get("training step") for cost in costs.experiment_costs(item, rows)}
     lines = [["model", "accuracy, %", f"minus {full}", "as good", "parameters", "GFLOPs", "training step"]]
@@ -92,10 +95,10 @@ def headline(item: ExperimentResults, rows: list[Record]) -> str:
 
 
 def half(experiments: list[ExperimentResults]) -> str:
-    judged = {item.title: claims.judge_half(item) for item in experiments}
+    judged = {item.title: quality.judge_half(item) for item in experiments}
     texts = []
-    for baseline, family in claims.FAMILIES.items():
-        texts.append(claims.sentence(f"{family} with half the heads", _family_verdicts(judged, family)))
+    for baseline, family in quality.FAMILIES.items():
+        texts.append(quality.sentence(f"{family} with half the heads", _family_verdicts(judged, family)))
         controls = _family_verdicts(judged, family, control=True)
         passed = [
             title
@@ -107,49 +110,49 @@ def half(experiments: list[ExperimentResults]) -> str:
                 f" But {baseline} with half the heads passes the same rule on {', '.join(passed)}: "
                 "these tasks do not show that the mixture was needed."
             )
-    tables = [claims.table(item, judged[item.title]) for item in experiments if judged[item.title]]
-    keys = {item.title: results for item in experiments if (results := claims.judge_half_keys(item))}
+    tables = [quality.table(item, judged[item.title]) for item in experiments if judged[item.title]]
+    keys = {item.title: results for item in experiments if (results := quality.judge_half_keys(item))}
     if keys:
-        texts.append(claims.sentence("half the key heads, which is not in the paper", _verdicts(keys, False)))
+        texts.append(quality.sentence("half the key heads, which is not in the paper", _verdicts(keys, False)))
         tables.append("All query heads and half the key heads:")
-        tables += [claims.table(item, keys[item.title]) for item in experiments if item.title in keys]
+        tables += [quality.table(item, keys[item.title]) for item in experiments if item.title in keys]
     return _join([*texts, *tables])
 
 
 def same(experiments: list[ExperimentResults]) -> str:
-    judged = {item.title: claims.judge_same(item) for item in experiments}
+    judged = {item.title: quality.judge_same(item) for item in experiments}
     texts = [
-        claims.sentence(f"{family} with the same number of heads", _family_verdicts(judged, family))
-        for family in claims.FAMILIES.values()
+        quality.sentence(f"{family} with the same number of heads", _family_verdicts(judged, family))
+        for family in quality.FAMILIES.values()
     ]
-    return _join([*texts, *(claims.table(item, judged[item.title]) for item in experiments if judged[item.title])])
+    return _join([*texts, *(quality.table(item, judged[item.title]) for item in experiments if judged[item.title])])
 
 
 def linear(experiments: list[ExperimentResults]) -> str:
-    gaps = {item.title: claims.judge_gaps(item) for item in experiments}
+    gaps = {item.title: quality.judge_gaps(item) for item in experiments}
     judged = {title: [gap.verdict.verdict for gap in results] for title, results in gaps.items() if results}
-    tables = (claims.gap_table(item, gaps[item.title]) for item in experiments if gaps[item.title])
-    return _join([claims.sentence("MLK narrows the gap", judged), *tables])
+    tables = (quality.gap_table(item, gaps[item.title]) for item in experiments if gaps[item.title])
+    return _join([quality.sentence("MLK narrows the gap", judged), *tables])
 
 
 def learning(experiments: list[ExperimentResults]) -> str:
-    judged = {item.title: results for item in experiments if (results := claims.judge_learning(item))}
+    judged = {item.title: results for item in experiments if (results := quality.judge_learning(item))}
     texts = [
-        claims.sentence(claim, _verdicts(judged, control))
+        quality.sentence(claim, _verdicts(judged, control))
         for claim, control in (("sMGK + Hard-E is as good as sMGK", False), ("the other rows of Table 4", True))
     ]
-    tables = (claims.table(item, judged[item.title], "not claimed") for item in experiments if item.title in judged)
+    tables = (quality.table(item, judged[item.title], "not claimed") for item in experiments if item.title in judged)
     return _join([*texts, *tables])
 
 
-def _verdicts(judged: dict[str, list[claims.Verdict]], control: bool) -> dict[str, list[str]]:
+def _verdicts(judged: dict[str, list[quality.Verdict]], control: bool) -> dict[str, list[str]]:
     """Return the verdicts on claims or on controls by task, for tasks that have any."""
     selected = {title: [item.verdict for item in items if item.control == control] for title, items in judged.items()}
     return {title: results for title, results in selected.items() if results}
 
 
 def _family_verdicts(
-    judged: dict[str, list[claims.Verdict]], family: str, *, control: bool = False
+    judged: dict[str, list[quality.Verdict]], family: str, *, control: bool = False
 ) -> dict[str, list[str]]:
     selected = {title: [item for item in items if item.family == family] for title, items in judged.items()}
     return _verdicts(selected, control)
@@ -165,8 +168,8 @@ def cost(experiments: list[ExperimentResults], rows: list[Record]) -> str:
             f"**A training step of the LRA encoder, length 4,096, batch 32** ({machine})\n\n{costs.table(steps)}"
         )
     sentences = [
-        f"{variant}: {claims.group_by_verdict(cost_verdicts(experiments, rows, variant))}"
-        for variant in claims.BASELINES
+        f"{variant}: {quality.group_by_verdict(cost_verdicts(experiments, rows, variant))}"
+        for variant in quality.BASELINES
     ]
     text = "Verdict, half the heads cost less. " + ". ".join(sentences) + "."
     return _join([text, *texts, costs.operator_table(rows)])
@@ -179,36 +182,36 @@ def summary(
 
     Parentheses hold the number of measured pairs of those planned, and the counts of verdicts where they differ.
     """
-    half = {item.title: claims.judge_half(item) for item in experiments}
-    same = {item.title: claims.judge_same(item) for item in experiments}
+    half = {item.title: quality.judge_half(item) for item in experiments}
+    same = {item.title: quality.judge_same(item) for item in experiments}
     lines = [["claim", *(item.title for item in experiments)]]
 
     def add(claim: str, judged: dict[str, list[str]]) -> None:
-        lines.append([claim, *(claims.format_cell(judged.get(item.title, [])) for item in experiments)])
+        lines.append([claim, *(quality.format_cell(judged.get(item.title, [])) for item in experiments)])
 
-    for baseline, family in claims.FAMILIES.items():
+    for baseline, family in quality.FAMILIES.items():
         add(f"1. half the heads suffice, {family}", _family_verdicts(half, family))
         add(f"1. control: {baseline} with half the heads", _family_verdicts(half, family, control=True))
-    keys = {item.title: claims.judge_half_keys(item) for item in experiments}
+    keys = {item.title: quality.judge_half_keys(item) for item in experiments}
     add("1. not in the paper: half the key heads suffice for a mixture", _verdicts(keys, False))
     add("1. control: softmax with half the key heads", _verdicts(keys, True))
-    for family in claims.FAMILIES.values():
+    for family in quality.FAMILIES.values():
         add(f"2. better with the same number of heads, {family}", _family_verdicts(same, family))
-    gaps = {item.title: claims.judge_gaps(item) for item in experiments}
+    gaps = {item.title: quality.judge_gaps(item) for item in experiments}
     add("3. MLK narrows the gap", {title: [gap.verdict.verdict for gap in results] for title, results in gaps.items()})
-    learned = {item.title: claims.judge_learning(item) for item in experiments}
+    learned = {item.title: quality.judge_learning(item) for item in experiments}
     add("6. sMGK + Hard-E is as good as sMGK", _verdicts(learned, False))
     add("6. not claimed: Soft-E, and MGK + Hard-E", _verdicts(learned, True))
     analysed = [["claim", "analysis", "verdict"]]
     analysed += [
-        ["4. ranks are higher, heads less alike", name, claims.format_cell(judged)]
+        ["4. ranks are higher, heads less alike", name, quality.format_cell(judged)]
         for name, judged in head_verdicts(analyses).items()
     ]
     names = [*costs.COUNTS, *costs.MEASURED.values()]
     lower = [["claim", *names]]
-    for variant in claims.BASELINES:
+    for variant in quality.BASELINES:
         judged = cost_verdicts(experiments, rows, variant)
-        cells = (claims.format_cell(judged[name]) for name in names)
+        cells = (quality.format_cell(judged[name]) for name in names)
         lower.append([f"5. {variant} with half the heads costs less", *cells])
     return _join([markdown_table(lines), markdown_table(analysed), markdown_table(lower)])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.paper import speed_goals, verdicts
-from experiments.paper.claims import BASELINES, ExperimentResults
+from experiments.paper import kernel_targets, verdicts
+from experiments.paper.claims.quality import BASELINES, ExperimentResults
 from experiments.paper.recipe_results import PRESET
 from mgk._core.io import format_number, markdown_table
 from mgk.bench.timing import PASSES
@@ -119,14 +119,14 @@ def operator_table(rows: list[dict[str, str]]) -> str:
     """Format the operator's time with H/2 heads over the best SDPA with H, geometric means."""
     measured = [
         row
-        for row in speed_goals.select(speed_goals.on_gpu(rows), "speed", backend="triton")
+        for row in kernel_targets.select(kernel_targets.on_gpu(rows), "speed", backend="triton")
         if row["components"] == "2"
     ]
     lines = [["operator, H/2 heads, over SDPA with H", *PASSES]]
-    for variant, name in speed_goals.NAMES.items():
+    for variant, name in kernel_targets.NAMES.items():
         cells = []
         for which in PASSES:
-            ratio = speed_goals.mean(speed_goals.ratios(measured, variant, which))
+            ratio = kernel_targets.mean(kernel_targets.ratios(measured, variant, which))
             cells.append(f"{format_number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
         lines.append([name, *cells])
     return f"**The operator alone** ({machine(measured)})\n\n{markdown_table(lines)}"

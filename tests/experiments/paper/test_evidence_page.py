@@ -7,11 +7,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from experiments.paper import __main__, claims, costs, heads, plan
+from experiments.paper import __main__, plan
+from experiments.paper.claims import cost as costs
+from experiments.paper.claims import heads, quality
+from experiments.paper.evidence_page import MARKED, fill, gather
 from experiments.paper.figures import DRAWN_FROM
-from experiments.paper.page import MARKED, fill, gather
+from experiments.paper.intervals import compare
 from experiments.paper.recipe_results import read_recipe
-from experiments.paper.statistics import compare
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN
 from mgk.training import config, predictions, results
 from mgk.training.config import ModelSpec
@@ -37,10 +39,10 @@ def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: i
     predictions.save(folder, key, np.arange(EXAMPLES) < share * EXAMPLES)
 
 
-def load(folder: Path, recipe: str) -> claims.ExperimentResults:
+def load(folder: Path, recipe: str) -> quality.ExperimentResults:
     rows = results.read(sorted(folder.glob("*.csv")))
     experiment = next(item for item in plan.EXPERIMENTS if item.recipe == recipe)
-    return claims.ExperimentResults(experiment, read_recipe(rows, recipe, folder))
+    return quality.ExperimentResults(experiment, read_recipe(rows, recipe, folder))
 
 
 def test_seeds_and_examples_both_widen_the_interval(tmp_path):
@@ -67,7 +69,7 @@ def test_runs_on_the_plateau_are_excluded(tmp_path):
     assert result.counts == (2, 1)
     assert result.over_seeds == pytest.approx(12.706 * 0.5**0.5 * 1.5**0.5)  # from the two runs of smgk:4
     line = next(
-        line for line in claims.table(item, claims.judge_half(item)).splitlines() if "smgk:4 − softmax:8" in line
+        line for line in quality.table(item, quality.judge_half(item)).splitlines() if "smgk:4 − softmax:8" in line
     )
     assert "2 of 2 − 1 of 2" in line
 
@@ -76,7 +78,7 @@ def test_all_runs_count_if_one_model_never_learns(tmp_path):
     for seed in range(2):
         record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, left=0)
         record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=500)
-    judged = claims.judge_half(load(tmp_path, "listops"))
+    judged = quality.judge_half(load(tmp_path, "listops"))
     assert next(item.verdict for item in judged if str(item) == "smgk:4 − softmax:8") == FAILS
 
 
@@ -86,7 +88,7 @@ def test_occasional_learning_is_undecided(tmp_path, learnt):
         record(tmp_path, "listops", "softmax:8", seed, 0.37 if left else 0.19, left=4000 * left)
     for seed in range(2):
         record(tmp_path, "listops", "smgk:4", seed, 0.19, left=0)
-    judged = next(item for item in claims.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
+    judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, f"the other in 1 of {len(learnt)}" in judged.remark) == (OPEN, True)
     # A mean over runs in both states has no known interval.
     assert (judged.difference.over_seeds is None) == (len(learnt) > 1)
@@ -98,7 +100,7 @@ def test_one_stuck_run_or_late_runs_are_undecided(tmp_path, stuck, left):
         record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=left[seed])
     for seed in range(stuck):
         record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, left=0)
-    judged = next(item for item in claims.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
+    judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, f"0 of {stuck} runs, the other in 2 of 2" in judged.remark) == (OPEN, True)
 
 
@@ -106,7 +108,7 @@ def test_late_run_is_undecided(tmp_path):
     for seed in range(2):
         record(tmp_path, "listops", "smgk:4", seed, 0.27 + 0.001 * seed, left=(4500, 4750)[seed])
         record(tmp_path, "listops", "softmax:8", seed, 0.37 + 0.001 * seed, left=500)
-    judged = next(item for item in claims.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
+    judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, judged.remark) == (OPEN, "a run left the plateau in its last steps")
 
 
@@ -125,7 +127,7 @@ def test_models_that_did_not_learn_are_undecided(tmp_path, share, left):
     for seed in range(2):
         record(tmp_path, "listops", "smgk:4", seed, share, left=left)
         record(tmp_path, "listops", "softmax:8", seed, share, left=left)
-    judged = next(item for item in claims.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
+    judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, judged.remark) == (OPEN, "neither has learnt the task")
 
 
@@ -133,12 +135,12 @@ def test_one_seed_is_not_enough(tmp_path):
     record(tmp_path, "text-5k", "smgk:4", 0, 0.66)
     record(tmp_path, "text-5k", "softmax:8", 0, 0.65)
     item = load(tmp_path, "text-5k")
-    judged = next(verdict for verdict in claims.judge_half(item) if verdict.difference)
+    judged = next(verdict for verdict in quality.judge_half(item) if verdict.difference)
     assert judged.verdict == OPEN
     assert "one seed" in judged.remark
     # A second seed of one model gives the deviation.
     record(tmp_path, "text-5k", "softmax:8", 1, 0.6501)
-    judged = next(verdict for verdict in claims.judge_half(load(tmp_path, "text-5k")) if verdict.difference)
+    judged = next(verdict for verdict in quality.judge_half(load(tmp_path, "text-5k")) if verdict.difference)
     assert judged.verdict == HOLDS
 
 
@@ -148,7 +150,9 @@ def test_a_hard_assignment_is_held_against_the_soft_one_and_what_is_not_claimed_
     for row, share in shares.items():
         for seed in range(2):
             record(tmp_path, "listops-4e-4", row, seed, share + 0.0001 * seed, left=500)
-    judged = {str(item): (item.verdict, item.control) for item in claims.judge_learning(load(tmp_path, "listops-4e-4"))}
+    judged = {
+        str(item): (item.verdict, item.control) for item in quality.judge_learning(load(tmp_path, "listops-4e-4"))
+    }
     assert judged == {
         "smgk-hard:1 − smgk:1": (HOLDS, False),
         "smgk-em:1 − smgk:1": (FAILS, True),
@@ -194,7 +198,7 @@ def test_lower_perplexity_is_better(tmp_path):
             tmp_path, PredictionsKey("enwiki-lm-2", ModelSpec.parse(row), "paper", seed, "dev", "lm"), losses
         )
     item = load(tmp_path, "enwiki-lm-2")
-    judged = next(verdict for verdict in claims.judge_same(item) if str(verdict) == "mgk:8 − softmax:8")
+    judged = next(verdict for verdict in quality.judge_same(item) if str(verdict) == "mgk:8 − softmax:8")
     assert judged.difference.difference == pytest.approx(100 * np.log(100.05 / 98.0), abs=0.01)
     assert judged.verdict == HOLDS
 
@@ -203,7 +207,7 @@ def test_fewer_key_heads_are_compared_with_all(tmp_path):
     item = load(tmp_path, "enwiki-lm-2")
     same, half, keys = (
         [str(verdict) for verdict in judge(item)]
-        for judge in (claims.judge_same, claims.judge_half, claims.judge_half_keys)
+        for judge in (quality.judge_same, quality.judge_half, quality.judge_half_keys)
     )
     assert {"smgk:8 − softmax:8", "smgk:8/4 − softmax:8/4", "smgk:4 − softmax:4"} <= set(same)
     assert keys == ["smgk:8/4 − softmax:8", "softmax:8/4 − softmax:8"]
