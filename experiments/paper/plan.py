@@ -9,6 +9,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
+from mgk.training.run_dir import finished_runs
 from mgk.training.sweep import SOLO_METRICS, filter_rows, is_timed, is_trained
 
 SEVERAL_SEEDS = 3
@@ -107,8 +108,7 @@ class HeadAnalysis:
 
     def models(self, runs: Path) -> dict[ModelSpec, list[Path]]:
         """Return the finished run directories of each model, of all seeds."""
-        files = {row: (runs / self.recipe).glob(f"{row.file_name}-{PRESET}-s*/result.json") for row in self.rows}
-        return {row: sorted(path.parent for path in paths) for row, paths in files.items()}
+        return {row: finished_runs(runs, self.recipe, row, PRESET) for row in self.rows}
 
     def command(self, results: Path, runs: Path) -> list[str] | None:
         """Return the arguments of `mgk`, or None if a model has no run directory."""

@@ -128,7 +128,7 @@ def add_differences(
     Returns:
         The split that was compared, or "" if no two models have predictions on the same examples.
     """
-    first, *others = summaries
+    first, *later = summaries
     factor = metric_format(recipe).factor
     split = max(ordered_splits([first]), key=lambda name: first.examples[name])
 
@@ -140,13 +140,13 @@ def add_differences(
         )
         return [stored for key in keys if (stored := predictions.read(out, key)) is not None]
 
-    for summary in others:
+    for summary in later:
         difference = predictions.paired_difference(read_predictions(summary), read_predictions(first))
         if difference is not None and summary.stuck != first.stuck:
             summary.difference = f"n/a: {summary.row if summary.stuck else first.row} stayed on the plateau"
         elif difference is not None:
             summary.difference = Difference(factor * difference.mean, factor * difference.half_width)
-    return split if any(summary.difference for summary in others) else ""
+    return split if any(summary.difference for summary in later) else ""
 
 
 def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str = "") -> list[list[str]]:

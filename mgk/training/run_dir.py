@@ -14,9 +14,15 @@ from mgk.tasks.corpus import Corpus
 from mgk.training.config import ModelSpec
 
 
-def run_path(runs: Path, recipe: str, row: ModelSpec, preset: str, seed: int) -> Path:
+def run_path(runs: Path, recipe: str, row: ModelSpec, preset: str, seed: int | str) -> Path:
     """Return the directory of a run under the folder `runs`."""
     return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
+
+
+def finished_runs(runs: Path, recipe: str, row: ModelSpec, preset: str) -> list[Path]:
+    """Return the directories of all seeds of a row that have a result, sorted."""
+    pattern = RunDirectory(run_path(Path(), recipe, row, preset, "*")).result
+    return sorted(result.parent for result in runs.glob(str(pattern)))
 
 
 def load_language_model(directory: Path, device: torch.device) -> tuple[LanguageModel, Vocabulary]:

@@ -1,15 +1,12 @@
-"""Pretrained Transformers models with mixture keys: the same at first, and able to learn."""
+"""Converted Transformers models compute the same at first, and learn."""
 
 import copy
 import json
-import os
 from functools import partial
 
 import pytest
 import torch
 
-# Nothing may be asked of a server.
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -22,7 +19,7 @@ from mgk.hf.mixture_keys import MixtureKeys  # noqa: E402
 
 LENGTH = 9
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# Weights large enough that attention is far from uniform, where every error hides.
+# Weights are large, because nearly uniform attention would hide errors.
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.3, **TOKENS,
@@ -51,19 +48,19 @@ def make(name, **settings):
 
 
 def inputs(padding=None):
-    """Two sequences, the second with three tokens less."""
-    real = torch.ones(2, LENGTH, dtype=torch.long)
+    """Return two sequences, the second shorter by three tokens."""
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
     if padding is not None:
-        real[1, slice(3) if padding == "left" else slice(-3, None)] = 0
-    return {"input_ids": torch.randint(3, 50, (2, LENGTH)) * real, "attention_mask": real}
+        mask[1, slice(3) if padding == "left" else slice(-3, None)] = 0
+    return {"input_ids": torch.randint(3, 50, (2, LENGTH)) * mask, "attention_mask": mask}
 
 
 def mixtures(model):
     return [module for module in model.modules() if isinstance(module, MixtureKeys)]
 
 
-def move(model):
-    """Away from softmax attention, to somewhere random."""
+def randomize(model):
+    """Set τ and priors to random values, which is not softmax attention."""
     with torch.no_grad():
         for mixture in mixtures(model):
             mixture.tau.uniform_(0.2, 1)
@@ -71,32 +68,33 @@ def move(model):
     return model
 
 
-def logits(model, given):
+def logits(model, batch):
     with torch.no_grad():
-        return model(**given).logits[given["attention_mask"].bool()]
+        return model(**batch).logits[batch["attention_mask"].bool()]
 
 
-def assert_close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_starts_as_the_model_it_was(name, implementation):
+def test_converted_model_keeps_logits(name, implementation):
     model = make(name)
     model.set_attn_implementation(implementation)
-    given = [inputs(padding) for padding in (None, "left", "right")]
-    before = [logits(model, each) for each in given]
+    batches = [inputs(padding) for padding in (None, "left", "right")]
+    before = [logits(model, batch) for batch in batches]
     assert convert(model, num_components=3) is model
-    for each, want in zip(given, before, strict=True):
-        assert_close(logits(model, each), want)
-    # ... and not because nothing depends on the mixture keys.
-    move(model)
-    assert all((logits(model, each) - want).abs().max() > 0.1 for each, want in zip(given, before, strict=True))
+    for batch, expected in zip(batches, before, strict=True):
+        assert_close(logits(model, batch), expected)
+    # The logits depend on the mixture keys.
+    randomize(model)
+    for batch, expected in zip(batches, before, strict=True):
+        assert (logits(model, batch) - expected).abs().max() > 0.1
 
 
 def literal(module, query, key, value, attention_mask, scaling=None, **extras):
-    """Eq. 9 and 10 with τ, typed out, by the parameters of a converted layer."""
+    """Compute Eq. 9 and 10 with τ from the parameters of a converted layer."""
     mixture = module.mixture
     group = query.shape[1] // key.shape[1]
     keys = (key.unsqueeze(2) + mixture.shift.unsqueeze(-2)).repeat_interleave(group, 1)  # [B, H, M, S, D]
@@ -113,10 +111,10 @@ def literal(module, query, key, value, attention_mask, scaling=None, **extras):
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_computes_the_mixture(name, padding):
-    """Of the model's own queries, keys and masks; causal, windowed and padded as they were."""
-    original, given = make(name).double(), inputs(padding)
-    model = move(convert(copy.deepcopy(original), layers=[0, -1]))
+def test_converted_layers_compute_mixture(name, padding):
+    """Test causal, windowed and padded attention with the model's queries, keys and masks."""
+    original, batch = make(name).double(), inputs(padding)
+    model = randomize(convert(copy.deepcopy(original), layers=[0, -1]))
     transformers.AttentionInterface.register("literal", literal)
     transformers.AttentionMaskInterface.register("literal", eager_mask)
     for path in model.config.mgk["layers"]:
@@ -125,51 +123,51 @@ def test_it_computes_the_mixture(name, padding):
         layer.config._attn_implementation_internal = "literal"
         layer.mixture = model.base_model.get_submodule(path).mgk
     original.set_attn_implementation("eager")
-    torch.testing.assert_close(logits(model, given), logits(original, given), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(logits(model, batch), logits(original, batch), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, cache):
-    """The tokens of the original at first; later those that are found without a cache."""
-    model, given = make(name), inputs("left")
+    """Test the original model's tokens at τ = 0, and those without a cache at other τ."""
+    model, batch = make(name), inputs("left")
     generate = partial(
-        transformers.GenerationMixin.generate, **given, max_new_tokens=6, do_sample=False, eos_token_id=None
+        transformers.GenerationMixin.generate, **batch, max_new_tokens=6, do_sample=False, eos_token_id=None
     )
     before = generate(model)
     assert torch.equal(generate(convert(model), cache_implementation=cache), before)
-    tokens, real = given["input_ids"], given["attention_mask"]
-    move(model)
+    tokens, mask = batch["input_ids"], batch["attention_mask"]
+    randomize(model)
     for _ in range(6):
-        positions = (real.cumsum(-1) - 1).clamp(min=0)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
-            scores = model(tokens, attention_mask=real, position_ids=positions, use_cache=False).logits[:, -1]
+            scores = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
         tokens = torch.cat([tokens, scores.argmax(-1, keepdim=True)], 1)
-        real = torch.cat([real, real.new_ones(2, 1)], 1)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
     assert torch.equal(generate(model, cache_implementation=cache), tokens)
     assert not torch.equal(tokens, before)
 
 
-def test_an_encoder_and_decoder_generate_as_before():
-    """Cross attention is converted too; its keys are cached once."""
-    model, given = make("bart"), inputs("right")
-    generate = partial(model.generate, **given, max_new_tokens=6, do_sample=False, num_beams=2)
+def test_encoder_decoder_generates_same_text():
+    """Cross attention is converted as well; its keys are cached once."""
+    model, batch = make("bart"), inputs("right")
+    generate = partial(model.generate, **batch, max_new_tokens=6, do_sample=False, num_beams=2)
     before = generate()
     assert {name.split(".")[-1] for name in convert(model).config.mgk["layers"]} == {"self_attn", "encoder_attn"}
     assert torch.equal(generate(), before)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_it_learns_from_there(name):
-    """At τ = 0 the loss depends on τ alone; what τ leads to, shifts and priors, learns as soon as it has moved."""
-    model, given = convert(make(name)), inputs("right")
-    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+def test_converted_model_learns(name):
+    """At τ = 0 only τ has a gradient; shifts and priors have one as soon as τ is not 0."""
+    model, batch = convert(make(name)), inputs("right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     learned = [parameter for mixture in mixtures(model) for parameter in mixture.parameters()]
     assert len(learned) == 2 * 3
     assert all(any(parameter is other for other in model.parameters()) for parameter in learned)
 
     def loss():
-        return model(**given, labels=labels).loss
+        return model(**batch, labels=labels).loss
 
     start = loss()
     start.backward()
@@ -183,52 +181,52 @@ def test_it_learns_from_there(name):
     for mixture in mixtures(model):
         assert mixture.shift.grad.abs().max() > 1e-4
         assert mixture.prior.weights.grad.abs().max() > 1e-5
-    # With the dropout of their training, where they have one.
+    # With dropout, if the model has one.
     model.train()
     assert loss().isfinite()
 
 
 def test_gradient_checkpointing():
-    model, given = move(convert(make("llama"))).train(), inputs("left")
+    model, batch = randomize(convert(make("llama"))).train(), inputs("left")
 
     def gradients():
         model.zero_grad()
-        model(**given, labels=given["input_ids"]).loss.backward()
+        model(**batch, labels=batch["input_ids"]).loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    want = gradients()
+    before = gradients()
     model.gradient_checkpointing_enable()
-    for got, expected in zip(gradients(), want, strict=True):
-        assert_close(got, expected)
+    for actual, expected in zip(gradients(), before, strict=True):
+        assert_close(actual, expected)
 
 
 def test_attention_dropout():
-    model, given = convert(make("llama", attention_dropout=0.5)), inputs()
-    want = logits(model, given)
-    assert torch.equal(logits(model, given), want)
-    assert (logits(model.train(), given) - want).abs().max() > 0.1
+    model, batch = convert(make("llama", attention_dropout=0.5)), inputs()
+    expected = logits(model, batch)
+    assert torch.equal(logits(model, batch), expected)
+    assert (logits(model.train(), batch) - expected).abs().max() > 0.1
 
 
-def test_a_caller_may_say_what_is_causal():
-    model, given = make("llama"), inputs()
-    freely = {**given, "is_causal": False}
-    want = logits(model, freely)
-    assert_close(logits(convert(model), freely), want)
-    assert (logits(model, given) - want).abs().max() > 0.1
+def test_is_causal_argument():
+    model, batch = make("llama"), inputs()
+    full_batch = {**batch, "is_causal": False}
+    expected = logits(model, full_batch)
+    assert_close(logits(convert(model), full_batch), expected)
+    assert (logits(model, batch) - expected).abs().max() > 0.1
 
 
 @pytest.mark.slow
-def test_it_compiles_whole():
-    model, given = move(convert(make("llama"))), inputs()
+def test_compiles_without_graph_breaks():
+    model, batch = randomize(convert(make("llama"))), inputs()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        torch.testing.assert_close(compiled(**given, use_cache=False).logits, model(**given).logits)
+        torch.testing.assert_close(compiled(**batch, use_cache=False).logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize(
     "layers, numbers", [(None, [0, 1, 2]), (1, [1]), ([0, -1], [0, 2]), ("layers.1.*", [1]), (["*.2.*", 0], [0, 2])]
 )
-def test_the_layers_that_are_asked_for(layers, numbers):
+def test_layers_argument_selects_layers(layers, numbers):
     model = convert(make("llama", num_hidden_layers=3), layers=layers)
     converted = [hasattr(layer.self_attn, "mgk") for layer in model.model.layers]
     assert converted == [number in numbers for number in range(3)]
@@ -237,37 +235,37 @@ def test_the_layers_that_are_asked_for(layers, numbers):
     assert list(model.config.mgk["layers"]) == [f"layers.{number}.self_attn" for number in numbers]
 
 
-def test_it_follows_the_attention_that_the_model_is_set_to():
-    """Its masks change with it: the mixture keys stay, or say that they cannot read them."""
-    model, given = move(convert(make("mistral"), layers=0)), inputs("left")
-    want = logits(model, given)
+def test_follows_attention_implementation_of_model():
+    """Masks change with the implementation; unsupported ones raise an error."""
+    model, batch = randomize(convert(make("mistral"), layers=0)), inputs("left")
+    expected = logits(model, batch)
     model.set_attn_implementation("eager")
-    assert_close(logits(model, given), want)
-    weights = model(**given, output_attentions=True).attentions
+    assert_close(logits(model, batch), expected)
+    weights = model(**batch, output_attentions=True).attentions
     assert len(weights) == 2
     assert_close(weights[0][0].sum(-1), torch.ones(4, LENGTH))
-    assert not weights[0][1, :, :3].any()  # a query that may see nothing
+    assert not weights[0][1, :, :3].any()  # a fully masked query
     model.set_attn_implementation("mgk")
     with pytest.raises(ValueError, match=r"has a MistralAttention without mixture keys: use mgk.hf.convert"):
-        model(**given)
+        model(**batch)
     with pytest.raises(ValueError, match=r"'other masks' attention, .*set_attn_implementation"):
-        with_other_masks(model)(**given)
+        with_other_masks(model)(**batch)
 
 
-def test_our_name_makes_masks_too():
-    model, given = move(convert(make("mistral"))), inputs("left")
-    want = logits(model, given)
+def test_mgk_implementation_makes_masks():
+    model, batch = randomize(convert(make("mistral"))), inputs("left")
+    expected = logits(model, batch)
     model.set_attn_implementation("mgk")
-    assert_close(logits(model, given), want)
+    assert_close(logits(model, batch), expected)
 
 
-def test_what_is_added_has_the_place_and_type_of_the_rest():
+def test_new_parameters_match_device_dtype_and_seed():
     model, modes = make("llama").to(torch.bfloat16).train(), []
     model.model.norm.eval()
-    watched = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    hook = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     state = torch.get_rng_state()
     convert(model, num_components=4, shift_std=0.1)
-    watched.remove()
+    hook.remove()
     assert not any(modes)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.training
@@ -275,10 +273,10 @@ def test_what_is_added_has_the_place_and_type_of_the_rest():
     assert mixtures(model)[0].shift.shape == (2, 4, 8)
     assert 0.05 < mixtures(model)[0].shift.std() < 0.2
     for begin_with, is_same in ((state, True), (torch.get_rng_state(), False)):
-        again = make("llama").to(torch.bfloat16)
+        loaded = make("llama").to(torch.bfloat16)
         torch.set_rng_state(begin_with)
-        convert(again, num_components=4, shift_std=0.1)
-        assert torch.equal(mixtures(again)[1].shift, mixtures(model)[1].shift) == is_same
+        convert(loaded, num_components=4, shift_std=0.1)
+        assert torch.equal(mixtures(loaded)[1].shift, mixtures(model)[1].shift) == is_same
 
 
 @pytest.fixture
@@ -286,33 +284,33 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_saved_and_loaded(folder):
-    model, given = move(convert(make("mistral"), layers=1)), inputs("left")
+def test_converted_model_save_and_load(folder):
+    model, batch = randomize(convert(make("mistral"), layers=1)), inputs("left")
     model.save_pretrained(folder)
     assert not [path for path in folder.iterdir() if path.suffix not in (".json", ".safetensors")]
-    again = load_converted(folder)
-    assert type(again) is type(model)
-    assert again.state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(logits(again.eval(), given), logits(model, given))
-    again.save_pretrained(folder)
+    loaded = load_converted(folder)
+    assert type(loaded) is type(model)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(logits(loaded.eval(), batch), logits(model, batch))
+    loaded.save_pretrained(folder)
     half = load_converted(folder, dtype=torch.float16, attn_implementation="eager")
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
     assert half.config._attn_implementation == "eager"
-    # Without its head, or with another.
+    # Without the head.
     base = load_converted(folder, model_class=transformers.MistralModel).eval()
     with torch.no_grad():
-        assert torch.equal(base(**given).last_hidden_state, model.model(**given).last_hidden_state)
+        assert torch.equal(base(**batch).last_hidden_state, model.model(**batch).last_hidden_state)
 
 
-def test_a_folder_that_does_not_hold_it_all(folder):
+def test_incomplete_folder_raises(folder):
     convert(make("llama")).save_pretrained(folder)
     weights = folder / "model.safetensors"
-    held = load_file(weights)
+    weights_by_name = load_file(weights)
     tau = "model.layers.1.self_attn.mgk.tau"
     for broken in (
-        {name: tensor for name, tensor in held.items() if name != tau},
-        {**held, tau: torch.zeros(3)},
-        {**held, "model.layers.0.self_attn.mgk.other": torch.zeros(3)},
+        {name: tensor for name, tensor in weights_by_name.items() if name != tau},
+        {**weights_by_name, tau: torch.zeros(3)},
+        {**weights_by_name, "model.layers.0.self_attn.mgk.other": torch.zeros(3)},
     ):
         save_file(broken, weights, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"has weights that do not match its config.json: .*mgk\."):
@@ -324,7 +322,7 @@ def test_a_folder_that_does_not_hold_it_all(folder):
             load_converted(folder)
 
 
-def test_loaded_by_others_it_is_not_taken_for_converted(folder):
+def test_from_pretrained_model_is_not_converted(folder):
     convert(make("llama")).save_pretrained(folder)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"loaded without them: use mgk.hf.load_converted"):
@@ -341,20 +339,20 @@ def small(model_class, config_class, **settings):
 
 
 def capped(module, query, key, value, attention_mask, scaling=None, **extras):
-    """Not softmax alone, and nobody is told."""
+    """Compute attention with capped logits, without passing `softcap`."""
     scores = torch.tanh(query @ key.repeat_interleave(2, 1).mT * scaling)
     return (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2), None
 
 
 def with_other_masks(model):
-    """As flash attention has them: of two dimensions, and none where it has a window."""
+    """Use flash attention's masks: two dimensions, and none for a window."""
     transformers.AttentionInterface.register("other masks", sdpa_attention_forward)
     transformers.AttentionMaskInterface.register("other masks", flash_attention_mask)
     model.set_attn_implementation("other masks")
     return model
 
 
-def own_attention():
+def with_capped_attention():
     transformers.AttentionInterface.register("capped", capped)
     transformers.AttentionMaskInterface.register("capped", sdpa_mask)
     model = make("llama")
@@ -362,7 +360,7 @@ def own_attention():
     return model
 
 
-REFUSED = {
+UNSUPPORTED = {
     "softcap": (
         lambda: small("Gemma2ForCausalLM", "Gemma2Config", head_dim=8),
         "capped logits .softcap. in its Gemma2",
@@ -388,17 +386,17 @@ REFUSED = {
         "MGKForCausalLM, none of whose layers",
     ),
     "images": (lambda: small("ViTModel", "ViTConfig", image_size=16, patch_size=8), "example is needed: ViTModel"),
-    "something else": (own_attention, "attention is not pure softmax"),
+    "something else": (with_capped_attention, "attention is not pure softmax"),
     "other masks": (lambda: with_other_masks(make("llama")), "runs 'other masks' attention"),
     "converted": (lambda: convert(make("llama")), "converted already"),
     "no model": (lambda: torch.nn.Linear(2, 2), "model must be a Transformers model"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_are_refused(name):
-    """... stay as they were."""
-    build, message = REFUSED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_model_raises(name):
+    """The model stays unchanged."""
+    build, message = UNSUPPORTED[name]
     model = build()
     before, configs = list(model.state_dict()), [getattr(module, "config", None) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
@@ -425,12 +423,12 @@ def test_models_that_are_refused(name):
         ({"example": {"pixels": torch.zeros(2)}}, "example is not an input that LlamaForCausalLM accepts"),
     ],
 )
-def test_settings_that_are_refused(settings, message):
+def test_invalid_setting_raises(settings, message):
     with pytest.raises(ValueError, match=message):
         convert(make("llama"), **settings)
 
 
-def test_models_of_images():
+def test_vision_model():
     model = small("ViTModel", "ViTConfig", image_size=16, patch_size=8).eval()
     example = {"pixel_values": torch.randn(2, 3, 16, 16)}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Training steps as recorded graphs: the gradients of the plain step, and the same run."""
+"""CUDA graphs of training steps give the gradients of eager steps."""
 
 import pytest
 import torch
@@ -11,36 +11,36 @@ from mgk.training.objectives import Objective
 from tests.support import tiny_training
 
 
-class Remembered:
-    """A recorded step without a GPU: like a graph it writes to the memory that the gradients had when it was made."""
+class FakeGraph:
+    """Stand-in for a captured graph on the CPU: it writes to the gradient buffers that existed at the capture."""
 
-    def __init__(self, graphs, fixed):
-        self.graphs, self.fixed, self.places = graphs, fixed, list(graphs.gradients)
+    def __init__(self, graphs, sizes):
+        self.graphs, self.sizes, self.buffers = graphs, sizes, list(graphs.gradients)
 
     def replay(self, inputs):
-        means = self.graphs.measure(*inputs, *self.fixed)
-        for place, gradient in zip(
-            self.places, torch.autograd.grad(means["loss"], self.graphs.parameters), strict=True
+        means = self.graphs.measure(*inputs, *self.sizes)
+        for buffer, gradient in zip(
+            self.buffers, torch.autograd.grad(means["loss"], self.graphs.parameters), strict=True
         ):
-            place.copy_(gradient)
+            buffer.copy_(gradient)
         return means
 
 
 @pytest.fixture
-def without_a_gpu(monkeypatch):
-    def record(self, kind, inputs, fixed):
-        self.captured[kind] = Remembered(self, fixed)
+def graphs_on_cpu(monkeypatch):
+    def capture(self, key, inputs, sizes):
+        self.captured[key] = FakeGraph(self, sizes)
 
-    def recorder(self):
+    def graphed_step(self):
         graphs = GraphedBackward(list(self.model.parameters()), self.measure_batch)
         return lambda indices: graphs(*self.batch(indices, "train"))
 
-    monkeypatch.setattr(GraphedBackward, "_capture", record)
-    monkeypatch.setattr(Objective, "graphed_step", recorder)
+    monkeypatch.setattr(GraphedBackward, "_capture", capture)
+    monkeypatch.setattr(Objective, "graphed_step", graphed_step)
 
 
-def trained(task, tmp_path, graphs):
-    """The weights after a few steps, with two evaluations, for which Lightning drops all gradients."""
+def train_few_steps(task, tmp_path, graphs):
+    """Return weights and metrics after 6 steps; Lightning drops all gradients at each evaluation."""
     settings = TrainConfig(steps=6, warmup=1, eval_every=2, precision="fp32", clip=0.5, padding="longest")
     recipe = Recipe("tiny", "", "tiny", model=tiny_training.MODELS[task], training=settings)
     run = trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 0, tmp_path, tmp_path / str(graphs))
@@ -51,26 +51,26 @@ def trained(task, tmp_path, graphs):
 
 
 @pytest.mark.parametrize("task", ["classes", "text"])
-def test_a_run_of_recorded_steps_is_the_plain_run(task, tmp_path, without_a_gpu):
-    (plain, told), (recorded, also_told) = (trained(task, tmp_path, graphs) for graphs in (False, True))
-    assert all(torch.equal(plain[name], recorded[name]) for name in plain)
-    assert told == also_told
-    assert len(told) == 7  # the header, and at steps 2, 4 and 6 the last step's loss and the development set
+def test_run_with_graphs_equals_eager_run(task, tmp_path, graphs_on_cpu):
+    (plain, rows), (captured, graph_rows) = (train_few_steps(task, tmp_path, graphs) for graphs in (False, True))
+    assert all(torch.equal(plain[name], captured[name]) for name in plain)
+    assert rows == graph_rows
+    assert len(rows) == 7  # the header, and at steps 2, 4 and 6 the last step's loss and the development set
 
 
-@pytest.mark.parametrize("turned", [(True,), (False, True), (False, False)])
-def test_gradients_arrive_however_they_lie(turned):
-    """The gradient of a matrix that is used turned lies turned too."""
-    parameters = [nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in turned]
-    factors = [torch.randn(4, 3) if each else torch.randn(3, 4) for each in turned]
+@pytest.mark.parametrize("transpositions", [(True,), (False, True), (False, False)])
+def test_gradients_of_any_strides(transpositions):
+    """The gradient of a transposed matrix has transposed strides."""
+    parameters = [nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in transpositions]
+    factors = [torch.randn(4, 3) if transposed else torch.randn(3, 4) for transposed in transpositions]
 
     def measure(x):
-        pairs = zip(parameters, factors, turned, strict=True)
-        return {"loss": sum((x * (p.t() if each else p) * f).sum() for p, f, each in pairs)}
+        pairs = zip(parameters, factors, transpositions, strict=True)
+        return {"loss": sum((x * (p.t() if transposed else p) * f).sum() for p, f, transposed in pairs)}
 
     GraphedBackward(parameters, measure, use_graphs=False)((torch.ones(()),))
-    for parameter, factor, each in zip(parameters, factors, turned, strict=True):
-        assert torch.equal(parameter.grad, factor.t() if each else factor)
+    for parameter, factor, transposed in zip(parameters, factors, transpositions, strict=True):
+        assert torch.equal(parameter.grad, factor.t() if transposed else factor)
 
 
 def network_and_loss(dropout):
@@ -90,7 +90,7 @@ def batch(size, seed):
 
 
 @pytest.mark.gpu
-def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
+def test_graphed_gradients_follow_weights_and_batch():
     network, measure = network_and_loss(0.0)
     parameters = list(network.parameters())
     graphs = GraphedBackward(parameters, measure)
@@ -102,7 +102,7 @@ def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
         truth = torch.autograd.grad(loss, parameters)
         assert torch.equal(means["loss"], loss)
         assert all(torch.equal(p.grad, g) for p, g in zip(parameters, truth, strict=True))
-        # As long as a pass on another stream is alive, its parameters belong to that stream.
+        # A live pass on another stream would keep the parameters on that stream.
         del loss
         with torch.no_grad():
             for p in parameters:
@@ -111,7 +111,7 @@ def test_gradients_of_a_graph_follow_the_weights_and_the_batch():
 
 
 @pytest.mark.gpu
-def test_a_graph_without_gradients_follows_the_weights_and_the_batch():
+def test_graphed_forward_follows_weights_and_batch():
     network, measure = network_and_loss(0.0)
     graphs = GraphedForward(measure)
     for step, size in enumerate((5, 7, 5, 7)):
@@ -125,8 +125,8 @@ def test_a_graph_without_gradients_follows_the_weights_and_the_batch():
 
 
 @pytest.mark.gpu
-def test_recording_draws_no_random_numbers():
-    """The first step of a size, which is recorded, is the step that any other would be with that seed."""
+def test_capture_draws_no_random_numbers():
+    """A step that is captured gives the same result as a replay with the same seed."""
     network, measure = network_and_loss(0.5)
     graphs = GraphedBackward(list(network.parameters()), measure)
     losses = []
@@ -137,37 +137,37 @@ def test_recording_draws_no_random_numbers():
 
 
 @pytest.mark.gpu
-def test_recording_changes_no_buffers():
-    """What a step counts is counted once, also when it is just being recorded."""
+def test_capture_keeps_buffers():
+    """A step that is captured updates buffers once."""
     network, measure = network_and_loss(0.0)
-    seen = torch.zeros(1, device="cuda")
+    total = torch.zeros(1, device="cuda")
 
-    def counts(x, labels):
-        seen.add_(len(x))
+    def counting(x, labels):
+        total.add_(len(x))
         return measure(x, labels)
 
-    graphs = GraphedBackward(list(network.parameters()), counts, buffers=lambda: [seen])
+    graphs = GraphedBackward(list(network.parameters()), counting, buffers=lambda: [total])
     for step, size in enumerate((5, 7, 5)):
         graphs(batch(size, step))
-    assert float(seen) == 17
+    assert float(total) == 17
     assert len(graphs.captured) == 2
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_recorded_runs_and_says_so():
+def test_failed_capture_warns_and_runs_eagerly():
     network, measure = network_and_loss(0.0)
 
-    def waits(x, labels):
-        float(x.sum())  # the host waits for the device, which no graph can hold
+    def synchronizing(x, labels):
+        float(x.sum())  # synchronizes, which a capture does not allow
         return measure(x, labels)
 
-    graphs = GraphedBackward(list(network.parameters()), waits)
+    graphs = GraphedBackward(list(network.parameters()), synchronizing)
     x = batch(4, 0)
     with pytest.warns(UserWarning, match="could not be captured"):
         means = [graphs(x), graphs(x), graphs(x)]
     assert not graphs.captured
     assert torch.equal(means[0]["loss"], means[2]["loss"])
-    assert torch.rand(3, device="cuda").unique().numel() == 3  # random numbers are still to be had
+    assert torch.rand(3, device="cuda").unique().numel() == 3  # the generator still works
 
 
 @pytest.mark.gpu
@@ -175,8 +175,8 @@ def test_what_cannot_be_recorded_runs_and_says_so():
 @pytest.mark.filterwarnings("error:a training step could not be captured")
 @pytest.mark.parametrize("task", ["classes", "text"])
 @pytest.mark.parametrize("row", ["softmax:2", "smgk:2", "mgk:2", "mlk:2", "smgk-em:2"])
-def test_a_run_on_a_gpu_is_the_same_with_recorded_steps(tmp_path, row, task):
-    """Over several evaluations, for which Lightning drops all gradients: the losses of the same weights."""
+def test_gpu_run_with_graphs_equals_eager_run(tmp_path, row, task):
+    """Compare the losses over several evaluations, for which Lightning drops all gradients."""
     losses = []
     for graphs in (True, False):
         model = {**tiny_training.MODELS[task], "dropout": 0.0}

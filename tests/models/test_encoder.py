@@ -1,11 +1,10 @@
-"""The encoder: packed documents give what padded ones give, and are compiled once for every length."""
+"""The encoder: packed and padded documents agree, and compile once for all lengths."""
 
 import numpy as np
 import pytest
 import torch
 
 from mgk.models import Classifier, EncoderConfig
-from mgk.models.adaptive_softmax import _OneHotEmbedding
 from mgk.tasks.base import Split
 from mgk.training.data import DeviceDataset
 from mgk.variants import VARIANTS
@@ -29,7 +28,7 @@ def classifier(variant: str, **settings) -> Classifier:
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize("pooling", ["mean", "mean-padded"])
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "mgk-hard", "smgk-hard"])
-def test_packed_is_padded(variant, pooling, documents):
+def test_packed_equals_padded(variant, pooling, documents):
     examples = DeviceDataset(split(documents), LONGEST, torch.device("cpu"))
     model = classifier(variant, documents=documents, pooling=pooling).double()
     chosen = np.array([4, 1, 5, 0])
@@ -38,28 +37,28 @@ def test_packed_is_padded(variant, pooling, documents):
     assert tokens.shape[0] % LONGEST == 0
     assert tokens.shape[0] > edges[-1]  # there is padding, and it must not count
     assert torch.equal(labels, same_labels)
-    found, wanted = model(tokens, cu_seqlens=edges), model(padded, lengths)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    actual, expected = model(tokens, cu_seqlens=edges), model(padded, lengths)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    weight = torch.randn(found.shape, dtype=found.dtype)
+    weight = torch.randn(actual.shape, dtype=actual.dtype)
     for ours, theirs in zip(
-        torch.autograd.grad((found * weight).sum(), parameters),
-        torch.autograd.grad((wanted * weight).sum(), parameters),
+        torch.autograd.grad((actual * weight).sum(), parameters),
+        torch.autograd.grad((expected * weight).sum(), parameters),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "mean-padded"])
-def test_a_prediction_does_not_depend_on_the_width_of_its_batch(pooling):
+def test_prediction_is_independent_of_batch_width(pooling):
     model, tokens = classifier("smgk", pooling=pooling).double(), torch.randint(1, 16, (2, 7))
-    wanted, lengths = model(tokens), torch.tensor([7, 7])
+    expected, lengths = model(tokens), torch.tensor([7, 7])
     for width in (7, 9, LONGEST):
         padded = torch.nn.functional.pad(tokens, (0, width - 7))
-        torch.testing.assert_close(model(padded, lengths), wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(model(padded, lengths), expected, rtol=0, atol=1e-12)
 
 
-def test_padding_of_a_packed_batch_is_not_seen():
+def test_packed_padding_is_ignored():
     examples = DeviceDataset(split(1), LONGEST, torch.device("cpu"))
     model = classifier("smgk").eval()
     tokens, edges, _ = examples.packed(np.array([4, 1, 5, 0]))
@@ -69,7 +68,7 @@ def test_padding_of_a_packed_batch_is_not_seen():
 
 
 @pytest.mark.slow
-def test_packed_batches_of_any_length_are_compiled_once():
+def test_packed_batches_compile_once():
     compiled = []
 
     def count(graph, inputs):
@@ -86,24 +85,7 @@ def test_packed_batches_of_any_length_are_compiled_once():
     assert len(compiled) == 1
 
 
-# The compiler's own way of tracing a function with a backward.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_the_gradient_of_a_small_vocabulary_is_that_of_an_embedding():
-    """As a product, which a GPU takes."""
-    tokens = torch.randint(0, 9, (4, 50))
-    tokens[tokens == 3] = 4  # a token that does not occur
-    weight = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-    ours, theirs = _OneHotEmbedding.apply(tokens, weight), torch.nn.functional.embedding(tokens, weight)
-    assert torch.equal(ours, theirs)
-    upstream = torch.randn_like(ours)
-    (found,), (wanted,) = (torch.autograd.grad(each, weight, upstream) for each in (ours, theirs))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    assert found[3].abs().max() == 0
-    compiled = torch.compile(lambda *given: _OneHotEmbedding.apply(*given), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(torch.autograd.grad(compiled(tokens, weight), weight, upstream)[0], wanted)
-
-
-def test_what_the_padding_would_enter_is_not_packed():
+def test_variants_that_support_packing():
     """EM counts every key it sees, and linear attention pads anyway."""
     packs = {name: classifier(name).config.supports_packing for name in VARIANTS}
     assert packs == {name: name not in ("linear", "mlk", "smlk", "mgk-em", "smgk-em") for name in VARIANTS}
@@ -119,6 +101,6 @@ def test_what_the_padding_would_enter_is_not_packed():
         (1, [[1, 2]], "got list"),
     ],
 )
-def test_tokens_that_are_none_are_refused(documents, tokens, message):
+def test_invalid_tokens_raise(documents, tokens, message):
     with pytest.raises(ValueError, match=message):
         classifier("smgk", documents=documents)(tokens)

@@ -6,7 +6,7 @@ from mgk.models import LanguageModel, save_model
 from mgk.tasks.base import Split
 from mgk.training import trainer
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
-from mgk.training.evaluate import evaluate_run, load_objective
+from mgk.training.evaluate import evaluate_run, first_step_above, load_objective
 from mgk.training.objectives import OBJECTIVES
 from tests.support import tiny_training
 
@@ -42,3 +42,10 @@ def test_compiled_network_is_reused_for_evaluation(monkeypatch):
     objective = objective_class(None, TrainConfig(), None, {"test": Split})
     objective.to_device(torch.device("cuda"), network)
     assert objective.network is network
+
+
+def test_plateau_ends_at_the_first_evaluation_above_it(tmp_path):
+    lines = ["step,split,loss,accuracy", "250,dev,2.2,0.17", "500,train,1,0.4", "500,dev,2.1,0.26", "750,dev,2,0.31"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    assert first_step_above(tmp_path / "metrics.csv", 0.25) == 500
+    assert first_step_above(tmp_path / "metrics.csv", 0.35) == 0

@@ -1,0 +1,65 @@
+"""Sliding-window losses agree with one window at a time."""
+
+import pytest
+import torch
+
+import experiments.paper  # noqa: F401  (adds its recipes)
+from mgk.models.sliding_window import sliding_losses
+from tests.models.test_decoder import tiny
+
+
+@torch.no_grad()
+def losses_by_window(model, tokens, window):
+    """Score all positions of the first window, then the last position of each window."""
+    first = model(tokens[None, :window]).log_softmax(-1)[0]
+    losses = [-first[n, tokens[n + 1]] for n in range(min(window, len(tokens) - 1))]
+    for start in range(1, len(tokens) - window):
+        last = model(tokens[None, start : start + window]).log_softmax(-1)[0, -1]
+        losses.append(-last[tokens[start + window]])
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk", "mlk", ("softmax", "linear", "smgk-hard")])
+@pytest.mark.parametrize("form", ["paper", "modern"])
+def test_sliding_losses_equal_single_windows(variant, form):
+    model, tokens = tiny(form, variant=variant), torch.randint(50, (41,))
+    expected = losses_by_window(model, tokens, 11)
+    for batch_size in (1, 7, 100):
+        actual = sliding_losses(model, tokens, window=11, batch_size=batch_size)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    # Predictions must depend on the window, or the test would be empty.
+    assert (sliding_losses(model, tokens, window=12)[12:] - expected[12:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("length", [2, 8, 11, 12, 13])
+def test_texts_of_about_window_length(length):
+    model, tokens = tiny(), torch.randint(50, (length,))
+    torch.testing.assert_close(sliding_losses(model, tokens, window=11), losses_by_window(model, tokens, 11))
+
+
+@pytest.mark.parametrize("length", [40, 41, 42])
+def test_stride_scores_last_positions(length):
+    model, tokens = tiny(), torch.randint(50, (length,))
+    actual = sliding_losses(model, tokens, window=11, stride=4, batch_size=3)
+    expected = losses_by_window(model, tokens, 11)
+    assert len(actual) == length - 1
+    # Positions 11 to 14 come from the window that ends at 14, whose last is exact.
+    assert torch.allclose(actual[[10, 14, 18, -1]], expected[[10, 14, 18, -1]], atol=1e-5)
+    with torch.no_grad():
+        window = model(tokens[None, 4:15]).log_softmax(-1)[0, -4:]
+    torch.testing.assert_close(actual[11:15], -window.gather(-1, tokens[12:16, None])[:, 0])
+
+
+def test_invalid_windows_raise():
+    model, tokens = tiny(), torch.randint(50, (20,))
+    for settings, message in (
+        ({"stride": 0}, "stride"),
+        ({"window": 5, "stride": 6}, "stride"),
+        ({"window": 0}, "window"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sliding_losses(model, tokens, **settings)
+    with pytest.raises(ValueError, match="tokens"):
+        sliding_losses(model, tokens[:1])
+    with pytest.raises(ValueError, match="eval mode"):
+        sliding_losses(model.train(), tokens)
