@@ -145,7 +145,12 @@ DAMAGE = {
         edit(LINKS, rewrite_line(3, lambda c: c + b"\tx")),
         "tsv, line 4 has 3 columns",
     ),
-    "unknown paper": (PAPERS, make_peerread, edit(LINKS, rewrite_line(3, lambda c: c + b"x")), "line 4 has .* has not"),
+    "unknown paper": (
+        PAPERS,
+        make_peerread,
+        edit(LINKS, rewrite_line(3, lambda c: c + b"x")),
+        "line 4 has .*not in docs",
+    ),
     "links not UTF-8": (
         PAPERS,
         make_peerread,

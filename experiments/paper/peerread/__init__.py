@@ -1,1 +1,1 @@
-"""A stand-in for the Retrieval task of the Long Range Arena, made from PeerRead."""
+"""Stand-in for the Retrieval task of the Long Range Arena (AAN), made from PeerRead."""
