@@ -9,7 +9,7 @@ from experiments.paper.recipe_results import PRESET
 from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
-from mgk.training.run_dir import finished_runs
+from mgk.training.runs import finished_runs
 from mgk.training.sweep import SOLO_METRICS, filter_rows, is_timed, is_trained
 
 SEVERAL_SEEDS = 3

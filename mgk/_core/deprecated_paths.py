@@ -22,7 +22,7 @@ MODULES = {
     "mgk.hf.models": "mgk.hf.modeling",
     "mgk.recipes": "mgk.training.config",
     "mgk.results": "mgk.training.results",
-    "mgk.runs": "mgk.training.run_dir",
+    "mgk.runs": "mgk.training.runs",
     "mgk.sliding": "mgk.models.sliding_window",
 }
 

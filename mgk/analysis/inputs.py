@@ -1,6 +1,6 @@
 """Inputs of a model to analyze: token ids from a file, or text.
 
-Samples of a task's splits are drawn by `mgk.tasks.samples`.
+Samples of a task's splits are drawn by `mgk.tasks.analysis_samples`.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _analyze_run(
     from mgk.analysis import inputs as samples
     from mgk.analysis.report.html import AnalyzedModel
     from mgk.models.run_directory import RunDirectory
-    from mgk.tasks.samples import sample_split, text_codec
+    from mgk.tasks.analysis_samples import sample_split, text_codec
 
     description = RunDirectory(run).read_description("recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -75,7 +75,7 @@ def compare(
     from mgk.training import sweep
     from mgk.training.evaluate import count_parameters
     from mgk.training.job_queue import resolve_max_running, run_jobs
-    from mgk.training.run_dir import run_path
+    from mgk.training.runs import run_path
     from mgk.training.trainer import Run
 
     overrides = apply_steps(recipe, settings, steps)

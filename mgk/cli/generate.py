@@ -31,7 +31,7 @@ def generate(
 
     from mgk.models.generation import Sampling
     from mgk.models.generation import generate as generate_tokens
-    from mgk.training.run_dir import load_language_model
+    from mgk.training.runs import load_language_model
 
     positive_integer("--max-tokens", max_tokens)
     try:

@@ -67,7 +67,7 @@ def train(
     from mgk import tasks
     from mgk.training.distributed import shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
-    from mgk.training.run_dir import run_path
+    from mgk.training.runs import run_path
     from mgk.training.trainer import STRATEGIES, Run, fit
 
     unchanged = config.load_recipe(recipe)

@@ -10,7 +10,7 @@ from mgk import tasks
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.job_queue import Job
 from mgk.training.objectives import OBJECTIVES, MetricFormat
-from mgk.training.run_dir import run_path
+from mgk.training.runs import run_path
 
 # Metrics of a model that `mgk.training.profiling` measures while no other job runs.
 SOLO_METRICS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")

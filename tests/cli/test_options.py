@@ -48,7 +48,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr("mgk.training.profiling.profile_run", profile_run)
     monkeypatch.setattr("mgk.cli.compare._write_report", write_report)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
-    monkeypatch.setattr("mgk.training.run_dir.load_language_model", load)
+    monkeypatch.setattr("mgk.training.runs.load_language_model", load)
     monkeypatch.setattr("mgk.training.evaluate.load_objective", load_objective)
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *arguments: calls.update(data=arguments[1]))
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "checksum", lambda *arguments: "some data")
