@@ -1,4 +1,4 @@
-"""Shared by all tests: poisoned memory, and the count of the cases that were compared with the oracle."""
+"""Fixtures of all tests: memory filled with NaN, and the number of cases that were compared with the oracle."""
 
 import os
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-# Small cases, and cores that belong to the workers: threads that wait for each other took 40 x the time.
+# The cases are small and each worker has one core: with more threads the tests took 40 times as long.
 torch.set_num_threads(1)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
     collect_ignore = ["kernels"]
 
-# Passed cases that a full run of the operators' table must reach: (backend, variant) -> cases for each dtype.
+# Minimum number of passed cases per dtype in a full run of TABLE, by backend and variant.
 MINIMUM = {
     ("eager", "mgk"): 100,
     ("eager", "mgk-hard"): 100,
@@ -32,16 +32,16 @@ MINIMUM = {
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 TABLE = "test_operators.py"
 
-passed: Counter[tuple[str, ...]] = Counter()  # (backend, variant, dtype) -> cases
-complete = True  # whether all of TABLE was collected; known to the workers, and told to the controller
+passed: Counter[tuple[str, ...]] = Counter()  # cases by backend, variant and dtype
+complete = True  # whether all of TABLE was collected; the workers send it to the controller
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shard", default="1/1", help="K/N: only the K-th of N parts of the tests")
+    parser.addoption("--shard", default="1/1", help="K/N: run only the K-th of N parts of the tests.")
 
 
-class ToldAtOnce:
-    """What failed is written when it fails, and not only at the end: a GPU may be taken away before."""
+class PrintFailures:
+    """Plugin that prints each failure immediately, because a GPU machine may stop before the end of the run."""
 
     def __init__(self, config):
         self.config = config
@@ -54,15 +54,15 @@ class ToldAtOnce:
 
 def pytest_configure(config):
     if config.getoption("--shard") != "1/1":
-        config.pluginmanager.register(ToldAtOnce(config))
+        config.pluginmanager.register(PrintFailures(config))
 
 
 def pytest_collection_modifyitems(config, items):
-    """For machines without pytest-xdist: kernels take long to compile, and N processes share the work."""
+    """Select the tests of --shard: N processes share the compilation of kernels without pytest-xdist."""
     part, parts = map(int, config.getoption("--shard").split("/"))
-    left_out = [item for index, item in enumerate(items) if index % parts != part - 1]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    deselected = [item for index, item in enumerate(items) if index % parts != part - 1]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
         items[:] = items[part - 1 :: parts]
 
 
@@ -73,7 +73,7 @@ def seed():
 
 @pytest.fixture
 def poisoned():
-    """Uninitialised memory is NaN, so a kernel that reads what it never wrote is found out."""
+    """Fill uninitialised memory with NaN, which reveals a kernel that reads what it has not written."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
     yield
@@ -81,17 +81,19 @@ def poisoned():
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def crowded(monkeypatch):
-    """Where kernels are interpreted, uninitialised memory holds the largest number there is: to calculate with it
-    overflows, and NumPy's warning of that is an error, also where the result is thrown away. Left as it is, it would
-    only sometimes be one."""
+def filled_with_max(monkeypatch):
+    """Fill uninitialised memory with the largest number under Triton's interpreter.
 
-    def filled(make):
-        def made(*args, **kwargs):
-            tensor = make(*args, **kwargs)
+    Arithmetic with it overflows, and NumPy's warning is an error, even if the result is not used. Without the fixture
+    this would happen at random.
+    """
+
+    def filled(allocate):
+        def allocate_filled(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
             return tensor.fill_(torch.finfo(tensor.dtype).max) if tensor.is_floating_point() else tensor
 
-        return made
+        return allocate_filled
 
     for owner, names in ((torch, ("empty", "empty_like")), (torch.Tensor, ("new_empty", "new_empty_strided"))):
         for name in names:
@@ -100,7 +102,7 @@ def crowded(monkeypatch):
 
 @pytest.fixture
 def oracle_case(record_property):
-    """Called by a test once it has compared a case with the oracle; counted when the test passes."""
+    """Return a function that records a comparison with the oracle. It is counted if the test passes."""
     return lambda backend, variant, dtype: record_property("oracle", (backend, variant, str(dtype).split(".")[-1]))
 
 
@@ -128,20 +130,20 @@ def pytest_runtest_logreport(report):
         passed.update(tuple(case) for name, case in report.user_properties if name == "oracle")
 
 
-def missing() -> list[str]:
+def below_minimum() -> list[str]:
     return [
-        f"{backend} {variant} {dtype}: {passed[backend, variant, dtype]} < {least}"
-        for (backend, variant), least in MINIMUM.items()
+        f"{backend} {variant} {dtype}: {passed[backend, variant, dtype]} < {minimum}"
+        for (backend, variant), minimum in MINIMUM.items()
         for dtype in DTYPES
-        if passed[backend, variant, dtype] < least
+        if passed[backend, variant, dtype] < minimum
     ]
 
 
 def pytest_sessionfinish(session, exitstatus):
-    on_worker = hasattr(session.config, "workerinput")
+    is_worker = hasattr(session.config, "workerinput")
     if session.config.option.collectonly:
         return
-    if not on_worker and complete and missing() and exitstatus == pytest.ExitCode.OK:
+    if not is_worker and complete and below_minimum() and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -153,5 +155,5 @@ def pytest_terminal_summary(terminalreporter):
     for backend, variant in dict.fromkeys([*MINIMUM, *(case[:2] for case in passed)]):
         row = [passed[backend, variant, dtype] for dtype in DTYPES]
         terminalreporter.write_line(f"{backend:10}{variant:12}" + "".join(f"{n:10}" for n in row))
-    for line in missing() if complete else []:
+    for line in below_minimum() if complete else []:
         terminalreporter.write_line(f"below the minimum: {line}", red=True)

@@ -135,7 +135,7 @@ def test_replaced_projections():
     close(layer(x), expected)
 
     class Packed(torch.nn.Module):
-        """As layers of 4 bits are: a weight of bytes."""
+        """Linear layer with a weight of bytes, like the 4-bit layers of quantisation libraries."""
 
         def __init__(self, linear):
             super().__init__()

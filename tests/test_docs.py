@@ -1,4 +1,4 @@
-"""The code in the documentation runs as it stands."""
+"""Check the documentation: code blocks run, commands have the options that are used, links have targets."""
 
 import re
 import shlex
@@ -22,40 +22,41 @@ def test_code_blocks_run(name):
 
 
 def fenced(name: str) -> list[tuple[str, str]]:
-    """The language and the text of every block of a page."""
+    """Return the language and the text of every fenced block of a page."""
     return re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_the_guide_says_which_of_its_blocks_is_not_run():
-    """Every block of Python is, but one, which is not marked as such."""
+def test_guide_has_one_block_that_is_not_run():
+    """Check that every block is marked as Python, which `test_code_blocks_run` runs, except one."""
     assert sorted(language for language, _ in fenced("docs/guide.md"))[:2] == ["", "python"]
     (code,) = (text for language, text in fenced("docs/guide.md") if not language)
     assert "from_run" in code
 
 
-def test_commands_on_the_pages_have_the_options_that_they_are_given():
-    known = typer.main.get_command(commands.app).commands
+def test_commands_on_pages_have_the_options_used():
+    commands_by_name = typer.main.get_command(commands.app).commands
     pages = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     lines = [line for page in pages for language, block in fenced(page) if not language for line in block.splitlines()]
-    given = [shlex.split(line, comments=True) for line in lines if line.startswith("mgk ")]
-    assert len(given) > 10
-    for _, command, *words in given:
-        options = {name for each in known[command].params for name in (*each.opts, *each.secondary_opts)}
+    calls = [shlex.split(line, comments=True) for line in lines if line.startswith("mgk ")]
+    assert len(calls) > 10
+    for _, command, *words in calls:
+        parameters = commands_by_name[command].params
+        options = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, command
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as they are linked to."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             target, _, anchor = link.partition("#")
             if "://" in link:
                 continue
-            there = page.parent / target if target else page
-            assert there.exists(), f"{page.name}: {link}"
-            assert not anchor or anchor in anchors(there), f"{page.name}: {link}"
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(path), f"{page.name}: {link}"

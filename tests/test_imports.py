@@ -27,7 +27,7 @@ OPTIONAL = [
 
 
 def run(code, *args):
-    """What a fresh interpreter prints, errors and warnings included."""
+    """Return the output of a new interpreter, errors and warnings included."""
     done = subprocess.run(
         [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -51,12 +51,11 @@ mgk.MultiheadAttention(12, 4, batch_first=True)(x, x, x)
 
 
 @pytest.mark.slow
-def test_it_works_without_the_optional_packages():
-    """... and says nothing about them."""
+def test_library_works_without_optional_packages_and_warnings():
     assert run(BLOCKED, *OPTIONAL) == ""
 
 
-def test_the_extra_is_what_pyproject_installs():
+def test_extra_lists_the_packages_of_pyproject():
     lines = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith("train = "))
     names = {name.lower().replace("-", "_").replace("pyyaml", "yaml") for name in re.findall(r'"([^"]+)"', line)}
@@ -76,11 +75,11 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize("missing", ["typer", "pytorch_lightning", "yaml"])
-def test_a_command_asks_for_what_it_needs(missing, tmp_path):
-    """Also what is only found missing while it works."""
-    said = run(WITHOUT, missing, "train", "demo", "--out", str(tmp_path / "run"), "--data-dir", str(tmp_path))
-    assert said.endswith("exit 2"), said
-    assert f"extra 'train' ({missing} is missing): pip install" in said
+def test_command_without_a_package_names_the_extra(missing, tmp_path):
+    """Check packages that are imported at the start of a command, and later."""
+    output = run(WITHOUT, missing, "train", "demo", "--out", str(tmp_path / "run"), "--data-dir", str(tmp_path))
+    assert output.endswith("exit 2"), output
+    assert f"extra 'train' ({missing} is missing): pip install" in output
 
 
 OLD_TRITON = """
@@ -91,19 +90,19 @@ print(triton.mixture_unsupported_reason(None), triton.linear_unsupported_reason(
 """
 
 
-def test_an_old_triton_is_refused(tmp_path):
-    """The kernels import what came with 3.4; torch before 2.8 brings an older one."""
+def test_old_triton_is_unsupported(tmp_path):
+    """The kernels import modules of Triton 3.4; torch before 2.8 installs an older version."""
     (tmp_path / "triton" / "tools").mkdir(parents=True)
-    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('looked at, not imported')")
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('must not be imported')")
     assert [line.split(",")[0] for line in run(OLD_TRITON, str(tmp_path)).splitlines()] == [
         "the kernels need Triton 3.4 or newer"
     ] * 2
     (tmp_path / "triton" / "tools" / "tensor_descriptor.py").touch()
-    looked = "from mgk.backends import triton; print(triton.NO_TRITON)"
-    assert run(f"import sys; sys.path.insert(0, sys.argv[1]); {looked}", str(tmp_path)) == "None"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from mgk.backends import triton; print(triton.NO_TRITON)"
+    assert run(code, str(tmp_path)) == "None"
 
 
-def test_it_does_not_import_the_optional_packages():
+def test_optional_packages_are_not_imported():
     code = "import sys, torch; before = set(sys.modules); import mgk; print(*sorted(set(sys.modules) - before))"
     added = {name.split(".")[0] for name in run(code).split()}
     assert not added & {*OPTIONAL, "numpy", "safetensors", "onnx", "onnxruntime"}
@@ -145,7 +144,7 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Third-party and own modules that these files may import beside the standard library.
+# Modules outside the standard library that these files may import.
 TORCH_ALONE = {
     "equations": {"torch"},
     "features": {"torch", "mgk._core.validation"},
@@ -163,7 +162,7 @@ def test_equations_import_torch_alone(name, allowed):
 def test_public_names():
     assert sorted(mgk.__all__) == sorted(set(mgk.__all__))
     assert all(hasattr(mgk, name) for name in mgk.__all__)
-    promised = (
+    documented = (
         "mgk_attention smgk_attention mlk_attention smlk_attention explain_backend Attention MultiheadAttention Cache"
     )
-    assert {*promised.split(), "Variant", "VARIANTS", "PRESETS"} <= set(mgk.__all__)
+    assert {*documented.split(), "Variant", "VARIANTS", "PRESETS"} <= set(mgk.__all__)

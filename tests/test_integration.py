@@ -261,7 +261,7 @@ def test_query_blocks_do_not_change_results(options, masks, shifted, monkeypatch
 
 
 class Largest(TorchDispatchMode):
-    """Records the largest tensor that an operation creates, views excluded."""
+    """Dispatch mode that records the size of the largest tensor created, views excluded."""
 
     elements = 0
 

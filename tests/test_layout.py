@@ -37,14 +37,14 @@ def test_wheel_holds_the_library_alone():
     (data,) = re.findall(r"^mgk = \[(.+)\]$", config, re.MULTILINE)
     patterns = re.findall(r'"(.+?)"', data)
     files = [path.relative_to(ROOT / "mgk").as_posix() for path in (ROOT / "mgk").rglob("*") if path.is_file()]
-    others = [path for path in files if not path.endswith((".py", ".pyc", ".md"))]
-    assert others
-    assert not [path for path in others if not any(fnmatch.fnmatch(path, pattern) for pattern in patterns)]
+    data_files = [path for path in files if not path.endswith((".py", ".pyc", ".md"))]
+    assert data_files
+    assert not [path for path in data_files if not any(fnmatch.fnmatch(path, pattern) for pattern in patterns)]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_no_module_patches_another(path):
-    """No assignment to an attribute of an imported module of ours, and no setattr on one."""
+    """Check that no file assigns to an attribute of an imported module of the repository."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     folders = {"mgk", "experiments"}
     modules = {

@@ -19,9 +19,11 @@ def parameters(function):
 
 
 def test_constructor_extends_torch_by_keywords():
-    theirs, ours = parameters(nn.MultiheadAttention.__init__), parameters(MultiheadAttention.__init__)
-    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
-    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+    expected, actual = parameters(nn.MultiheadAttention.__init__), parameters(MultiheadAttention.__init__)
+    assert [(p.name, p.default, p.kind) for p in actual[: len(expected)]] == [
+        (p.name, p.default, p.kind) for p in expected
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY for p in actual[len(expected) :])
 
 
 def test_constructor_takes_all_arguments_of_attention():
@@ -31,36 +33,36 @@ def test_constructor_takes_all_arguments_of_attention():
     assert layers - mine == {"is_causal"}
     torch.manual_seed(0)
     options = {"variant": "mlk", "feature_map": "relu", "num_kv_heads": 1}
-    ours = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, rotary=100.0, **options)
+    module = MultiheadAttention(EMBED, H, batch_first=True, dtype=F64, rotary=100.0, **options)
     torch.manual_seed(0)
     layer = Attention(EMBED, H, dropout=0.0, bias=True, dtype=F64, rotary=100.0, **options)
     x = torch.randn(2, 5, EMBED, dtype=F64)
-    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], layer(x))
+    torch.testing.assert_close(module(x, x, x, need_weights=False)[0], layer(x))
 
 
 def test_forward_has_the_signature_of_torch():
-    theirs, ours = parameters(nn.MultiheadAttention.forward), parameters(MultiheadAttention.forward)
-    assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
+    expected, actual = parameters(nn.MultiheadAttention.forward), parameters(MultiheadAttention.forward)
+    assert [(p.name, p.default, p.kind) for p in actual] == [(p.name, p.default, p.kind) for p in expected]
 
 
 @torch.no_grad()
 def pair(**options):
-    """Return torch's module, and ours with its weights."""
-    torchs = nn.MultiheadAttention(EMBED, H, dtype=F64, **options)
-    for parameter in torchs.parameters():
+    """Return a module of torch, and the replacement with its weights."""
+    torch_module = nn.MultiheadAttention(EMBED, H, dtype=F64, **options)
+    for parameter in torch_module.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
-    ours = MultiheadAttention(EMBED, H, dtype=F64, variant="softmax", **options)
-    if torchs.in_proj_weight is None:
-        weights = torchs.q_proj_weight, torchs.k_proj_weight, torchs.v_proj_weight
+    module = MultiheadAttention(EMBED, H, dtype=F64, variant="softmax", **options)
+    if torch_module.in_proj_weight is None:
+        weights = torch_module.q_proj_weight, torch_module.k_proj_weight, torch_module.v_proj_weight
     else:
-        weights = torchs.in_proj_weight.chunk(3)
-    layer = ours.attention
+        weights = torch_module.in_proj_weight.chunk(3)
+    layer = module.attention
     for n, projection in enumerate((layer.query, layer.keys.projection, layer.value)):
         projection.weight.copy_(weights[n])
-        if torchs.in_proj_bias is not None:
-            projection.bias.copy_(torchs.in_proj_bias.chunk(3)[n])
-    ours.out_proj.load_state_dict(torchs.out_proj.state_dict())
-    return torchs, ours
+        if torch_module.in_proj_bias is not None:
+            projection.bias.copy_(torch_module.in_proj_bias.chunk(3)[n])
+    module.out_proj.load_state_dict(torch_module.out_proj.state_dict())
+    return torch_module, module
 
 
 def inputs(batch_first=True, batched=True, length=L, size=S):
@@ -102,10 +104,10 @@ KINDS = ["none", "bool", "bool-3d", "float", "float-3d", "padding", "float-paddi
 @pytest.mark.parametrize("batched, batch_first", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_softmax_equals_torch(kind, batched, batch_first, need_weights, average):
-    torchs, ours = pair(batch_first=batch_first)
+    torch_module, module = pair(batch_first=batch_first)
     args, options = inputs(batch_first, batched), masks(kind, batched)
     options |= {"need_weights": need_weights, "average_attn_weights": average}
-    expected, actual = torchs(*args, **options), ours(*args, **options)
+    expected, actual = torch_module(*args, **options), module(*args, **options)
     close(actual[0], expected[0])
     assert (actual[1] is None) == (expected[1] is None) == (not need_weights)
     if need_weights:
@@ -116,52 +118,52 @@ def test_softmax_equals_torch(kind, batched, batch_first, need_weights, average)
     "options", [{"bias": False}, {"kdim": 5, "vdim": 3}, {"kdim": 5, "vdim": 3, "bias": False}], ids=str
 )
 def test_softmax_equals_torch_with_other_widths(options):
-    torchs, ours = pair(batch_first=True, **options)
+    torch_module, module = pair(batch_first=True, **options)
     args = randn(B, L, EMBED), randn(B, S, options.get("kdim", EMBED)), randn(B, S, options.get("vdim", EMBED))
-    close(ours(*args), torchs(*args))
+    close(module(*args), torch_module(*args))
 
 
 @pytest.mark.parametrize("kind", ["none", "padding"])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_is_causal(need_weights, kind):
-    torchs, ours = pair(batch_first=True)
+    torch_module, module = pair(batch_first=True)
     args = inputs(length=S)
     options = masks(kind) | {"need_weights": need_weights}
     masked = torch.ones(S, S, dtype=torch.bool).triu(1)
-    expected = torchs(*args, attn_mask=masked, is_causal=True, **options)
-    close(ours(*args, attn_mask=masked, is_causal=True, **options), expected)
-    close(ours(*args, attn_mask=masked, **options), expected)
-    close(ours(*args, is_causal=True, **options), expected)
+    expected = torch_module(*args, attn_mask=masked, is_causal=True, **options)
+    close(module(*args, attn_mask=masked, is_causal=True, **options), expected)
+    close(module(*args, attn_mask=masked, **options), expected)
+    close(module(*args, is_causal=True, **options), expected)
 
 
 def test_mask_overrides_is_causal_with_need_weights():
-    torchs, ours = pair(batch_first=True)
+    torch_module, module = pair(batch_first=True)
     args = inputs(length=S)
     window = torch.ones(S, S, dtype=torch.bool).triu(1) | torch.ones(S, S, dtype=torch.bool).tril(-2)
-    close(ours(*args, attn_mask=window, is_causal=True), torchs(*args, attn_mask=window, is_causal=True))
+    close(module(*args, attn_mask=window, is_causal=True), torch_module(*args, attn_mask=window, is_causal=True))
     for need_weights in (False, True):
         with pytest.raises(ValueError, match="attn_mask must have shape"):
-            ours(*args, attn_mask=window[:-1], is_causal=True, need_weights=need_weights)
+            module(*args, attn_mask=window[:-1], is_causal=True, need_weights=need_weights)
 
 
 def test_attributes_of_torch_module():
     options = {"kdim": 5, "vdim": 3, "dropout": 0.25, "batch_first": True}
-    theirs, ours = nn.MultiheadAttention(EMBED, H, **options), MultiheadAttention(EMBED, H, **options)
+    torch_module, module = nn.MultiheadAttention(EMBED, H, **options), MultiheadAttention(EMBED, H, **options)
     names = "embed_dim kdim vdim num_heads dropout batch_first head_dim bias_k bias_v add_zero_attn".split()
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert {name: getattr(module, name) for name in names} == {name: getattr(torch_module, name) for name in names}
 
 
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_equals_attention_with_converted_masks(variant):
     """Check that True = masked in both masks, and the default layout [L, B, E]."""
-    ours = MultiheadAttention(EMBED, 2, head_dim=5, dtype=F64, variant=variant, num_components=3)
-    assert ours.attention.variant is mgk.VARIANTS[variant]
+    module = MultiheadAttention(EMBED, 2, head_dim=5, dtype=F64, variant=variant, num_components=3)
+    assert module.attention.variant is mgk.VARIANTS[variant]
     query, key, value = inputs(batch_first=False)
     padding = masks("padding")["key_padding_mask"]
     batch = [x.transpose(0, 1) for x in (query, key, value)]
-    out, weights = ours(query, key, value, key_padding_mask=padding)
-    ours.eval()
-    expected, expected_weights = ours.attention(*batch, key_padding_mask=padding, need_weights=True)
+    out, weights = module(query, key, value, key_padding_mask=padding)
+    module.eval()
+    expected, expected_weights = module.attention(*batch, key_padding_mask=padding, need_weights=True)
     if "em" not in variant:
         close(out, expected.transpose(0, 1))
         close(weights, expected_weights.mean(1))
@@ -205,13 +207,13 @@ def test_in_an_encoder_layer(padded, norm_first):
 
 
 def test_encoder_layer_with_softmax_equals_torch():
-    torchs, ours = pair(batch_first=True)
+    torch_module, module = pair(batch_first=True)
     layer = nn.TransformerEncoderLayer(EMBED, H, 16, dropout=0.0, batch_first=True, dtype=F64)
     x, outs = randn(B, L, EMBED), []
     causal = nn.Transformer.generate_square_subsequent_mask(L, dtype=F64)
     padding = torch.zeros(B, L, dtype=F64).masked_fill(padding_mask(), -torch.inf)
-    for module in (torchs, ours):
-        layer.self_attn = module
+    for attention in (torch_module, module):
+        layer.self_attn = attention
         for mode, grad in itertools.product((True, False), repeat=2):
             layer.train(mode)
             with torch.set_grad_enabled(grad):
@@ -219,9 +221,9 @@ def test_encoder_layer_with_softmax_equals_torch():
                 outs.append(layer(x, causal, padding))
                 outs.append(layer(x, src_key_padding_mask=padding))
     half = len(outs) // 2
-    for theirs, ours in zip(outs[:half], outs[half:], strict=True):
+    for expected, actual in zip(outs[:half], outs[half:], strict=True):
         real = ~padding_mask()
-        close(ours[real], theirs[real])
+        close(actual[real], expected[real])
 
 
 @pytest.mark.parametrize("replaced_later", [False, True])
@@ -291,11 +293,11 @@ def test_in_a_decoder_layer():
 
 @pytest.mark.parametrize("name", ["", "self_attn."])
 def test_loading_torch_weights_raises(name):
-    theirs = {f"{name}{key}": value for key, value in nn.MultiheadAttention(EMBED, H).state_dict().items()}
-    ours = MultiheadAttention(EMBED, H)
-    model = nn.ModuleDict({"self_attn": ours}) if name else ours
+    weights = {f"{name}{key}": value for key, value in nn.MultiheadAttention(EMBED, H).state_dict().items()}
+    module = MultiheadAttention(EMBED, H)
+    model = nn.ModuleDict({"self_attn": module}) if name else module
     with pytest.raises(ValueError, match=r"weights of torch.nn.MultiheadAttention.*from_softmax"):
-        model.load_state_dict(theirs)
+        model.load_state_dict(weights)
 
 
 WRONG_CALLS = [

@@ -140,11 +140,11 @@ def compare(monkeypatch):
             return with_gradient(run_oracle(*args), values)
 
         def by_package(backend, op, shape, inputs, constants, options):
-            there = [
+            relaid = [
                 {n: Relaid.apply(x.to(device), layout) if chosen(n) else x.to(device) for n, x in group.items()}
                 for group in (inputs, constants)
             ]
-            results = with_gradient(run_package(backend, op, shape, *there, options), layout)
+            results = with_gradient(run_package(backend, op, shape, *relaid, options), layout)
             return tuple(x if x is None else x.cpu() for x in results)
 
         with monkeypatch.context() as patch:
