@@ -46,18 +46,22 @@ def sliding_losses(
     first = model.hidden(inputs[None, :window])[0]
     hidden = first.new_empty(len(inputs), first.shape[-1])
     hidden[:window] = first
-    # Last positions of the windows after the first.
+    # Last positions of the windows after the first, and the first position that each window scores.
     last_positions = list(range(window + stride - 1, len(inputs), stride))
     if len(inputs) > window and (len(inputs) - window) % stride:
         last_positions.append(len(inputs) - 1)
     ends = torch.tensor(last_positions, dtype=torch.long, device=tokens.device)
+    starts = torch.tensor([window, *(n + 1 for n in last_positions[:-1])], dtype=torch.long, device=tokens.device)
     size = min(batch_size, len(ends))
     for begin in range(0, len(ends), max(1, size)):
         # The last batch repeats some windows, so that all batches have one shape and compile once.
-        batch_ends = ends[min(begin, len(ends) - size) :][:size]
-        positions = batch_ends[:, None] + torch.arange(1 - window, 1, device=tokens.device)
+        batch = slice(min(begin, len(ends) - size), min(begin, len(ends) - size) + size)
+        positions = ends[batch, None] + torch.arange(1 - window, 1, device=tokens.device)
         if stride == 1:
-            hidden[batch_ends] = model.last_hidden(inputs[positions])
+            hidden[ends[batch]] = model.last_hidden(inputs[positions])
         else:
-            hidden[positions[:, -stride:]] = model.hidden(inputs[positions])[:, -stride:]
+            # The last window may overlap the scored positions of the one before, which have more context there.
+            unscored = positions[:, -stride:] >= starts[batch, None]
+            states = model.hidden(inputs[positions])[:, -stride:]
+            hidden[positions[:, -stride:][unscored]] = states[unscored]
     return model.table.losses(hidden, targets)

@@ -50,6 +50,21 @@ def test_stride_scores_last_positions(length):
     torch.testing.assert_close(actual[11:15], -window.gather(-1, tokens[12:16, None])[:, 0])
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize("length", [13, 38, 39, 40, 41])
+def test_stride_scores_each_position_once(length, batch_size):
+    """The last window, which may advance by less than the stride, leaves the positions scored before it unchanged."""
+    model, tokens = tiny(), torch.randint(50, (length,))
+    actual = sliding_losses(model, tokens, window=11, stride=4, batch_size=batch_size)
+    expected = losses_by_window(model, tokens, 11)[:11].tolist()
+    while len(expected) < length - 1:
+        end = min(len(expected) + 4, length - 1)
+        with torch.no_grad():
+            log_p = model(tokens[None, end - 11 : end]).log_softmax(-1)[0]
+        expected += [-float(log_p[n + 11 - end, tokens[n + 1]]) for n in range(len(expected), end)]
+    torch.testing.assert_close(actual, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
 def test_invalid_windows_raise():
     model, tokens = tiny(), torch.randint(50, (20,))
     for settings, message in (
