@@ -144,7 +144,7 @@ def test_one_seed_is_not_enough(tmp_path):
     assert judged.verdict == HOLDS
 
 
-def test_a_hard_assignment_is_held_against_the_soft_one_and_what_is_not_claimed_is_told_aload(tmp_path):
+def test_hard_assignment_is_compared_with_soft_and_unclaimed_rows_are_marked(tmp_path):
     """Table 4: sMGK + Hard-E loses a quarter of a point; MGK + Hard-E and both Soft-E lose three."""
     shares = {"smgk:1": 0.37, "smgk-hard:1": 0.3675, "smgk-em:1": 0.34, "mgk:1": 0.37, "mgk-hard:1": 0.34}
     for row, share in shares.items():
@@ -266,7 +266,7 @@ def test_runs_with_other_settings_are_excluded(tmp_path, other):
     assert name in page.read_text(encoding="utf-8")
 
 
-def test_settings_equal_to_the_recipe_s_are_accepted(tmp_path):
+def test_settings_equal_to_those_of_the_recipe_are_accepted(tmp_path):
     for row in ("softmax:8", "smgk:4"):
         record(
             tmp_path,
