@@ -5,18 +5,21 @@ FIXTURES holds state dicts, run directories, results and save_pretrained folders
 
 import csv
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import mgk
 import mgk.models
+from mgk.models.sliding_window import sliding_losses
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "aa005c7"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
@@ -220,7 +223,18 @@ def test_eval_of_a_language_model(tmp_path):
     reports = json_lines(command("eval", FIXTURES / "run-lm", "--data-dir", "text", cwd=tmp_path)[0])
     assert all(line["same_data"] for line in reports)
     measured = {line["split"]: line["perplexity_stride_64"] for line in reports}
-    assert measured == pytest.approx(recorded("run-lm", "perplexity_stride_64"), rel=1e-4)
+    model = mgk.models.load_model(FIXTURES / "run-lm" / "best")
+    losses, former = {}, {}
+    for split, name in (("dev", "valid"), ("test", "test")):
+        tokens = torch.tensor([*(FIXTURES / "text" / f"{name}.txt").read_bytes()])
+        losses[split] = sliding_losses(model, tokens, stride=64)
+        # aa005c7 scored the last 64 positions in the last window, also those that the window before had scored.
+        former[split] = torch.cat([losses[split][:-64], sliding_losses(model, tokens[-257:], window=256)[-64:]])
+        saved = torch.from_numpy(np.load(FIXTURES / "run-lm" / f"losses-{split}.npy"))
+        torch.testing.assert_close(former[split], saved, rtol=1e-4, atol=1e-4)
+    perplexities = {split: math.exp(x.double().mean()) for split, x in former.items()}
+    assert perplexities == pytest.approx(recorded("run-lm", "perplexity_stride_64"), rel=1e-4)
+    assert measured == pytest.approx({split: math.exp(x.double().mean()) for split, x in losses.items()}, rel=1e-4)
 
 
 @pytest.mark.slow
