@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from mgk._core.em import EMStatistics
 from mgk._core.em_checkpointing import CheckpointedStateLog
+from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail
 from mgk.variants import Preset, Variant
 
@@ -20,6 +22,35 @@ def sum_over_ranks(*tensors: Tensor) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
+
+
+class EMState(nn.Module):
+    """Base of modules whose buffers EM updates. Buffers have at least fp32: half precision rounds small updates away.
+
+    Conversions of the module (`half`, `to`) move the buffers and do not round them. Buffers of half precision can be
+    loaded.
+    """
+
+    def register_state(self, name: str, *shape: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Register an uninitialised buffer of a module of `dtype`."""
+        dtype = compute_dtype(dtype or torch.get_default_dtype())
+        self.register_buffer(name, torch.empty(*shape, device=device, dtype=dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        former = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            old = former[name]
+            if buffer is not None and old is not None and buffer.dtype != compute_dtype(buffer.dtype):
+                self._buffers[name] = old.to(buffer.device, compute_dtype(buffer.dtype))
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # load_state_dict(assign=True) replaces the buffers.
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = buffer.to(compute_dtype(buffer.dtype))
 
 
 class UniformPrior(nn.Module):
@@ -85,7 +116,7 @@ class LearnedPrior(PerPositionTable):
         return self.lookup(log_prior, length, positions)
 
 
-class EMPrior(PerPositionTable):
+class EMPrior(PerPositionTable, EMState):
     """Prior as a buffer, which N_jr/N_j (Eq. 11) of each training batch replaces after the batch has used it."""
 
     prior: Tensor  # [Hk, M, P or 1]
@@ -95,7 +126,7 @@ class EMPrior(PerPositionTable):
     ):
         super().__init__(heads, components, positions)
         self.momentum = variant.em_momentum
-        self.register_buffer("prior", torch.empty(heads, components, positions or 1, **factory))
+        self.register_state("prior", heads, components, positions or 1, **factory)
         self.state_log = CheckpointedStateLog()
         self.reset_parameters()
 
@@ -168,10 +199,10 @@ class LogVariance(nn.Module):
         self.head_dim, self.floor = head_dim, variant.variance_floor
         self.momentum = variant.em_momentum
         self.start = 0.5 * math.log(preset.variance_width or head_dim)
-        self._register(torch.empty(heads, components, **factory))
+        self._register(heads, components, **factory)
         self.reset_parameters()
 
-    def _register(self, log_variance: Tensor) -> None:
+    def _register(self, heads: int, components: int, **factory: Any) -> None:
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -188,15 +219,15 @@ class LogVariance(nn.Module):
 class LearnedVariance(LogVariance):
     """Variance as a parameter."""
 
-    def _register(self, log_variance: Tensor) -> None:
-        self.log_variance = nn.Parameter(log_variance)
+    def _register(self, heads: int, components: int, **factory: Any) -> None:
+        self.log_variance = nn.Parameter(torch.empty(heads, components, **factory))
 
 
-class EMVariance(LogVariance):
+class EMVariance(LogVariance, EMState):
     """Variance as a buffer, updated by Eq. 13 pooled over positions: Σ γ ‖q − k‖² / (D Σ γ)."""
 
-    def _register(self, log_variance: Tensor) -> None:
-        self.register_buffer("log_variance", log_variance)
+    def _register(self, heads: int, components: int, **factory: Any) -> None:
+        self.register_state("log_variance", heads, components, **factory)
         self.state_log = CheckpointedStateLog()
 
     def current(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Expectation maximisation: updates of prior and variance from training batches."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -223,6 +224,57 @@ def test_momentum_averages_over_batches():
     plain(x)
     slow(x)
     close(slow.prior.prior, 0.7 * start + 0.3 * plain.prior.prior)
+
+
+CONVERSIONS = {
+    "constructor": lambda layer, variant: make(variant, dtype=torch.bfloat16),
+    "to": lambda layer, variant: layer.to(torch.bfloat16),
+    "half": lambda layer, variant: layer.half(),
+    "parent": lambda layer, variant: torch.nn.Sequential(layer).bfloat16()[0],
+    "copy": lambda layer, variant: copy.deepcopy(layer.bfloat16()),
+}
+SLOW_VARIANCE = Variant("gaussian", "independent", "em", variance="em", em_momentum=0.999)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_small_updates_in_half_precision(convert):
+    """Compare with a layer of the same weights in fp32: the state has its precision, not that of the weights."""
+    layer = convert(make(SLOW_VARIANCE, dtype=torch.float32), SLOW_VARIANCE)
+    dtype = layer.query.weight.dtype
+    reference = make(SLOW_VARIANCE, dtype=torch.float32)
+    reference.load_state_dict(layer.state_dict())
+    for _ in range(50):
+        x = randn(B, L, EMBED).to(dtype)
+        layer(x)
+        reference(x.float())
+    assert dtype in (torch.float16, torch.bfloat16)
+    end = em_state(layer)
+    assert {tensor.dtype for tensor in end.values()} == {torch.float32}
+    assert (end["variance.log_variance"] - 0.5 * math.log(D)).abs().max() > 1e-3
+    torch.testing.assert_close(end["prior.prior"].sum(1), torch.ones(H, 1), atol=1e-5, rtol=0)
+    for name, tensor in em_state(reference).items():
+        torch.testing.assert_close(end[name], tensor, atol=2e-4, rtol=0)
+
+
+def test_conversions_do_not_round_the_state():
+    layer = make(VARIANCE, dtype=torch.float32)
+    expected = em_state(layer)
+    assert same(em_state(layer.half().bfloat16().float()), expected)
+    assert {tensor.dtype for tensor in em_state(layer.double()).values()} == {F64}
+    assert same(em_state(layer.half()), expected)
+    empty = Attention(EMBED, H, variant=VARIANCE, device="meta").bfloat16().to_empty(device="cpu")
+    assert {tensor.dtype for tensor in em_state(empty).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_of_half_precision_loads(assign):
+    layer, other = (make(VARIANCE, dtype=torch.bfloat16) for _ in range(2))
+    former = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
+    other.load_state_dict(former, assign=assign)
+    assert other.query.weight.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in em_state(other).values()} == {torch.float32}
+    assert all(torch.equal(tensor, former[name].float()) for name, tensor in em_state(other).items())
+    other(randn(B, L, EMBED).bfloat16())
 
 
 def em_state(layer):
