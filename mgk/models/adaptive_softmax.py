@@ -45,9 +45,19 @@ class TiedEmbedding(nn.Module):
         self.sizes = [high - low for low, high in pairwise(edges)]
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
         self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+        # Without cutoffs these two are empty; they stay in the state dict.
         self.cluster_weight = nn.Parameter(torch.empty(len(self.cutoffs), width))
         self.cluster_bias = nn.Parameter(torch.empty(len(self.cutoffs))) if bias else None
         self.reset_parameters()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, also one that replaces another on loading; freeze it if it is empty.
+
+        An empty parameter is not used and has no gradient, for which DDP would wait.
+        """
+        super().register_parameter(name, param)
+        if param is not None and not param.numel():
+            param.requires_grad_(False)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         for weight in (self.weight, self.cluster_weight):
@@ -156,10 +166,12 @@ class TiedEmbedding(nn.Module):
         # split() instead of slices: the gradient of each slice would have the size of the whole table.
         weights = list(self.weight.split(self.sizes))
         biases: list[Tensor | None] = [None] * len(self.sizes)
-        if self.bias is not None and self.cluster_bias is not None:
-            head, *tails = self.bias.split(self.sizes)
-            biases = [torch.cat([head, self.cluster_bias]), *tails]
-        weights[0] = torch.cat([weights[0], self.cluster_weight]) if self.cutoffs else weights[0]
+        if self.bias is not None:
+            biases = list(self.bias.split(self.sizes))
+        if self.cutoffs:
+            weights[0] = torch.cat([weights[0], self.cluster_weight])
+            if biases[0] is not None and self.cluster_bias is not None:
+                biases[0] = torch.cat([biases[0], self.cluster_bias])
         return weights, biases
 
 

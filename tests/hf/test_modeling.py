@@ -33,6 +33,15 @@ def test_save_and_load_round_trip(make, variant, tmp_path, prompts):
     same(loaded(prompts[0][None]).logits, wrapper(prompts[0][None]).logits)
 
 
+def test_every_trainable_parameter_of_a_loaded_model_has_a_gradient(tmp_path):
+    """DDP waits for each; the empty parameters of a full softmax stay frozen on loading."""
+    lm().save_pretrained(tmp_path)
+    loaded = MGKForCausalLM.from_pretrained(tmp_path)
+    loaded(input_ids=torch.arange(8)[None]).logits.logsumexp(-1).sum().backward()
+    trainable = {name: weight for name, weight in loaded.named_parameters() if weight.requires_grad}
+    assert [name for name, weight in trainable.items() if weight.grad is None] == []
+
+
 @pytest.mark.parametrize("preset", ["ref-lra", "ref-lm"])
 def test_saved_folder_keeps_preset(preset, tmp_path, prompts):
     wrapper = lm(preset=preset, variant=("smgk", "softmax"))

@@ -1,15 +1,16 @@
-"""A tiny training for tests; as a script it runs in its own process. TINY_TASK=text trains a language model."""
+"""A tiny training for tests; as a script it runs in its own process. TINY_TASK selects one of TASKS."""
 
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from mgk.cli import hard_exit
 from mgk.models import save_model
+from mgk.models.decoder import FORMS
 from mgk.models.vocabulary import ByteVocabulary
 from mgk.tasks.base import Split
 from mgk.tasks.corpus import TokenStream
@@ -34,9 +35,10 @@ class TinyTask:
     def split(self, data_dir: Path, name: str) -> Split:
         draw = np.random.default_rng(len(name))
         examples = 29 if name == "train" else 10
-        lengths = draw.integers(5, 24, examples)
+        lengths = draw.integers(5, 24, examples * self.documents)
         tokens = draw.integers(1, 16, lengths.sum()).astype(np.uint8)
-        return Split(tokens, np.concatenate([[0], lengths.cumsum()]), draw.integers(0, 4, examples))
+        labels = draw.integers(0, 4, examples)
+        return Split(tokens, np.concatenate([[0], lengths.cumsum()]), labels, self.documents)
 
 
 @dataclass
@@ -58,10 +60,22 @@ class TinyText:
         return TokenStream(draw.integers(0, 60, 29 * 12 + 5 if name == "train" else 50).astype(np.uint8), 12)
 
 
-TASKS = {"classes": TinyTask, "text": TinyText}
+# One task for each family of recipes: ListOps and Text; Retrieval; WikiText-103, also without cutoffs; WikiText-2 and
+# bytes.
+TASKS = {
+    "classes": TinyTask,
+    "pairs": lambda: TinyTask(documents=2),
+    "text": TinyText,
+    "text-full-softmax": TinyText,
+    "bytes": TinyText,
+}
+SIZES = {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "num_layers": 2}
 MODELS = {
-    "classes": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4},
-    "text": {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "num_layers": 2, "cutoffs": [20, 50]},
+    "classes": SIZES,
+    "pairs": SIZES,
+    "text": {**SIZES, "cutoffs": [20, 50]},
+    "text-full-softmax": SIZES,
+    "bytes": {**SIZES, **FORMS["modern"]},
 }
 TASK = os.environ.get("TINY_TASK", "classes")
 
@@ -87,6 +101,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--row", default="smgk:2")
+    parser.add_argument("--set", action="append", default=[], metavar="SETTING=INTEGER")
     options = parser.parse_args()
     if options.kill_at and options.kill_rank in (None, os.environ.get("RANK")):
         on_train_batch_end = callbacks.CheckpointCallback.on_train_batch_end
@@ -104,7 +120,8 @@ def main() -> None:
 
         callbacks.CheckpointCallback.on_train_batch_end = send_signal
     settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
-    tiny_run = run(options.out, dropout=options.dropout, **settings)
+    settings |= {name: int(value) for name, value in (setting.split("=") for setting in options.set)}
+    tiny_run = replace(run(options.out, dropout=options.dropout, **settings), row=ModelSpec.parse(options.row))
     module, callback = trainer.fit(
         tiny_run, TASKS[TASK](), resume=options.resume, accelerator="cpu", strategy=options.strategy
     )

@@ -25,19 +25,7 @@ from mgk.training.config import ModelSpec, TrainConfig
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import Classification
 from tests.support import tiny_training
-
-SCRIPT = Path(tiny_training.__file__)
-
-
-def train(out: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), task: str = "classes") -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2]), "TINY_TASK": task}
-    command = [*launcher, str(SCRIPT), str(out), *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, timeout=300)
-    # torchrun exits with 1, whatever the exit codes of its processes.
-    killed = any("--kill" in argument for argument in arguments)
-    if result.returncode not in ((-9, 143, 1) if killed else (0,)):
-        raise AssertionError(result.stderr.decode()[-2000:])
-    return result.returncode
+from tests.support.launch_training import SCRIPT, needs_fsdp, torchrun, train
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -85,10 +73,6 @@ def test_killed_run_resumes_bit_for_bit(tmp_path, uninterrupted, task, kill_at, 
     assert columns[0] == columns[1]
 
 
-def torchrun(*options: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "torch.distributed.run", *options)
-
-
 def largest_difference(one: Path, other: Path) -> float:
     a, b = weights(one), weights(other)
     return max((a[name] - b[name]).abs().max().item() for name in a)
@@ -100,10 +84,6 @@ def one_process(tmp_path_factory):
     out = tmp_path_factory.mktemp("one_process")
     train(out, "--dropout=0")
     return out
-
-
-# FSDP needs this method of a stream; torch 2.6 has it only for GPUs.
-needs_fsdp = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP on a CPU")
 
 
 @pytest.mark.slow

@@ -1,0 +1,45 @@
+"""Training in several processes: every family of recipes, with DDP and FSDP."""
+
+import pytest
+import torch
+
+from mgk.models.run_directory import RunDirectory
+from mgk.training.objectives import OBJECTIVES
+from mgk.variants import PRESETS, VARIANTS
+from tests.support import tiny_training
+from tests.support.launch_training import needs_fsdp, torchrun, train
+
+FAMILIES = list(tiny_training.TASKS)
+STRATEGIES = ["ddp", pytest.param("fsdp", marks=needs_fsdp)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_trainable_parameter_has_a_gradient(family, variant, preset):
+    """DDP waits for the gradient of each parameter that requires one."""
+    task = tiny_training.TASKS[family]()
+    objective = OBJECTIVES[task.objective]
+    sizes = {"vocab_size": 64, "max_length": task.max_length, **tiny_training.MODELS[family]}
+    if task.objective == "classification":
+        sizes |= {"num_classes": 4, "documents": task.documents}
+    model = objective.model_class(objective.config_class(**sizes, variant=variant, preset=preset, num_heads=2))
+    if task.objective == "classification":
+        tokens = torch.randint(1, 16, (3, 24) if task.documents == 1 else (3, 2, 24))
+        loss = model(tokens).logsumexp(-1).sum()
+    else:
+        loss = model.losses(torch.randint(0, 64, (3, 12)), torch.randint(0, 64, (3, 12))).sum()
+    loss.backward()
+    unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    assert unused == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_in_two_processes(tmp_path, family, strategy):
+    settings = ("--set=steps=4", "--set=eval_every=2", "--set=warmup=1", f"--strategy={strategy}")
+    train(tmp_path, *settings, launcher=torchrun("--standalone", "--nproc-per-node=2"), task=family, timeout=120)
+    steps = [line.split(",")[0] for line in RunDirectory(tmp_path).metrics.read_text().splitlines()[1:]]
+    assert steps == ["2", "2", "4", "4"]
+    assert (tmp_path / "final" / "model.safetensors").exists()
