@@ -126,7 +126,7 @@ class Attention(nn.Module):
         if rotary is not None and not callable(rotary):
             rotary = Rotary(self.head_dim, number("rotary", rotary, 0, above=True))
         self.rotary: Callable[[Tensor, Tensor], Tensor] | None = rotary
-        # Resolved for every variant, so that a misspelt name fails early.
+        # Resolved even if the variant does not use it, so that a misspelt name fails early.
         resolved_map = resolve_feature_map(feature_map)
         self.feature_map = L1Features(resolved_map) if self.preset.linear.l1_features else resolved_map
         heads, width, components = self.num_kv_heads, self.head_dim, self.num_components
@@ -190,9 +190,10 @@ class Attention(nn.Module):
             position_ids: [L] or [B, L], for rotary embeddings and per-position priors. Default: 0, 1, ..., or
                 continued from the cache.
             cu_seqlens: int32 [N + 1], offsets of N sequences packed along L, with B = 1 (self-attention only).
-            max_seqlen: Length of the longest packed sequence, or an upper bound. Saves launches on GPUs.
+            max_seqlen: Length of the longest packed sequence, or an upper bound; GPU kernels then launch smaller grids.
             cache: Cache from ``make_cache``, to which keys and values are appended (inference only).
-            need_weights: Return the weights [B, H, L, S] too; of linear attention with a cache, for the new keys.
+            need_weights: If True, return the weights [B, H, L, S] too. Linear attention with a cache returns only those
+                of the new keys.
 
         Returns:
             The output [B, L, embed_dim], or a tuple (output, weights) with ``need_weights``.
@@ -211,7 +212,7 @@ class Attention(nn.Module):
         args: AttentionArgs,
         position_ids: Tensor | None = None,
     ) -> Any:
-        """Compute `forward` with its arguments as a record, causality included."""
+        """Compute `forward` with its masks, cache and causality in one record."""
         check_input("query", query, self.embed_dim)
         key, value, is_self = check_key_and_value(query, key, value, self.kdim, self.vdim)
         if args.cache is not None:
@@ -242,7 +243,7 @@ class Attention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, key_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [B, H, L, D], keys [B, Hk, (M,) S, D] and value [B, Hk, S, D] of the heads."""
+        """Project the inputs to query [B, H, L, D], keys [B, Hk, (M,) S, D] and value [B, Hk, S, D]."""
         # Local names: attributes of a module are slow to look up.
         to_query, to_keys, to_value, rotary = self.query, self.keys, self.value, self.rotary
         check_dtype("query", query, to_query)
@@ -258,7 +259,7 @@ class Attention(nn.Module):
             q = rotary(q, _positions_or_range(positions, query))
             k = rotary(k, _positions_or_range(key_positions, key))
         q, k, v = autocast_inputs(q, k, v)
-        # Only a rotary callable of the user, or a replaced projection, can return wrong shapes or dtypes.
+        # Only a user-supplied rotary callable or a replaced projection can return wrong shapes or dtypes.
         if not (rotary is None or isinstance(rotary, Rotary)) or not q.dtype == k.dtype == v.dtype:
             check_query_keys_value(q, k, v, to_keys.shift, to_keys.shift is not None)
         return q, k, v
@@ -326,7 +327,7 @@ class Attention(nn.Module):
         # A tuple: the compiler of torch 2.6 does not support isinstance with a union.
         modules = [module for module in (self.prior, self.variance) if isinstance(module, (EMPrior, EMVariance))]
         if modules and not is_recomputed_forward():
-            # The padding among the queries is known only if they are the keys.
+            # The padding mask covers the keys: it applies to the queries only in self-attention.
             real_queries = args.real_tokens() if is_self and args.cache is None else None
             statistics = em_statistics(call, real_queries, with_spread=isinstance(self.variance, EMVariance))
             for module in modules:
@@ -336,7 +337,7 @@ class Attention(nn.Module):
         self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, args: AttentionArgs
     ) -> tuple[Tensor, Tensor | None]:
         if args.attn_mask is not None:
-            fail("attn_mask", "does not go with linear attention, which forms no weights: use key_padding_mask")
+            fail("attn_mask", "is not supported by linear attention, which forms no weights: use key_padding_mask")
         form, length = self.preset.linear, keys.shape[-2]
         cache: Any = args.cache
         form.check_supported(cache=cache, cu_seqlens=args.cu_seqlens)
@@ -348,7 +349,7 @@ class Attention(nn.Module):
             padding = check_padding_mask(padding, query.shape[0], total, query)[:, -length:]
         log_prior, shift = self.prior(length, positions), self.keys.shift
         if args.key_bias is not None:
-            # A bias of softmax logits; here it multiplies the key's features, as the prior does.
+            # Softmax attention adds it to the logits; here its exponential multiplies the key features, as π does.
             bias = args.key_bias[:, None, None, :]
             log_prior = bias - math.log(self.num_components) if log_prior is None else log_prior + bias
         if form.mix_before_map:
@@ -394,7 +395,7 @@ class Attention(nn.Module):
         """
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
-        # Any floating-point tensor of the layer: a projection may have been replaced by a quantised module.
+        # Device and dtype of any floating-point tensor: projections may have been replaced by quantised modules.
         like = next(x for x in (*self.parameters(), *self.buffers()) if x.is_floating_point())
         sizes = (batch_size, self.num_kv_heads)
         if self.is_linear:
@@ -420,7 +421,7 @@ class Attention(nn.Module):
         noise: float = 0.01,
         backend: str = "auto",
     ) -> Attention:
-        """Make a mixture layer that computes the same as a trained torch.nn.MultiheadAttention.
+        """Make a mixture layer with the outputs of a trained torch.nn.MultiheadAttention.
 
         The similarity becomes ``"between"`` with τ = 0: shifts and a shared prior then cancel, and τ has a gradient.
         Copies of frozen weights are frozen; shifts, prior and τ are trainable.
@@ -428,16 +429,16 @@ class Attention(nn.Module):
         Args:
             source: Layer to convert.
             variant, num_components, is_causal, backend: As in the constructor. The variant must not be linear.
-            noise: Noise on the copies of independent keys, relative to the standard deviation of the weights. Outputs
-                are exact up to its square (hard assignment: up to the noise).
+            noise: Standard deviation of the noise added to the copies of the key weights (independent keys only),
+                relative to that of the weights. It changes the outputs to second order (hard assignment: first order).
 
         Returns:
-            The layer. Its inputs are [B, L, embed_dim], whatever ``batch_first`` of the source is.
+            The layer. Its inputs are [B, L, embed_dim], regardless of the source's ``batch_first``.
         """
         layer: Attention = from_softmax(cls, source, variant, num_components, is_causal, noise, backend)
         if not source.batch_first:
-            message = "source takes [L, B, E] (batch_first=False) and this layer [B, L, E]: to replace the source, use "
-            warnings.warn(f"{message}mgk.MultiheadAttention.from_softmax", stacklevel=2)
+            message = "source takes [L, B, E] (batch_first=False), but this layer takes [B, L, E]: for a drop-in "
+            warnings.warn(f"{message}replacement, use mgk.MultiheadAttention.from_softmax", stacklevel=2)
         return layer
 
 

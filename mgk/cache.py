@@ -49,7 +49,7 @@ class Cache(ABC):
 
     @abstractmethod
     def use_buffers(self, buffers: Sequence[Tensor]) -> bool:
-        """Move the contents to buffers that the cache had before; return False if they do not fit."""
+        """Move the contents to buffers that the cache used before; return False if they do not fit."""
 
     @property
     def nbytes(self) -> int:
@@ -58,11 +58,11 @@ class Cache(ABC):
 
     @property
     def num_valid_keys(self) -> Tensor | None:
-        """Number of valid keys that `append` returns, int32 [1], if only the device has it."""
+        """Number of valid keys among those that `append` returns, int32 [1]; None if all are valid."""
         return None if self.device_position is None else self.device_position.length
 
     def next_positions(self, x: Tensor) -> Tensor:
-        """Return the positions of new tokens x [B, L, ...], [L]."""
+        """Return the positions [L] of the new tokens x [B, L, ...]."""
         if self.device_position is not None:
             return self.device_position.index
         return torch.arange(self.length, self.length + x.shape[1], device=x.device)
@@ -77,10 +77,10 @@ class Cache(ABC):
 
     @abstractmethod
     def take(self, rows: Tensor) -> None:
-        """Select rows; the batch size becomes their number.
+        """Select rows of the batch; the batch size becomes their number.
 
         Args:
-            rows: Integer tensor of row numbers, of any length.
+            rows: Integer tensor of row indices, of any length.
         """
 
     @abstractmethod
@@ -98,9 +98,9 @@ class Cache(ABC):
         """Discard all tokens; the buffers stay allocated."""
 
     def advance(self, batch: int, new_tokens: int) -> int:
-        """Add new tokens to the length, and return the length before."""
+        """Increase the length by `new_tokens`, and return the previous length."""
         if batch != self.batch_size:
-            fail("cache", f"was made for a batch of {self.batch_size}, got {batch}")
+            fail("cache", f"was made for batch size {self.batch_size}, got {batch}")
         if self.length + new_tokens > self.max_length:
             fail("cache", f"holds {self.length} of at most {self.max_length} tokens: {new_tokens} more do not fit")
         self.length += new_tokens
@@ -110,15 +110,15 @@ class Cache(ABC):
         """Check that a call has a padding mask if an earlier call had one."""
 
     def check_inference(self, *tensors: Tensor) -> None:
-        """Check that no gradient is required of new tokens."""
+        """Check that no new token requires a gradient."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             fail("cache", "is for inference: wrap the call in torch.no_grad()")
 
     def _check_rows(self, rows: Tensor, *, same_number: bool = True) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
-            fail("rows", "must be an integer tensor of row numbers")
+            fail("rows", "must be an integer tensor of row indices")
         if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
-            fail("rows", f"must be numbers from 0 to {self.batch_size - 1}, got {rows.tolist()}")
+            fail("rows", f"must be indices from 0 to {self.batch_size - 1}, got {rows.tolist()}")
         if rows.dim() != 1 or (same_number and rows.numel() != self.batch_size):
             form = f"{self.batch_size} indices, one for each row" if same_number else "indices in one dimension"
             fail("rows", f"must be {form}, got shape {list(rows.shape)}")
@@ -149,23 +149,26 @@ class KeyValueCache(Cache):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """Keys, values and, if kept, positions."""
+        """Keys, values and, for per-position priors, positions."""
         return self._buffers
 
     def use_buffers(self, buffers: Sequence[Tensor]) -> bool:
-        """Return whether the buffers are the current ones: keys and values are not moved."""
+        """Return whether the buffers are the current ones; keys and values are never moved."""
         return all(new is current for new, current in zip(buffers, self._buffers, strict=True))
 
     def check_padding_mask(self, has_mask: bool) -> None:
-        """Check that a call has a padding mask if an earlier one had: without it, padding would be attended to."""
+        """Check that a call has a padding mask if the last one had: without it, padding would be attended to."""
         if self.padded and not has_mask:
-            fail("key_padding_mask", "was given for earlier tokens of this cache: give it for all keys held")
+            fail("key_padding_mask", "was given for earlier tokens of this cache: pass it for all keys in the cache")
 
     def append(self, keys: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append keys, values and positions; return all in the cache, with the new ones last."""
+        """Append keys, values and positions, and return the contents.
+
+        At a device position the whole buffers are returned, of which `num_valid_keys` tokens are valid.
+        """
         for buffer, new in ((self._buffers[0], keys), (self._buffers[1], value)):
             if buffer.shape[:-2] != new.shape[:-2] or buffer.shape[-1] != new.shape[-1]:
-                fail("cache", "was made by a layer of other sizes")
+                fail("cache", "was made by a layer with different sizes: use make_cache of this layer")
         parts = (keys, value, positions)
         contents = list(self._buffers)
         if self.device_position is not None:
@@ -262,7 +265,7 @@ class StateCache(Cache):
         self.batch_size = len(rows)
 
     def crop(self, length: int) -> None:
-        """Discard all tokens or none; a sum over tokens cannot be cropped otherwise."""
+        """Discard all tokens (`length` 0) or none; the sums cannot be cropped to some of the tokens."""
         if self._check_length(length) not in (0, self.length):
             fail("length", f"must be 0 or {self.length}: a sum over tokens cannot be cropped to some of them")
         if length == 0:
@@ -271,5 +274,5 @@ class StateCache(Cache):
     def reset(self) -> None:
         """Discard all tokens."""
         self.length = 0
-        # A copy: a forward at a device position writes to the state in place.
+        # Cloned, because a forward at a device position writes to the state in place.
         self.state = tuple(part.clone() for part in self._empty)

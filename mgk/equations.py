@@ -1,4 +1,4 @@
-"""The equations of the paper: eager, in log space, twice differentiable; the code of the eager backend.
+"""The equations of the paper in log space, twice differentiable; the eager backend runs them.
 
 Nguyen et al., "Improving Transformers with Probabilistic Attention Keys", ICML 2022 (arXiv 2110.08678).
 B batch, H heads, M components, L queries, S keys, D head dimension, E value dimension, F features; i, j, r index
@@ -129,7 +129,7 @@ def mixture_attention(
     weights = joint.unflatten(-1, logits.shape[-2:]).sum(-2)
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
-    # With unequal λ the term is in the logits and this one is zero.
+    # With unequal λ the query's norm is part of the logits, and query_term is zero.
     return AttentionOutput(weights @ value, weights, lse + query_term)
 
 
@@ -159,7 +159,7 @@ def m_step(query: Tensor, gamma: Tensor, floor: float = 1e-6) -> MStep:
     Args:
         query: [B, H, L, D].
         gamma: Responsibilities [B, H, L, M, S], with zeros for masked pairs.
-        floor: Least variance.
+        floor: Minimum variance.
     """
     count = gamma.sum(-3)  # N_jr: [B, H, M, S]
     safe = count.clamp(min=torch.finfo(count.dtype).tiny).unsqueeze(-1)
@@ -185,7 +185,7 @@ def mixed_features(keys: Tensor, log_prior: Tensor | None, feature_map: Callable
 def linear_attention(
     query_features: Tensor, key_features: Tensor, value: Tensor, allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute Eq. 14: output [B, H, L, E] and weights [B, H, L, S]; zeros for a row without weight."""
+    """Compute Eq. 14: output [B, H, L, E] and weights [B, H, L, S]; zeros for a row whose scores sum to 0."""
     scores = query_features @ key_features.transpose(-1, -2)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, 0)

@@ -1,8 +1,9 @@
 """Feature maps φ of linear attention, in which φ(q)·φ(k) replaces the exponential of Eq. 10.
 
-A feature map is a callable [..., D] -> [..., F] with values ≥ 0. One whose values span many orders of magnitude also
-has `key_features`, which returns the features of each token divided by their maximum, and its logarithm. Backends then
-sum in a common scale without overflow, and in causal attention the scale does not depend on later tokens.
+A feature map is a callable [..., D] -> [..., F] with values ≥ 0. If its values span many orders of magnitude, it also
+has a method `key_features`, which returns the features of each token divided by their maximum, and the logarithm of
+that maximum. Backends then sum in a common scale without overflow; in causal attention the scale does not depend on
+later tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from mgk._core.validation import fail, number, one_of, positive_integer
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """Compute elu(x) + 1 without rounding to 0, as the sum does below -17 in fp32."""
-    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. Not clamp: from torch
-    # 2.15 on its slope at 0 is 0, that of elu is 1.
+    # The zeros keep exp finite where it is not selected: inf × 0 would be NaN in the backward. clamp is not an
+    # alternative: from torch 2.15 on its derivative at 0 is 0, but that of elu is 1.
     positive = x > 0
     return torch.where(positive, x + 1, x.masked_fill(positive, 0).exp())
 
@@ -85,13 +86,15 @@ class FAVOR(nn.Module):
 
     def _log_features(self, x: Tensor, norm_weight: float) -> Tensor:
         if x.shape[-1] != self.directions.shape[1]:
-            raise ValueError(f"feature_map has head_dim {self.directions.shape[1]}, but the heads have {x.shape[-1]}")
+            raise ValueError(
+                f"feature_map has head_dim {self.directions.shape[1]}, but the heads have dimension {x.shape[-1]}"
+            )
         x = x * math.sqrt(self.scale)
         projected = x @ self.directions.to(x.dtype).T
         return projected - norm_weight * x.square().sum(-1, keepdim=True) - 0.5 * math.log(self.directions.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return query features [..., F], scaled to a maximum of 1: the normalisation removes the factor."""
+        """Return query features [..., F], scaled to a maximum of 1; the factor cancels in the normalisation."""
         logs = self._log_features(x, 0.5)
         return (logs - logs.amax(-1, keepdim=True).detach()).exp()
 
@@ -132,7 +135,7 @@ class L1Features(nn.Module):
         return features / features.sum(-1, keepdim=True).clamp(min=torch.finfo(features.dtype).tiny)
 
 
-# Feature maps by their names in model configurations, as functions of the head dimension.
+# Constructors of the feature maps that model configurations name; the argument is the head dimension.
 FEATURE_MAP_FACTORIES: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
     "elu": lambda head_dim: elu_plus_one,
     "relu": lambda head_dim: torch.relu,

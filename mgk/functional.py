@@ -1,6 +1,6 @@
-"""The attention operators, and the backend that runs a call of them.
+"""The attention operators, and `explain_backend`, which reports the backend that runs a call.
 
-B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width, F features.
+B batch, H query heads, Hk key heads, M components, L queries, S keys, D head dimension, E value dimension, F features.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def mgk_attention(
             scale.
         value: [B, Hk, S, E].
         attn_mask: Broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
-            logits, and differentiable; values below -1e30 (-inf, the least number of fp32 and bf16) mask the pair. May
-            be combined with is_causal: both apply.
+            logits, and differentiable; values below -1e30 (-inf, the lowest finite fp32 and bf16 number) mask the
+            pair. May be combined with is_causal: both apply.
         is_causal: True aligns the diagonal top-left, as SDPA does; "bottom-right" is for queries at the end of a cache.
         dropout_p: Probability of dropout on the attention weights.
         scale: 1/σ², a number or broadcastable to [Hk, M] (backend "eager": also [B, Hk, M, S]). Default: 1/√D.
-        log_prior: log π, broadcastable to [B, Hk, M, S] (one per head is [Hk, M, 1]); -inf is allowed. Need not be
-            normalised: its sum over components weights the key. Default: uniform, 1/M.
+        log_prior: log π, broadcastable to [B, Hk, M, S] ([Hk, M, 1]: one per head); -inf is allowed. Need not be
+            normalised: the sum of π over components weights the key. Default: uniform, 1/M.
         similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them, where 1 is gaussian and 0 is dot: a number or
             a tensor [Hk].
         assignment: "soft" (Eq. 10), or "hard" (Eq. 12), which ignores log_prior.
@@ -85,9 +85,9 @@ def mgk_attention(
         return_lse: Return the logsumexp of the logits too.
 
     Returns:
-        The output [B, H, L, E]. With return_weights or return_lse a tuple of the output and, in this order, the
-        requested ones of weights [B, H, L, S] and lse [B, H, L]. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood
-        up to constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
+        The output [B, H, L, E]. With return_weights or return_lse, a tuple of the output followed by the weights
+        [B, H, L, S] and the lse [B, H, L], as requested. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood up to
+        constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
     """
     call = mixture_call(
         query, keys, value, attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale, log_prior=log_prior,
@@ -128,13 +128,13 @@ def smgk_attention(
         value: [B, Hk, S, E].
         shift: [Hk, M, D].
         attn_mask: Broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
-            logits, and differentiable; values below -1e30 (-inf, the least number of fp32 and bf16) mask the pair. May
-            be combined with is_causal: both apply.
+            logits, and differentiable; values below -1e30 (-inf, the lowest finite fp32 and bf16 number) mask the
+            pair. May be combined with is_causal: both apply.
         is_causal: True aligns the diagonal top-left, as SDPA does; "bottom-right" is for queries at the end of a cache.
         dropout_p: Probability of dropout on the attention weights.
         scale: 1/σ², a number or broadcastable to [Hk, M] (backend "eager": also [B, Hk, M, S]). Default: 1/√D.
-        log_prior: log π, broadcastable to [B, Hk, M, S] (one per head is [Hk, M, 1]); -inf is allowed. Need not be
-            normalised: its sum over components weights the key. Default: uniform, 1/M.
+        log_prior: log π, broadcastable to [B, Hk, M, S] ([Hk, M, 1]: one per head); -inf is allowed. Need not be
+            normalised: the sum of π over components weights the key. Default: uniform, 1/M.
         similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them, where 1 is gaussian and 0 is dot: a number or
             a tensor [Hk].
         assignment: "soft" (Eq. 10), or "hard" (Eq. 12), which ignores log_prior.
@@ -148,9 +148,9 @@ def smgk_attention(
         return_lse: Return the logsumexp of the logits too.
 
     Returns:
-        The output [B, H, L, E]. With return_weights or return_lse a tuple of the output and, in this order, the
-        requested ones of weights [B, H, L, S] and lse [B, H, L]. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood
-        up to constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
+        The output [B, H, L, E]. With return_weights or return_lse, a tuple of the output followed by the weights
+        [B, H, L, S] and the lse [B, H, L], as requested. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood up to
+        constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
     """
     call = mixture_call(
         query, key, value, attn_mask, shift=shift, shifted=True, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
@@ -189,16 +189,16 @@ def mlk_attention(
         key_mask: bool [B, S], **True = attend**.
         is_causal: Query i attends to keys up to i; needs L = S.
         cu_seqlens: int32 [N + 1], offsets of N packed sequences, with B = 1 and L = S.
-        initial_state: The state of earlier keys, as returned with return_state. Its size is constant.
-        return_state: Return the sums over all keys too, to continue from.
+        initial_state: State of the earlier keys, from a call with return_state. Its size is constant.
+        return_state: Return the state too: sums over all keys, from which a later call continues.
         return_weights: Return the attention weights too.
         backend: "auto" runs the fastest backend that supports the call. "triton", "chunked" and "eager" run that
             backend, or raise a ValueError with the reason why it does not support the call.
 
     Returns:
-        The output [B, H, L, E]. With return_weights or return_state a tuple of the output and, in this order, the
-        requested ones of weights [B, H, L, S] and state: (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a log
-        weight [B, Hk]. A query whose denominator is 0 gives zeros.
+        The output [B, H, L, E]. With return_weights or return_state, a tuple of the output followed by the weights
+        [B, H, L, S] and the state, as requested. The state is (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a
+        log weight [B, Hk]. A query whose denominator is 0 gives zeros.
     """
     call = linear_call(
         query, keys, value, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask, is_causal=is_causal,
@@ -235,16 +235,16 @@ def smlk_attention(
         key_mask: bool [B, S], **True = attend**.
         is_causal: Query i attends to keys up to i; needs L = S.
         cu_seqlens: int32 [N + 1], offsets of N packed sequences, with B = 1 and L = S.
-        initial_state: The state of earlier keys, as returned with return_state. Its size is constant.
-        return_state: Return the sums over all keys too, to continue from.
+        initial_state: State of the earlier keys, from a call with return_state. Its size is constant.
+        return_state: Return the state too: sums over all keys, from which a later call continues.
         return_weights: Return the attention weights too.
         backend: "auto" runs the fastest backend that supports the call. "triton", "chunked" and "eager" run that
             backend, or raise a ValueError with the reason why it does not support the call.
 
     Returns:
-        The output [B, H, L, E]. With return_weights or return_state a tuple of the output and, in this order, the
-        requested ones of weights [B, H, L, S] and state: (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a log
-        weight [B, Hk]. A query whose denominator is 0 gives zeros.
+        The output [B, H, L, E]. With return_weights or return_state, a tuple of the output followed by the weights
+        [B, H, L, S] and the state, as requested. The state is (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a
+        log weight [B, Hk]. A query whose denominator is 0 gives zeros.
     """
     call = linear_call(
         query, key, value, shift=shift, shifted=True, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask,
@@ -325,7 +325,7 @@ def run_mixture(call: MixtureCall, backend: str) -> Any:
         # Hard assignment ignores the prior: add 0 * prior, so that its gradient is 0, not None.
         output = output + (0 * call.log_prior.clamp(-1, 1).sum()).to(output.dtype)
     if lse is not None and call.return_lse:
-        # The query's norm is added after the mask: cut its gradient for fully masked rows.
+        # The query's norm is added after masking: remove its gradient for fully masked rows.
         lse = lse.masked_fill(lse == -torch.inf, -torch.inf)
     return _handle(call, _pack_outputs(output, (call.return_weights, weights), (call.return_lse, lse)))
 

@@ -16,7 +16,7 @@ from mgk.variants import Variant
 
 
 class _NotATensor:
-    """Value of `in_proj_weight`: nn.TransformerEncoder leaves its fast path if it is of such a type."""
+    """Placeholder for `in_proj_weight`: a type with `__torch_function__` disables nn.TransformerEncoder's fast path."""
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -31,8 +31,8 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: Dimension of the input and the output.
         num_heads: Number of query heads.
-        dropout: Dropout probability on the attention weights during training, whatever the preset.
-        bias: Whether the projections have a bias, whatever the preset.
+        dropout: Dropout probability on the attention weights during training, regardless of the preset.
+        bias: Whether the projections have a bias, regardless of the preset.
         add_bias_kv, add_zero_attn: Must be False.
         kdim, vdim: Dimensions of the key and the value input. Default: ``embed_dim``.
         batch_first: If True, inputs and outputs are [B, L, E], else [L, B, E].
@@ -45,7 +45,7 @@ class MultiheadAttention(nn.Module):
         >>> output, weights = attention(x, x, x)
     """
 
-    # Attributes of torch's module that this one does not have.
+    # Options of torch's module that are not supported.
     bias_k = bias_v = None
     add_zero_attn = False
 
@@ -107,7 +107,7 @@ class MultiheadAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}in_proj_weight" in state_dict or f"{prefix}q_proj_weight" in state_dict:
-            advice = "these are weights of torch.nn.MultiheadAttention: load them into one, and convert it"
+            advice = "these are weights of torch.nn.MultiheadAttention: load them into that module, and convert it"
             raise ValueError(f"{prefix.rstrip('.') or 'state_dict'}: {advice} with MultiheadAttention.from_softmax")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -167,8 +167,8 @@ class MultiheadAttention(nn.Module):
             need_weights: If True, return the weights.
             attn_mask: [L, S] or [B·H, L, S], bool, **True = masked**, or floating point, added to the logits.
             average_attn_weights: If True, average the weights over heads.
-            is_causal: If True, attn_mask is the causal mask, and is used if there is no attn_mask. As in torch, with
-                need_weights a mask takes precedence, except in linear attention, which takes no mask.
+            is_causal: If True, attention is causal. A given attn_mask must then be the causal mask, and is ignored. As
+                in torch, attn_mask is used instead with need_weights, except by linear attention, which takes no mask.
 
         Returns:
             A tuple of the output, in the layout of the query, and the weights [B, L, S] ([B, H, L, S] if not averaged),
@@ -178,7 +178,7 @@ class MultiheadAttention(nn.Module):
         flag("average_attn_weights", average_attn_weights)
         flag("is_causal", is_causal)
         batched = self._check_batched(query, key, value)
-        # One tensor as query and key stays one tensor, which the layer recognises as self-attention.
+        # Equal inputs stay the same object, by which the layer recognises self-attention.
         first = self._to_batch_first(query, batched)
         value = first if value is query else self._to_batch_first(value, batched)
         key = first if key is query else self._to_batch_first(key, batched)
@@ -190,7 +190,7 @@ class MultiheadAttention(nn.Module):
         if attn_mask is not None:
             mask = check_torch_attn_mask(attn_mask, query, key, self.num_heads)
             mask = ~mask if mask.dtype == torch.bool else mask
-        # With is_causal the mask need not be read, and linear attention can be causal.
+        # With is_causal the mask is redundant, and linear attention supports only is_causal.
         if is_causal and mask is not None:
             ignores_mask = not need_weights or self.attention.is_linear
             is_causal, mask = (True, None) if ignores_mask else (False, mask)
@@ -213,7 +213,8 @@ class MultiheadAttention(nn.Module):
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor) or x.dim() not in (2, 3):
                 shapes = "[B, L, E]" if self.batch_first else "[L, B, E]"
-                fail(name, f"must be a tensor {shapes}, or [L, E] without a batch")
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                fail(name, f"must be a tensor {shapes}, or [L, E] without a batch, got {got}")
             if x.dim() != query.dim():
                 fail(name, f"has {x.dim()} dimensions, but query has {query.dim()}")
         return bool(query.dim() == 3)

@@ -35,7 +35,7 @@ class Rotary(nn.Module):
             The rotated tensor, of the shape of x.
         """
         if x.shape[-1] // 2 != self.pairs:
-            fail("x", f"has width {x.shape[-1]}, but Rotary was made for {self.pairs} pairs of features")
+            fail("x", f"has head dimension {x.shape[-1]}, but Rotary was made for {self.pairs} pairs of features")
         dtype = torch.promote_types(x.dtype, torch.float32)
         steps = torch.arange(self.pairs, device=x.device, dtype=dtype)
         angles = positions.to(dtype).unsqueeze(-1) * self.base ** (-steps / max(self.pairs, 1))  # [(B,) S, pairs]

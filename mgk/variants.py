@@ -1,4 +1,4 @@
-"""Variants of attention as points on a few axes, and presets: the settings of the paper and the authors' code."""
+"""Variants of attention along a few axes, and presets: the settings of the paper and of the authors' code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variant:
         normalise: If True, queries and keys are scaled to norm 1, as in the paper's remark on Eq. 6.
         components: Number of components, if the variant fixes it. Default: the layer's ``num_components``.
         em_momentum: Weight of the old prior and variance in an EM update.
-        variance_floor: Least variance of ``"em"``.
+        variance_floor: Minimum variance of ``"em"``.
     """
 
     similarity: str = "gaussian"
@@ -62,7 +62,8 @@ class Variant:
         if self.similarity == "linear" and (
             self.assignment == "hard" or self.prior == "em" or self.variance != "fixed" or self.normalise
         ):
-            fail("similarity", "'linear' goes with a soft assignment, a uniform or learned prior and fixed variance")
+            required = "soft assignment, a uniform or learned prior, fixed variance and normalise=False"
+            fail("similarity", f"'linear' requires {required}")
 
 
 VARIANTS = {
@@ -90,13 +91,13 @@ class LinearForm:
     width_scaled: bool = False  # output times 1/√D
 
     def check_supported(self, **options: Any) -> None:
-        """Check that options which process only a part of a sequence are None if outputs scale with its length."""
+        """Check that options for parts of a sequence are None if the output is scaled by the sequence length."""
         for name, option in options.items():
             if self.length_scaled and option is not None:
-                fail(name, "does not go with preset 'ref-lra', whose linear attention is scaled by the whole length")
+                fail(name, "is not supported by preset 'ref-lra', whose linear attention is scaled by the whole length")
 
     def output_factor(self, length: int, head_dim: int) -> float:
-        """Return the factor of outputs and weights."""
+        """Return the factor by which outputs and weights are multiplied."""
         return (length**-0.5 if self.length_scaled else 1.0) * (head_dim**-0.5 if self.width_scaled else 1.0)
 
 
@@ -104,7 +105,7 @@ class LinearForm:
 class Preset:
     """Settings that the paper leaves to the implementation."""
 
-    variance_width: int | None = None  # σ² = √width; None is the head width
+    variance_width: int | None = None  # σ² = √variance_width; None is the head dimension
     component_scales: tuple[float, ...] | None = None  # factors of 1/σ² per component
     prior_sharing: str = "head"  # one prior per "head", per "layer", or per head and key "position"
     prior_clamped: bool = False  # π is a parameter clamped to [0, 1] instead of a softmax
@@ -147,4 +148,4 @@ def check_variants(layers: tuple[str, ...], num_layers: int) -> None:
     for name in layers:
         one_of("variant", name, VARIANTS)
     if len(layers) != num_layers:
-        fail("variant", f"names {len(layers)} layers of {num_layers}")
+        fail("variant", f"must have one name for all layers or one for each of {num_layers}, got {len(layers)} names")

@@ -57,7 +57,7 @@ def test_any_number_of_components(variant, components):
     close(layer(x), reference(layer, x)[0])
 
 
-# The attention layer of LRA (d 64, head width 32, with biases); with EM the prior is not a parameter.
+# The attention layer of LRA (d 64, head dimension 32, with biases); with EM the prior is not a parameter.
 PARAMETERS = [
     ("softmax", 8, 66_368),
     ("softmax", 4, 33_216),
@@ -97,7 +97,7 @@ def test_settings_of_presets():
     layer = Attention(64, 4, preset="ref-lra", dropout=0.0, bias=False)
     assert layer.dropout == 0
     assert layer.query.bias is None
-    with pytest.raises(ValueError, match="num_components must be 2 under this preset"):
+    with pytest.raises(ValueError, match="num_components must be 2 with this preset"):
         Attention(64, 4, preset="ref-lm", num_components=3)
 
 
@@ -121,7 +121,7 @@ def test_cross_attention_with_other_widths(variant):
     out, weights = layer(query, key, value, need_weights=True)
     expected, expected_weights = reference(layer, query, key, value)
     close((out, weights), (expected, expected_weights))
-    with pytest.raises(ValueError, match="key is needed"):
+    with pytest.raises(ValueError, match="key is required"):
         layer(query)
     with pytest.raises(ValueError, match="value has length 12, but key has 13"):
         layer(query, key, value[:, :12])

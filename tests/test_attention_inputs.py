@@ -25,9 +25,12 @@ def test_packed_sequences_are_separate_sequences(variant, causal, options):
 
 def test_packed_sequences_require_self_attention():
     layer, x = make("smgk"), randn(1, 14, EMBED)
-    with pytest.raises(ValueError, match="cu_seqlens goes with self-attention without a cache"):
+    with pytest.raises(ValueError, match="cu_seqlens is supported only for self-attention without a cache"):
         layer(x, x.clone(), cu_seqlens=CU)
-    with torch.no_grad(), pytest.raises(ValueError, match="cu_seqlens goes with self-attention without a cache"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="cu_seqlens is supported only for self-attention without a cache"),
+    ):
         layer(x, cu_seqlens=CU, cache=layer.make_cache(1, 20))
 
 
@@ -144,5 +147,5 @@ def test_true_in_attn_mask_is_attend(variant, shape):
 
 
 def test_linear_attention_rejects_attn_mask():
-    with pytest.raises(ValueError, match="attn_mask does not go with linear attention"):
+    with pytest.raises(ValueError, match="attn_mask is not supported by linear attention"):
         make("mlk")(randn(2, L, EMBED), attn_mask=torch.ones(L, L, dtype=torch.bool))

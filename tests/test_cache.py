@@ -181,7 +181,7 @@ def test_enlarge_and_take(variant, options):
     close(layer(x[rows], cache=cache), layer(x)[rows])
     with pytest.raises(ValueError, match="max_length must be at least the current 13"):
         cache.enlarge(12)
-    with pytest.raises(ValueError, match="rows must be numbers from 0 to 2"):
+    with pytest.raises(ValueError, match="rows must be indices from 0 to 2"):
         cache.take(torch.tensor([3]))
 
 
@@ -237,7 +237,7 @@ def test_rejected_calls_leave_the_cache_unchanged(variant):
     wrong_padding = {"key_padding_mask": torch.zeros(2, 2, dtype=torch.bool)}
     rejected = [
         (randn(2, 6, EMBED), {}, "cache holds 8 of at most 13 tokens: 6 more do not fit"),
-        (randn(3, 1, EMBED), {}, "cache was made for a batch of 2, got 3"),
+        (randn(3, 1, EMBED), {}, "cache was made for batch size 2, got 3"),
         (randn(2, 1, EMBED), wrong_padding, r"key_padding_mask must have shape \[B, S\] = \[2, 9\]"),
     ]
     for piece, options, message in rejected:
@@ -304,7 +304,7 @@ def test_padding_mask_of_earlier_tokens_is_required():
 
 def test_cache_of_another_layer_raises():
     cache = mgk.Attention(16, 2, head_dim=4, is_causal=True).make_cache(2, 10)
-    with torch.no_grad(), pytest.raises(ValueError, match="cache was made by a layer of other sizes"):
+    with torch.no_grad(), pytest.raises(ValueError, match="cache was made by a layer with different sizes"):
         mgk.Attention(16, 2, head_dim=8, is_causal=True)(torch.randn(2, 6, 16), cache=cache)
 
 

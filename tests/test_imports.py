@@ -95,7 +95,7 @@ def test_old_triton_is_unsupported(tmp_path):
     (tmp_path / "triton" / "tools").mkdir(parents=True)
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('must not be imported')")
     assert [line.split(",")[0] for line in run(OLD_TRITON, str(tmp_path)).splitlines()] == [
-        "the kernels need Triton 3.4 or newer"
+        "the kernels require Triton 3.4 or newer"
     ] * 2
     (tmp_path / "triton" / "tools" / "tensor_descriptor.py").touch()
     code = "import sys; sys.path.insert(0, sys.argv[1]); from mgk.backends import triton; print(triton.NO_TRITON)"

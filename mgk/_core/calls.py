@@ -63,7 +63,7 @@ class AttentionCall:
 
     @property
     def group(self) -> int:
-        """Query heads per key head."""
+        """Number of query heads per key head."""
         return self.query.shape[1] // self.keys.shape[1]
 
     @property
@@ -102,7 +102,7 @@ class MixtureCall(AttentionCall):
     num_valid_keys: Tensor | None = None  # int32 [1]: later keys are masked; inference only
 
     def with_valid_keys_mask(self) -> MixtureCall:
-        """Return the same call with `num_valid_keys` as part of attn_mask."""
+        """Return the same call with `num_valid_keys` converted to a part of attn_mask."""
         if self.num_valid_keys is None:
             return self
         valid = torch.arange(self.keys.shape[-2], device=self.query.device) < self.num_valid_keys
@@ -207,7 +207,7 @@ def linear_call(
         check_same_length("cu_seqlens", query, length)
         for name, is_set in (("initial_state", initial_state is not None), ("return_state", return_state)):
             if is_set:
-                fail(name, "does not go with cu_seqlens: packed sequences have no common state")
+                fail(name, "is not supported with cu_seqlens: packed sequences have no common state")
     return LinearCall(
         query=query,
         keys=keys,

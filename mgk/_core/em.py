@@ -25,7 +25,7 @@ class EMStatistics:
 
 @torch.no_grad()
 def statistics_by_equations(call: MixtureCall, real_queries: Tensor | None = None) -> EMStatistics:
-    """Compute all statistics by the equations, in blocks of queries.
+    """Compute all statistics with the equations of the paper, in blocks of queries.
 
     Args:
         call: Call whose masks and causality limit the pairs.

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 REMEDY = (
-    "checkpoint with use_reentrant=False and preserve_rng_state=True, do not compile the layer, nor set the same seed "
-    "again between a forward and its backward"
+    "checkpoint with use_reentrant=False and preserve_rng_state=True, do not compile the layer, and do not reset the "
+    "seed between a forward and its backward"
 )
-# Limit of the states of a region that may never end: hooks other than checkpointing's may stay for a whole training,
-# and before torch 2.8 the hooks cannot be queried.
+# Maximum number of states of a region that may never end: hooks other than those of checkpointing may stay installed
+# during a whole training run, and before torch 2.8 the hooks cannot be queried.
 MAX_STATES = 64
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -26,7 +26,7 @@ def is_in_backward() -> bool:
 
 
 def _unknown_region() -> None:
-    """Key of the states of all regions if torch cannot tell regions apart."""
+    """Stand in for every region, as a key of the log, if regions cannot be distinguished."""
 
 
 def _current_region() -> Callable[..., Any] | None:
@@ -43,7 +43,7 @@ def _current_region() -> Callable[..., Any] | None:
 def _raise_if_compiled_in_region() -> None:
     """Raise in a checkpointed region; evaluated once per compilation, as a constant, so that compiling fails."""
     if _top_hooks is not None and _top_hooks(True) is not None:
-        raise RuntimeError(f"a compiled EM layer is trained in a checkpointed region: {REMEDY}")
+        raise RuntimeError(f"a compiled EM layer cannot be trained in a checkpointed region: {REMEDY}")
 
 
 # Same effect as torch.compiler.assume_constant_result, which imports the compiler.
@@ -56,8 +56,8 @@ def is_recomputed_forward() -> bool:
         return False
     if _current_region() is None:
         raise RuntimeError(
-            "an EM layer is trained inside a backward: reentrant activation checkpointing runs the first forward under "
-            f"no_grad, which does not update the EM state; {REMEDY}"
+            "an EM layer cannot be trained inside a backward: reentrant activation checkpointing runs the first "
+            f"forward under no_grad, which does not update the EM state; {REMEDY}"
         )
     return True
 
@@ -102,7 +102,7 @@ class CheckpointedStateLog:
         if len(matches) != 1:
             count = "none" if not matches else "more than one"
             raise RuntimeError(
-                f"a checkpointed forward of an EM layer is recomputed, but {count} of the logged forwards matches: "
+                f"a checkpointed forward of an EM layer was recomputed, but {count} of the logged forwards matches it: "
                 f"{REMEDY}"
             )
         return matches[0]

@@ -22,7 +22,7 @@ def from_softmax(
     noise: float,
     backend: str,
 ) -> Any:
-    """Convert a layer; see `Attention.from_softmax`."""
+    """Convert a layer to `layer_class`; see `Attention.from_softmax` for the arguments."""
     if not isinstance(source, nn.MultiheadAttention):
         modules = source.named_modules() if isinstance(source, nn.Module) else ()
         layers = [name for name, module in modules if isinstance(module, nn.MultiheadAttention)]
@@ -30,13 +30,13 @@ def from_softmax(
         class_name = f"{type(source).__module__}.{type(source).__name__}"
         fail("source", f"must be a torch.nn.MultiheadAttention, got {class_name}{advice}")
     if source.bias_k is not None or source.add_zero_attn:
-        fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not have")
+        fail("source", "has add_bias_kv or add_zero_attn, which mixture keys do not support")
     number("noise", noise, 0)
     target = variant if isinstance(variant, Variant) else VARIANTS[one_of("variant", variant, VARIANTS)]
     if target.similarity == "linear":
-        fail("variant", "is linear: softmax attention has no exact linear form")
+        fail("variant", "must not be linear: softmax attention has no exact linear form")
     if target.normalise:
-        fail("variant", "normalises queries and keys, which softmax attention does not: outputs would change")
+        fail("variant", "must not normalise queries and keys: softmax attention does not, and outputs would change")
     if (target.similarity, target.components) != ("dot", 1):
         target = dataclasses.replace(target, similarity="between")
     layer = layer_class(

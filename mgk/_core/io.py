@@ -31,7 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; without effect on systems without locks (Windows, some network mounts)."""
+    """Hold an exclusive lock on a file; has no effect on systems without locks (Windows, some network mounts)."""
     with open(path, "wb") as file:
         try:
             import fcntl

@@ -20,7 +20,7 @@ class KeyProjection(nn.Module):
 
     @property
     def shift(self) -> Tensor | None:
-        """Shift of the components, or None if each has a projection."""
+        """Shift of the components, [Hk, M, D], or None if each component has a projection."""
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class IndependentKeys(KeyProjection):
 
     @torch.no_grad()
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
-        """Copy the weights to all components, with noise that sums to 0 over them: outputs keep to first order."""
-        # Drawn on the CPU: the same numbers on every device.
+        """Copy the weights to all components, with noise that sums to 0 over them: no first-order change of outputs."""
+        # Drawn on the CPU, so that a seed gives the same noise on every device.
         noise_values = torch.randn(self.heads, self.components, self.head_dim, weight.shape[1], device="cpu")
         noise_values = noise_values.to(weight.device) * noise * weight.std()
         noise_values = (noise_values - noise_values.mean(1, keepdim=True)).to(weight)
@@ -99,7 +99,7 @@ class ShiftedKeys(KeyProjection):
 
     @torch.no_grad()
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
-        """Copy the weights; the shifts stay, since they cancel at τ = 0."""
+        """Copy the weights; the shifts keep their initial values, which cancel at τ = 0."""
         self.projection.weight.copy_(weight)
         if self.projection.bias is not None and bias is not None:
             self.projection.bias.copy_(bias)

@@ -1,8 +1,8 @@
 """Mixed key features and running sums of linear attention (Eq. 14), shared by its backends.
 
-The mixed features are φ̃_j = Σ_r π_jr φ(k_jr). A feature map may give them as φ̃_j = f_j·exp(w_j) with f_j near 1
-(Performer's exponentials). The sums are then kept relative to the largest log weight w so far, which cancels in the
-ratio.
+The mixed features are φ̃_j = Σ_r π_jr φ(k_jr). With a feature map that has `key_features` (FAVOR) they are represented
+as φ̃_j = f_j·exp(w_j), with f_j of order 1 and a log weight w_j. The sums are then divided by the exponential of the
+largest log weight so far, the reference, which cancels in the ratio.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mgk._core.calls import LinearCall
 from mgk._core.masks import MASK_VALUE, repeat_heads
 from mgk._core.precision import compute_dtype, without_autocast
 
-# The log weight of an empty sum: finite, so that the difference of two is not NaN.
+# Log weight of an empty sum. Finite, so that the difference of two of them is not NaN.
 EMPTY_LOG_WEIGHT = MASK_VALUE
 
 State = tuple[Tensor, ...]  # Z [B, Hk, F, E], z [B, Hk, F], and the log weight they are relative to, [B, Hk]
@@ -55,7 +55,7 @@ def map_features(call: LinearCall) -> Features:
 
 
 def _mix_scaled_features(feature_map: Any, keys: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return mixed features over the largest component's scale, [B, Hk, S, F], and its logarithm, [B, Hk, S]."""
+    """Return mixed features divided by the largest component's scale, [B, Hk, S, F], and its logarithm, [B, Hk, S]."""
     features, log_scale = feature_map.key_features(keys)  # [B, Hk, M, S, F], [B, Hk, M, S]
     log_scale = log_scale - math.log(keys.shape[2]) if log_prior is None else log_scale + log_prior
     peak = log_scale.amax(2).detach()
@@ -64,7 +64,7 @@ def _mix_scaled_features(feature_map: Any, keys: Tensor, log_prior: Tensor | Non
 
 
 def max_log_weights(log_weight: Tensor | None, state: State | None, causal: bool) -> Tensor | None:
-    """Return the largest log weight each position attends to, [B, Hk, S or 1]: its sums are relative to it."""
+    """Return the reference of each position: the largest log weight that it attends to, [B, Hk, S or 1]."""
     if log_weight is None:
         return None
     if log_weight.shape[-1] == 0:
@@ -77,7 +77,7 @@ def max_log_weights(log_weight: Tensor | None, state: State | None, causal: bool
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor, normalise: bool) -> Tensor:
-    """Return Eq. 14's ratio, 0 for a row whose denominator is 0; without `normalise` the numerator."""
+    """Return Eq. 14's ratio, with 0 for rows whose denominator is 0; without `normalise`, return the numerator."""
     if not normalise:
         return numerator
     denominator = denominator.unsqueeze(-1)
@@ -120,4 +120,4 @@ def initial_state(call: LinearCall, features: Features) -> State | None:
 def check_state_features(state: State, num_tensors: int, num_features: int) -> None:
     """Check that a state was returned by a call with the same feature map."""
     if len(state) != num_tensors or state[1].shape[-1] != num_features:
-        raise ValueError("initial_state comes from another feature_map: use the state that this one returned")
+        raise ValueError("initial_state comes from another feature_map: use a state returned with the same one")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mgk._core.calls import Packed
 
 # Finite stand-in for -inf, which gives NaN in a row where all logits are masked. Far below any logit and far above the
-# least fp32 number. Additive masks below this value mask; the kernels have their own copy of it (MASK_VALUE as
+# lowest fp32 number. Values of an additive mask below it mask the pair. The kernels have a copy (MASK_VALUE as
 # tl.constexpr).
 MASK_VALUE = -1e30
 
@@ -40,7 +40,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def cu_seqlens_to_segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence that each of `length` rows belongs to and the position in it, both [length]."""
+    """Return the sequence index of each of `length` rows and its position in the sequence, both [length]."""
     rows = torch.arange(length, device=cu_seqlens.device)
     segment = torch.bucketize(rows, cu_seqlens[1:].long(), right=True)
     starts = torch.cat([cu_seqlens.long(), cu_seqlens[-1:].long()])
@@ -56,9 +56,21 @@ def allowed_pairs(
     packed: Packed | None,
     like: Tensor,
 ) -> Tensor | None:
-    """Return the pairs that may attend, bool, broadcastable to [B, H, rows, keys]; None if all may.
+    """Return which queries of a block may attend to which keys; None if all may attend to all.
 
     Additive masks are ignored.
+
+    Args:
+        rows: Block of queries.
+        queries: Number of queries L.
+        keys: Number of keys S.
+        attn_mask: Broadcastable to [B, H, L, S], or None.
+        causal: None, "top-left" or "bottom-right".
+        packed: Offsets of packed sequences, or None.
+        like: Tensor on the device of the result.
+
+    Returns:
+        bool, True = attend, broadcastable to [B, H, rows, S], or None.
     """
     allowed = None
     if packed is not None:
@@ -83,12 +95,12 @@ def allowed_pairs(
 
 
 def block_of_rows(mask: Tensor, rows: slice) -> Tensor:
-    """Return rows of a mask [B, H, L or 1, S]."""
+    """Return the rows of a block of queries from a mask [B, H, L or 1, S]."""
     return mask if mask.shape[-2] == 1 else mask[..., rows, :]
 
 
 def repeat_heads(tensor: Tensor, group: int) -> Tensor:
-    """Repeat a tensor of key heads, [B, Hk, ...], for the query heads; one with a single head is left to broadcast."""
+    """Repeat the key heads of [B, Hk, ...] for the query heads; a single head is not repeated, since it broadcasts."""
     if group == 1 or tensor.shape[1] == 1:
         return tensor
     return tensor.repeat_interleave(group, dim=1)

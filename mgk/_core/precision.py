@@ -1,4 +1,4 @@
-"""The dtype that backends compute in, and regions without autocast."""
+"""The dtype that backends compute in, and the handling of autocast."""
 
 from __future__ import annotations
 

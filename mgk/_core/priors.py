@@ -66,7 +66,7 @@ class UniformPrior(nn.Module):
 
 
 class PerPositionTable(nn.Module):
-    """A table [Hk or 1, M, P or 1] with one column for all key positions, or one for each of P."""
+    """Table [Hk or 1, M, P or 1] with one column shared by all key positions, or one for each of P positions."""
 
     def __init__(self, heads: int, components: int, positions: int | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class PerPositionTable(nn.Module):
         if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
             first, last = (int(end) for end in positions.aminmax())
             if first < 0:
-                fail("position_ids", f"must be at least 0 with a prior for each position, got {first}")
+                fail("position_ids", f"must be at least 0 with per-position priors, got {first}")
             self._check(last + 1)
         columns = table[..., positions]  # [Hk, M, S] or [Hk, M, B, S]
         return columns if positions.dim() == 1 else columns.permute(2, 0, 1, 3)
@@ -90,7 +90,7 @@ class PerPositionTable(nn.Module):
     def _check(self, length: int) -> None:
         assert self.positions is not None
         if length > self.positions:
-            fail("key", f"has {length} positions, but the prior has {self.positions} (max_positions)")
+            fail("key", f"has {length} positions, but the prior has {self.positions}: increase max_positions")
 
 
 class LearnedPrior(PerPositionTable):
@@ -117,7 +117,7 @@ class LearnedPrior(PerPositionTable):
 
 
 class EMPrior(PerPositionTable, EMState):
-    """Prior as a buffer, which N_jr/N_j (Eq. 11) of each training batch replaces after the batch has used it."""
+    """Prior as a buffer, replaced after each training batch by the batch's N_jr/N_j (Eq. 11)."""
 
     prior: Tensor  # [Hk, M, P or 1]
 
@@ -138,7 +138,7 @@ class EMPrior(PerPositionTable, EMState):
 
     @torch.no_grad()
     def update(self, statistics: EMStatistics, positions: Tensor | None) -> None:
-        """Replace the prior by that of a training batch."""
+        """Update the prior with the statistics of a training batch."""
         count, pairs = statistics.count, statistics.pairs.unsqueeze(2)  # [B, Hk, M, S], [B, Hk, 1, S]
         if self.positions is None:
             count, pairs = count.sum((0, -1)).unsqueeze(-1), pairs.sum((0, -1)).unsqueeze(-1)
@@ -164,7 +164,7 @@ PRIORS = {"uniform": UniformPrior, "learned": LearnedPrior, "em": EMPrior}
 
 
 class FixedVariance(nn.Module):
-    """The preset's 1/σ²: a number or, if its components differ, a buffer [M]."""
+    """Constant 1/σ² of the preset: a number or, if the components differ, a buffer [M]."""
 
     scales: Tensor | None
 
@@ -175,7 +175,7 @@ class FixedVariance(nn.Module):
         if factors is not None and components == 1:
             factors = factors[:1]
         if factors is not None and len(factors) != components:
-            fail("num_components", f"must be {len(factors)} under this preset, which sets each variance")
+            fail("num_components", f"must be {len(factors)} with this preset, which sets each component's variance")
         self.factors = factors if factors is not None and len(set(factors)) > 1 else None
         self.register_buffer("scales", None if self.factors is None else torch.empty(components, **factory))
         self.reset_parameters()
@@ -190,7 +190,7 @@ class FixedVariance(nn.Module):
 
 
 class LogVariance(nn.Module):
-    """Logarithm of σ² per head and component. Unequal variances need the Gaussians' normaliser, (D/2) log 1/σ²."""
+    """Base class: log σ² per head and component. Unequal variances require the normaliser (D/2) log 1/σ²."""
 
     log_variance: Tensor  # [Hk, M]
 
@@ -235,7 +235,7 @@ class EMVariance(LogVariance, EMState):
 
     @torch.no_grad()
     def update(self, statistics: EMStatistics, positions: Tensor | None) -> None:
-        """Replace the variance by that of a training batch."""
+        """Update the variance with the statistics of a training batch."""
         assert statistics.spread is not None
         count, spread = statistics.count.sum((0, -1)), statistics.spread.sum((0, -1))  # [Hk, M]
         sum_over_ranks(count, spread)

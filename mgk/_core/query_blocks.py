@@ -1,4 +1,4 @@
-"""Inputs of the equations for a call, and the blocks of queries that bound the memory of its logits."""
+"""Conversion of a call to inputs of the equations, and blocks of queries that bound the memory of the logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgk._core.calls import MixtureCall
 from mgk._core.masks import repeat_heads
 from mgk._core.precision import compute_dtype
 
-# Elements of one block's logits [B, H, M, rows, S]: 64 MiB in fp32.
+# Maximum number of elements of a block's logits [B, H, M, rows, S]: 64 MiB in fp32.
 BLOCK_ELEMENTS = 1 << 24
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mgk._core.precision import autocast_inputs
 
-NESTED = "is a nested tensor: lay its sequences one after another, [1, T, ...], and pass cu_seqlens"
+NESTED = "is a nested tensor: concatenate its sequences to [1, T, ...] and pass cu_seqlens"
 # Names of τ, which interpolates between Eq. 8 (0) and Eq. 9 (1).
 SIMILARITIES = {"gaussian": 1.0, "dot": 0.0}
 
@@ -127,18 +127,18 @@ def check_query_keys_value(
     dtype = query.dtype
     for argument, tensor in ((name, keys), ("value", value)):
         if tensor.dtype != dtype:
-            fail(argument, f"has dtype {tensor.dtype} but query has {dtype}: give all three the same")
+            fail(argument, f"has dtype {tensor.dtype} but query has {dtype}: convert the inputs to one dtype")
     batch, heads, _, width = query.shape
     key_batch, key_heads, *components, length, key_width = keys.shape
     if width == 0:
-        fail("query", f"must have a head width of at least 1, got {list(query.shape)}")
+        fail("query", f"must have a head dimension of at least 1, got {list(query.shape)}")
     if key_batch != batch or key_width != width:
-        fail(name, f"must have query's batch {batch} and head width {width}, got {list(keys.shape)}")
+        fail(name, f"must have query's batch size {batch} and head dimension {width}, got {list(keys.shape)}")
     if key_heads == 0 or heads % key_heads:
-        fail(name, f"has {key_heads} heads, which must divide query's {heads}")
+        fail(name, f"has {key_heads} heads, which must divide the {heads} heads of query")
     if value.shape[:3] != (batch, key_heads, length):
         shape = f"[{batch}, {key_heads}, {length}, E]"
-        fail("value", f"must have shape {shape} to go with {name}, got {list(value.shape)}")
+        fail("value", f"must have shape {shape} to match {name}, got {list(value.shape)}")
     if shifted:
         shift = check_tensor("shift", shift, "Hk M D", like=query)
         if shift.shape[0] != key_heads or shift.shape[1] == 0 or shift.shape[2] != width:
@@ -149,14 +149,14 @@ def check_query_keys_value(
 
 
 def check_log_prior(log_prior: Any, query: Tensor, target: tuple[int, int, int, int]) -> Tensor | None:
-    """Check log π and return it in four dimensions."""
+    """Check log π and return it as a 4-d tensor."""
     if log_prior is None:
         return None
     return broadcast_to_4d("log_prior", check_tensor("log_prior", log_prior, like=query), target, "B, Hk, M, S")
 
 
 def check_scale(scale: Any, query: Tensor, target: tuple[int, int, int, int]) -> float | Tensor:
-    """Check 1/σ² and return a number or four dimensions; None is 1/√D."""
+    """Check 1/σ² and return it as a number or a 4-d tensor; the default is 1/√D."""
     if scale is None:
         return 1 / math.sqrt(query.shape[-1])
     if not isinstance(scale, Tensor):
@@ -200,9 +200,9 @@ def check_causal(is_causal: Any) -> str | None:
 
 
 def check_same_length(name: str, query: Tensor, length: int) -> None:
-    """Check that query [B, H, L, D] has as many queries as there are keys."""
+    """Check that the number of queries in [B, H, L, D] equals the number of keys."""
     if query.shape[2] != length:
-        fail(name, f"needs the same number of queries and keys, got {query.shape[2]} and {length}")
+        fail(name, f"requires the same number of queries and keys, got {query.shape[2]} and {length}")
 
 
 def check_state(state: Any, query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
@@ -231,7 +231,7 @@ def check_state(state: Any, query: Tensor, keys: Tensor, value: Tensor) -> tuple
 
 
 def check_mask(attn_mask: Any, query: Tensor, length: int) -> Tensor | None:
-    """Check an SDPA mask for query [B, H, L, D] and `length` keys, and return it in four dimensions."""
+    """Check an SDPA mask for query [B, H, L, D] and `length` keys, and return it as a 4-d tensor."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -310,21 +310,21 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, length: int) -> 
     if cu_seqlens.numel() < 2:
         fail(name, "must hold at least two offsets, 0 and the total length")
     if query.shape[0] != 1:
-        fail(name, f"goes with a batch of 1, the sequences one after another; got a batch of {query.shape[0]}")
+        fail(name, f"requires batch size 1, with the sequences one after another, got {query.shape[0]}")
     if _is_readable(cu_seqlens):
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
-            fail(name, f"must rise from 0 to the total length {length}, got {offsets}")
+            fail(name, f"must increase from 0 to the total length {length}, got {offsets}")
     return cu_seqlens
 
 
 def check_max_seqlen(name: str, limit: Any, offsets: Tensor) -> None:
-    """Check a bound of the lengths of packed sequences."""
+    """Check an upper bound of the lengths of packed sequences."""
     if limit is None:
         return
     positive_integer(name, limit)
     if _is_readable(offsets) and limit < int(offsets.diff().max()):
-        fail(name, f"= {limit} is below the longest packed sequence, {int(offsets.diff().max())}")
+        fail(name, f"= {limit} is less than the longest packed sequence, {int(offsets.diff().max())}")
 
 
 def check_packing(query: Tensor, length: int, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> bool:
@@ -332,7 +332,7 @@ def check_packing(query: Tensor, length: int, cu_q: Any, cu_k: Any, max_q: Any, 
     if cu_q is None and cu_k is None:
         for name, limit in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
             if limit is not None:
-                fail(name, "goes with cu_seqlens_q and cu_seqlens_k, which are not given")
+                fail(name, "requires cu_seqlens_q and cu_seqlens_k, which are not given")
         return False
     for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if offsets is None:
@@ -358,7 +358,7 @@ def check_input(name: str, x: Any, width: int, like: Tensor | None = None) -> Te
     if x.dim() != 3 or x.shape[-1] != width:
         fail(name, f"must have shape [B, L, {width}], got {list(x.shape)}")
     if like is not None and x.shape[0] != like.shape[0]:
-        fail(name, f"must have query's batch {like.shape[0]}, got {list(x.shape)}")
+        fail(name, f"must have query's batch size {like.shape[0]}, got {list(x.shape)}")
     if like is not None:
         check_device(name, x, like)
     return x
@@ -372,7 +372,7 @@ def check_key_and_value(query: Tensor, key: Any, value: Any, kdim: int, vdim: in
     key = query if key is None else check_input("key", key, kdim, query)
     value = key if value is None else check_input("value", value, vdim, query)
     if is_self and not same_width:
-        fail("key", f"is needed: this layer takes keys of width {kdim} and values of width {vdim}")
+        fail("key", f"is required: this layer takes keys of kdim = {kdim} and values of vdim = {vdim}")
     if key.shape[1] != value.shape[1]:
         fail("value", f"has length {value.shape[1]}, but key has {key.shape[1]}")
     return key, value, is_self
@@ -405,22 +405,22 @@ def check_positions(position_ids: Any, query: Tensor) -> Tensor:
 
 
 def check_cache(cache: Any, cache_class: type[Any], batch: int) -> None:
-    """Check that a cache has the class and the batch size of the layer's call."""
+    """Check the class and the batch size of a cache."""
     if not isinstance(cache, cache_class):
         fail("cache", f"must come from this layer's make_cache, got {type(cache).__name__}")
     if cache.batch_size != batch:
-        fail("cache", f"was made for a batch of {cache.batch_size}, got {batch}")
+        fail("cache", f"was made for batch size {cache.batch_size}, got {batch}")
 
 
 def check_layer_packing(query: Tensor, cu_seqlens: Any, max_seqlen: Any, *, supported: bool) -> None:
     """Check the packing arguments of a layer's forward."""
     if cu_seqlens is not None:
         if not supported:
-            fail("cu_seqlens", "goes with self-attention without a cache")
+            fail("cu_seqlens", "is supported only for self-attention without a cache")
         check_cu_seqlens("cu_seqlens", cu_seqlens, query, query.shape[1])
         check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
     elif max_seqlen is not None:
-        fail("max_seqlen", "goes with cu_seqlens, which is not given")
+        fail("max_seqlen", "requires cu_seqlens, which is not given")
 
 
 def check_tokens(tokens: Any, dims: str) -> None:

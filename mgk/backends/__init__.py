@@ -7,7 +7,7 @@ both families has one `run` function for each. Backend modules do not import eac
 To add a backend, write such a module and add a row to MIXTURE_BACKENDS or LINEAR_BACKENDS, before the slower backends.
 If a later backend is faster for some calls, give the row a `prefer_other_reason` that returns the measured reason.
 
-In this package: B batch, H query heads, Hk key heads, M components, L queries, S keys, D head width, E value width,
+Shapes: B batch, H query heads, Hk key heads, M components, L queries, S keys, D head dimension, E value dimension,
 F features.
 """
 
@@ -26,7 +26,7 @@ from mgk.backends import chunked, cpu_flash, eager, meta, torch_sdpa, triton
 
 
 class Backend(NamedTuple):
-    """A row of the tables below."""
+    """A backend of one operator family: a row of MIXTURE_BACKENDS or LINEAR_BACKENDS."""
 
     name: str
     unsupported_reason: Callable[[Any], str | None]  # why it does not support a call, or None
@@ -36,7 +36,7 @@ class Backend(NamedTuple):
 
 
 def _prefer_triton_to_plain(call: MixtureCall) -> str | None:
-    """Return why the kernels are faster than SDPA for the call, or None.
+    """Return why the Triton kernels are faster than SDPA for the call, or None.
 
     Measured on an H200: with padding, SDPA takes 1.2 times (forward) and 1.3 times (with gradients) the time of the
     fused kernels; one token at a time with a growing cache, 50 ms for 16 layers against 8.
@@ -46,12 +46,12 @@ def _prefer_triton_to_plain(call: MixtureCall) -> str | None:
     if not (is_decode_step or has_key_mask) or triton.mixture_unsupported_reason(call) is not None:
         return None
     if is_decode_step:
-        return "cuDNN makes a new plan for every number of keys"
-    return "triton reads a mask of keys once per key, and skips masked keys"
+        return "triton is faster: cuDNN makes a new plan for every number of keys"
+    return "triton is faster: it reads the key mask once per key, and skips masked keys"
 
 
 def _is_cudnn_decode_step(call: MixtureCall) -> bool:
-    """Return whether SDPA would run the call, of one query, on cuDNN: no shared key heads, 2-byte numbers."""
+    """Return whether the call is one query that SDPA runs on cuDNN: a 2-byte dtype and no shared key heads."""
     query, keys = call.query, call.keys
     return query.dtype.itemsize == 2 and call.group == 1 and query.shape[2] == 1 and keys.shape[-2] > 1
 
@@ -96,8 +96,8 @@ def select_backend(
     Args:
         call: The validated call.
         name: "auto", or the name of a backend. A ValueError is raised if that does not support the call.
-        explain: Return a reason for every other backend. Otherwise the reasons end with the selected backend: no
-            message is formatted that the selection does not need.
+        explain: Return a reason for every other backend. Otherwise, only backends that were tried before the selected
+            one have a reason.
 
     Returns:
         The backend, and a dict of the names and reasons of others.
@@ -140,16 +140,16 @@ def _skip_reason(backend: Backend, call: MixtureCall | LinearCall) -> str | None
     if reason is not None or backend.is_reference:
         return reason
     if call.query.dtype == torch.float64:
-        return "auto runs fp64 on the equations"
+        return "'auto' runs fp64 on a reference backend"
     # Checked only while compiling or tracing: is_in_onnx_export() is slow.
     if (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
-        return "ONNX export supports the equations only"
+        return "ONNX export supports reference backends only"
     return None
 
 
 @torch.no_grad()
 def em_statistics(call: MixtureCall, real_queries: Tensor | None = None, *, with_spread: bool = True) -> EMStatistics:
-    """Sum the responsibilities of Eq. 11 over the queries of a call, which its masks and causality limit.
+    """Sum the responsibilities of Eq. 11 over the queries of a call; its masks and causality apply.
 
     Args:
         call: The validated call.

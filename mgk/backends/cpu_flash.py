@@ -29,17 +29,17 @@ WIDTH_MULTIPLE = 2
 def unsupported_reason(call: MixtureCall) -> str | None:
     """Return why the call is not supported, or None."""
     if call.query.device.type != "cpu":
-        return f"it runs on the CPU, query is on {call.query.device}"
+        return f"it runs on the CPU only, but query is on {call.query.device}"
     if call.hard:
         return "a hard assignment is not a sum of softmaxes"
     if call.return_weights:
         return "it never forms the attention weights"
     if call.dropout_p > 0:
-        return "it would drop pairs of key and component, not attention weights"
+        return "its dropout would apply to pairs of key and component, not to attention weights"
     if call.attn_mask is not None and call.attn_mask.requires_grad:
         return "it has no gradient for attn_mask"
     if isinstance(call.scale, Tensor) and call.scale.shape[-1] != 1:
-        return "it takes one scale for all keys"
+        return "it does not support a scale per key"
     if call.unsupported_transform is not None:
         return f"{call.unsupported_transform} are not supported"
     return None
@@ -148,7 +148,7 @@ def _flash_calls(
                 bias = bias + (part if part.shape[-1] == 1 else part[..., :visible]).clamp(min=MASK_VALUE)
             if allowed is not None:
                 bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :visible]), MASK_VALUE)
-            # The sum has the layout of the mask.
+            # The sum inherits the strides of the mask.
             bias = bias.contiguous().expand(query.shape[0], query.shape[1], -1, -1)
             yield _shift_slice(tile, rows.start), slice(columns.start, columns.start + visible), False, bias
 
@@ -159,10 +159,10 @@ def _repeat_key_heads(tensor: Tensor, group: int) -> Tensor:
 
 
 def _make_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors contiguous: copies of those that are not.
+    """Copy the tensors that are not contiguous.
 
-    The flash kernel takes the last dimension's stride for 1 without a check, and `torch.cat` keeps the channels-last
-    layout of its parts.
+    The flash kernel assumes without a check that the stride of the last dimension is 1, and `torch.cat` keeps the
+    channels-last layout of its parts.
     """
     return tuple(tensor.contiguous() for tensor in tensors)
 
@@ -181,7 +181,7 @@ def mixture_forward(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the softmax of query·keys_r over keys and components. Inputs may have any strides.
+    """Attend with the softmax of query·keys_r over keys and components; inputs may have any strides.
 
     Args:
         query: [B, H, L, F].

@@ -30,8 +30,8 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None
         query, keys, value, log_prior, scale, tau = expand_inputs(call)
         bias = call.attn_mask
         if bias is not None:
-            # Values below MASK_VALUE mask a pair, as in the kernels: other libraries mask by the least finite number,
-            # and a row that has no other value is fully masked.
+            # Values below MASK_VALUE mask a pair, as in the kernels: other libraries mask with the lowest finite
+            # number, and a row without any other value must count as fully masked.
             bias = None if bias.dtype == torch.bool else bias.to(query.dtype)
             bias = None if bias is None else bias.masked_fill(bias < MASK_VALUE, -math.inf)
 
@@ -73,7 +73,7 @@ def run_linear(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
     allowed = _allowed_pairs(call, features)
     reference = linear_features.max_log_weights(features.log_weight, state, call.causal)
     if features.log_weight is not None and call.cu_seqlens is not None:
-        # The maximum is taken over the query's own sequence.
+        # The maximum is taken over the query's packed sequence.
         visible = features.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
         reference = visible.amax(-1).detach().clamp(min=EMPTY_LOG_WEIGHT)
     key, value = repeat_heads(features.key, call.group), repeat_heads(features.value, call.group)

@@ -1,7 +1,7 @@
-"""Shapes only ("meta"): forms the products of the algorithm for tensors on the meta device.
+"""Shapes only ("meta"): runs the matmuls of the algorithm on tensors of the meta device.
 
-Parameters and FLOPs of a model can be counted without memory by torch's own counter: 2 per multiply-add, causal calls
-in full; exponentials and the work per key are not counted.
+torch's FLOP counter can then count a model without allocating memory: 2 FLOPs per multiply-add, causal calls in full;
+exponentials and the work per key are not counted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ def unsupported_reason(call: MixtureCall | LinearCall) -> str | None:
     """Return why the call is not supported, or None."""
     if call.query.device.type == "meta":
         return None
-    return "it is for tensors on the meta device: it computes shapes only"
+    return "it computes shapes only, for tensors on the meta device"
 
 
 def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Form query·key (once for shifted keys, M times for independent ones) and weights·value."""
+    """Multiply query and keys (once for shifted keys, M times for independent ones), and weights and value."""
     keys = call.keys.unsqueeze(2) if call.shift is not None else call.keys
     keys, value = repeat_heads(keys, call.group), repeat_heads(call.value, call.group)
     weights = (call.query.unsqueeze(2) @ keys.transpose(-1, -2)).sum(2)
@@ -28,7 +28,7 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Form Z = Σ φ̃ vᵀ over the keys, then φ(q)·Z and φ(q)·z for each query."""
+    """Compute Z = Σ φ̃ vᵀ over the keys, then φ(q)·Z and φ(q)·z for each query."""
     query, key = call.feature_map(call.query), call.feature_map(call.component_keys(call.query.dtype)[:, :, 0])
     total = key.transpose(-1, -2) @ call.value
     state = (total, total[..., 0])

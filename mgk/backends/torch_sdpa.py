@@ -15,15 +15,15 @@ def unsupported_reason(call: MixtureCall) -> str | None:
     if call.components != 1 or isinstance(call.tau, Tensor) or call.tau != 0:
         return "it computes softmax attention only: one component and similarity 'dot'"
     if call.shift is not None or call.log_prior is not None or isinstance(call.scale, Tensor):
-        return "it takes no shift, log_prior or tensor of scales"
+        return "it does not support a shift, a log_prior or a scale tensor"
     if call.return_weights or call.return_lse:
         return "it returns the output only"
     if call.packed is not None:
         return "it does not support packed sequences"
     if call.num_valid_keys is not None:
-        return "it reads all keys, including those past the count of valid keys"
+        return "it does not support a count of valid keys"
     if call.causal and call.attn_mask is not None:
-        return "it takes a mask or is_causal, not both"
+        return "it supports attn_mask or is_causal, not both"
     if _needs_bottom_right_mask(call):
         return "it aligns the causal diagonal top-left"
     return None

@@ -28,7 +28,7 @@ def _missing_triton_reason() -> str | None:
         return "Triton is not installed"
     if any(Path(folder, "tools", "tensor_descriptor.py").is_file() for folder in spec.submodule_search_locations or ()):
         return None
-    return "the kernels need Triton 3.4 or newer, which comes with torch 2.8"
+    return "the kernels require Triton 3.4 or newer, which comes with torch 2.8"
 
 
 # Evaluated once: torch.compile cannot trace the import system.
@@ -52,7 +52,7 @@ def _unsupported_platform_reason(call: MixtureCall | LinearCall) -> str | None:
         return NO_TRITON
     query = call.query
     if not query.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the kernels need a CUDA device, query is on {query.device.type}"
+        return f"the kernels require a CUDA device, but query is on {query.device.type}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not supported (float16, bfloat16 and float32 are)"
     if call.return_weights:
@@ -67,7 +67,7 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
         return reason
     query, value = call.query, call.value
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
-        return f"head widths above {MAX_WIDTH} are not supported"
+        return f"head dimensions above {MAX_WIDTH} are not supported"
     if call.components > MAX_COMPONENTS:
         return f"more than {MAX_COMPONENTS} components are not supported"
     if isinstance(call.scale, Tensor) and (call.scale.shape[0] > 1 or call.scale.shape[3] > 1):
@@ -77,7 +77,7 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
     if call.packed is not None and call.attn_mask is not None:
         return "attn_mask together with cu_seqlens is not supported"
     if value.shape[-1] == 0:
-        return "values of width 0 are not supported"
+        return "a value dimension of 0 is not supported"
     if _has_scale_per_component(call) and call.shift is not None and _has_bias_per_query(call):
         return "a float attn_mask together with shifted keys and a scale per component is not supported"
     if call.unsupported_transform is not None:
@@ -98,11 +98,11 @@ def linear_unsupported_reason(call: LinearCall) -> str | None:
     if not any(call.feature_map is feature_map for feature_map in MAPS):
         return "only the feature maps 'elu' and 'relu' are supported"
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
-        return f"head widths above {MAX_WIDTH} are not supported"
+        return f"head dimensions above {MAX_WIDTH} are not supported"
     if value.shape[-1] == 0:
-        return "values of width 0 are not supported"
+        return "a value dimension of 0 is not supported"
     if query.shape[0] * query.shape[1] > MAX_HEADS:
-        return f"more than {MAX_HEADS:,} heads, over the batch, are not supported"
+        return f"a batch size times number of heads above {MAX_HEADS:,} is not supported"
     return None
 
 
@@ -181,7 +181,7 @@ def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, 
 
 
 def _is_linear_decode_step(call: LinearCall) -> bool:
-    """Return whether the call is one token without gradients. Under compile or a dispatch mode the general op runs."""
+    """Return whether the call is one token without gradients, outside of torch.compile and dispatch modes."""
     if not call.causal or call.query.shape[2] != 1 or torch.is_grad_enabled():
         return False
     if call.key_mask is not None or call.cu_seqlens is not None:

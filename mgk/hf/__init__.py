@@ -2,7 +2,7 @@
 
 Importing this package registers the classes with AutoConfig, AutoModelForCausalLM and
 AutoModelForSequenceClassification. Shapes: B batch size, H query heads, Hk key heads, M components, L queries, S keys,
-D width of a head, E width of a value, V vocabulary size.
+D head dimension, E value dimension, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("mgk.hf needs the extra 'hf': pip install 'mgk[hf]'", name=error.name) from error
+    raise ModuleNotFoundError("mgk.hf requires the extra 'hf': pip install 'mgk[hf]'", name=error.name) from error
 
 from mgk.hf.configuration import MGKConfig
 from mgk.hf.convert import convert, load_converted

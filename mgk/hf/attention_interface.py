@@ -27,13 +27,13 @@ def find_model_class(config: Any) -> Any:
 
 
 def with_infinite_mask(mask: Tensor) -> Tensor:
-    """Replace the most negative number, by which Transformers masks a key in an additive mask, by -inf."""
+    """Replace the lowest finite number, with which Transformers masks a key in an additive mask, by -inf."""
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 @contextmanager
 def replace_attention(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[bool]:
-    """Register `function` as attention function `name` and let the model use it until exit.
+    """Register `function` as attention function `name`, and make the model use it until exit.
 
     Yields:
         True if the model accepts other attention functions.

@@ -1,4 +1,4 @@
-"""Configuration of the models under the names that Transformers uses."""
+"""Configuration of the models, with the field names of Transformers."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class MGKConfig(PreTrainedConfig):
         for field in dataclasses.fields(KINDS[one_of("kind", self.kind, KINDS)][0]):
             name = NAMES.get(field.name, field.name)
             if name != field.name and field.name in kwargs:
-                fail(field.name, f"is called {name} here")
-            # Transformers sets num_labels itself: the number of label names, or 2.
+                fail(field.name, f"is called {name} in MGKConfig")
+            # num_labels is set by Transformers: the number of label names, or 2.
             if name != "num_labels":
                 if name not in kwargs and field.default is dataclasses.MISSING:
-                    fail(name, f"is needed for a {self.kind}")
+                    fail(name, f"is required for a {self.kind}")
                 setattr(self, name, kwargs.pop(name, field.default))
         for name in kwargs:
             # Transformers accepts any name; one that is close to a field is probably a typo.
@@ -66,7 +66,7 @@ class MGKConfig(PreTrainedConfig):
         return cls(kind=kind, **{NAMES.get(field.name, field.name): getattr(config, field.name) for field in fields})
 
     def settings(self) -> DecoderConfig | EncoderConfig:
-        """Return the DecoderConfig or EncoderConfig; raise a ValueError that names a wrong field."""
+        """Return the DecoderConfig or EncoderConfig; raise a ValueError if a field is invalid."""
         config_class = KINDS[self.kind][0]
         names = [field.name for field in dataclasses.fields(config_class)]
         config: DecoderConfig | EncoderConfig = config_class(**{n: getattr(self, NAMES.get(n, n)) for n in names})

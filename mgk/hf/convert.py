@@ -1,4 +1,4 @@
-"""Conversion of pretrained Transformers models to mixture keys, with unchanged outputs at first."""
+"""Conversion of pretrained Transformers models to mixture keys; the outputs are initially unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 # Reasons against variants other than smgk, by similarity, keys, assignment or prior.
 REASONS = {
     "linear": "softmax attention has no exact linear form",
-    "dot": "the model already is a softmax model",
+    "dot": "the model already uses softmax attention",
     "independent": "independent keys need projections that the model does not have",
     "hard": "hard assignment is not supported for these models",
     "em": "a prior from EM is not supported for these models",
@@ -50,18 +50,18 @@ def convert(
     shift_std: float = 1.0,
     example: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Replace the keys of a model's softmax attention by mixture keys, in place. The outputs stay the same at first.
+    """Replace the keys of a model's softmax attention by mixture keys, in place, with initially unchanged outputs.
 
-    Each layer gets a submodule `mgk` with shifts [Hk, M, D], a prior over the components, and τ [Hk], which is 0
-    initially; the projections stay. Layers are converted if they get their attention function from Transformers'
-    AttentionInterface while the model runs on the example. Caches, `generate` and masks stay those of Transformers.
+    Each layer gets a submodule `mgk` with shifts [Hk, M, D], a prior over the components, and τ [Hk], initially 0; its
+    projections are not changed. Layers are converted if they use Transformers' AttentionInterface when the model runs
+    on the example. Caches, `generate` and masks remain those of Transformers.
 
     Args:
         model: A Transformers model.
-        variant: "smgk", the only variant that needs no new projections.
+        variant: "smgk", the only variant that requires no new projections.
         num_components: Number of Gaussians per key, M.
-        layers: Layers to convert: indices in the order of the modules, or patterns for names in model.base_model such
-            as "layers.0.*". Default: all. The others keep their attention.
+        layers: Layers to convert: indices in the order of the modules, or patterns of names in model.base_model such
+            as "layers.0.*". Default: all. Other layers are not changed.
         shift_std: Standard deviation of the initial shifts.
         example: Inputs of the model, used to find its layers and to check that the outputs do not change. Default:
             model.dummy_inputs, a few tokens.
@@ -75,7 +75,7 @@ def convert(
     if not isinstance(model, PreTrainedModel):
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
     if any(isinstance(module, MixtureKeys) for module in model.modules()):
-        fail("model", "has been converted already")
+        fail("model", "has already been converted")
     if getattr(model.config, NAME, None) is not None:
         fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
     example = _default_example(model) if example is None else example
@@ -127,10 +127,10 @@ def load_converted(
     config = AutoConfig.from_pretrained(folder)
     saved = getattr(config, NAME, None)
     if saved is None:
-        fail("folder", f"{folder} holds no converted model: use from_pretrained, then mgk.hf.convert")
+        fail("folder", f"{folder} has no converted model: use from_pretrained, then mgk.hf.convert")
     original: Any = find_model_class(config) if model_class is None else model_class
     if original is None:
-        fail("model_class", f"is needed: Transformers has no {(config.architectures or ['?'])[0]}")
+        fail("model_class", f"is required: Transformers has no {(config.architectures or ['?'])[0]}")
 
     def build(self: Any, config: PreTrainedConfig) -> None:
         original.__init__(self, config)
@@ -172,13 +172,13 @@ def _restore(model: PreTrainedModel, saved: Any) -> None:
             module = model.base_model.get_submodule(name)
             install(module, MixtureKeys(heads, components, head_dim, module.config))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"folder holds a config.json whose {NAME!r} does not fit {type(model).__name__}") from error
+        raise ValueError(f"folder has a config.json whose {NAME!r} does not match {type(model).__name__}") from error
 
 
 def _default_example(model: PreTrainedModel) -> dict[str, Any]:
     example = model.dummy_inputs
     if model.main_input_name not in example:
-        fail("example", f"is needed: {type(model).__name__} takes {model.main_input_name}")
+        fail("example", f"is required: {type(model).__name__} takes {model.main_input_name}")
     return {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in example.items()}
 
 
@@ -193,7 +193,7 @@ def _run_example(model: PreTrainedModel, example: Mapping[str, Any]) -> list[Ten
 
 
 def _find_attention_layers(model: PreTrainedModel, example: Mapping[str, Any]) -> dict[str, AttentionLayerInfo]:
-    """Return the layers that use the AttentionInterface by name, in the order of the modules."""
+    """Return the layers that use the AttentionInterface, {name: info}, in the order of the modules."""
     layers: dict[nn.Module, AttentionLayerInfo] = {}
 
     def probe(
@@ -233,15 +233,15 @@ def _select_layers(names: list[str], layers: Any) -> list[str]:
         else:
             matches = []
         if not matches:
-            fail("layers", f"has {item!r}; the model has {len(names)}, from {names[0]!r} to {names[-1]!r}")
+            fail("layers", f"has no match for {item!r}: the {len(names)} layers are {names[0]!r} to {names[-1]!r}")
         selected.update(matches)
     if not selected:
-        fail("layers", "must name at least one")
+        fail("layers", "must select at least one layer")
     return [name for name in names if name in selected]
 
 
 def _check_unchanged(model: PreTrainedModel, before: list[Tensor], after: list[Tensor]) -> None:
-    """Raise if the outputs have changed: a layer then does more than softmax attention."""
+    """Raise a ValueError if the outputs have changed: a layer then computes more than softmax attention."""
     for old, new in zip(before, after, strict=True):
         tolerance = torch.finfo(old.dtype).eps ** 0.5
         largest = float(old.abs().nan_to_num(0, 0, 0).max()) if old.numel() else 0.0

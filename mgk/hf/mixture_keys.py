@@ -21,7 +21,7 @@ NAME = "mgk"  # of the attention function, the submodule of a converted layer, a
 # Arguments of attention functions that change the weights and are not supported.
 UNSUPPORTED = {
     "softcap": "capped logits",
-    "s_aux": "learned sinks",
+    "s_aux": "learned attention sinks",
     "position_bias": "a position bias",
     "indices": "keys chosen by an index",
     "block_indices": "blocks of keys chosen by an index",
@@ -38,7 +38,7 @@ class MixtureKeys(nn.Module):
     Args:
         heads: Number of key heads Hk.
         components: Number of components M.
-        head_dim: Width D of a head.
+        head_dim: Dimension D of a head.
         config: Configuration of the layer, whose attention implementation determines the masks.
         shift_std: Standard deviation of the initial shifts.
         **factory: `device` and `dtype` of the parameters.
@@ -130,7 +130,7 @@ def check_supported(module: nn.Module, extras: dict[str, Any]) -> None:
 
 
 def masks_include_causality(config: PreTrainedConfig) -> bool:
-    """Return whether a missing mask means full attention; otherwise the layer's is_causal applies."""
+    """Return whether no mask means full attention; otherwise the layer's is_causal applies."""
     name = config._attn_implementation
     mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if mask_function is not eager_mask and mask_function is not sdpa_mask:

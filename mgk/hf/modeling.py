@@ -33,7 +33,7 @@ IGNORED = -100  # label of positions without a loss
 
 
 class MGKCache(Cache):
-    """Caches of all layers, with the interface that `generate` uses. They grow as needed.
+    """Caches of all layers with the interface that `generate` uses; they grow as needed.
 
     Args:
         caches: One cache per layer, from `LanguageModel.make_caches`.
@@ -63,7 +63,7 @@ class MGKCache(Cache):
         return -1
 
     def reserve(self, num_tokens: int) -> None:
-        """Make sure that `num_tokens` more tokens fit; a full cache at least doubles, so that copies are rare."""
+        """Enlarge the caches to fit `num_tokens` more tokens; their size at least doubles, so that copies are rare."""
         for cache in self.caches:
             if cache.length + num_tokens > cache.max_length:
                 cache.enlarge(max(cache.length + num_tokens, 2 * cache.max_length))
@@ -123,7 +123,7 @@ class MGKPreTrainedModel(PreTrainedModel):
     def __init__(self, config: MGKConfig) -> None:
         super().__init__(config)
         if config.kind != self.kind:
-            fail("config", f"is of a {config.kind}; {type(self).__name__} holds a {self.kind}")
+            fail("config", f"is for a {config.kind}, but {type(self).__name__} is a {self.kind}")
         self.model = KINDS[self.kind][1](config.settings())
         for layer in self.model.layers:
             layer.__class__ = CHECKPOINTED[type(layer)]
@@ -182,12 +182,12 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: MGKConfig) -> None:
         if not config.tie_word_embeddings:
-            fail("tie_word_embeddings", "must be True: input and softmax share one table")
+            fail("tie_word_embeddings", "must be True: the input embedding and the softmax share their weights")
         super().__init__(config)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # `forward` makes the cache: keys of mixtures do not fit Transformers' caches.
+        # `forward` makes the cache: Transformers' caches do not support mixture keys.
         return False
 
     def make_cache(self, batch_size: int, max_length: int = 64) -> MGKCache:
@@ -213,13 +213,13 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         Args:
             input_ids: Token ids [B, L].
             attention_mask: [B, S], 0 = padding, left or right; with a cache, S includes the cached tokens.
-            position_ids: [B, L]. Default: consecutive, without padding.
+            position_ids: [B, L]. Default: consecutive numbers of the tokens that are not padding.
             past_key_values: Cache of `make_cache` or of an earlier output.
-            labels: [B, L], the input_ids or -100 for no loss; shifted here. In training mode the output then has no
-                logits, which would be the largest tensor of a step.
-            use_cache: Make and return a cache if none is given. Not in training.
+            labels: [B, L], the input_ids, or -100 for positions without a loss; shifted by this method. In training
+                mode the output then has no logits, which would be the largest tensor of a step.
+            use_cache: Make and return a cache if none is given. Inference only.
             logits_to_keep: Number of last positions with logits (0 for all), or their indices.
-            num_items_in_batch: Divisor of the summed loss. Default: the number of labels.
+            num_items_in_batch: Divisor of the summed loss. Default: the number of labels other than -100.
             output_hidden_states: Whether to return the inputs of all layers and the final output.
             output_attentions: Not supported.
             return_dict: False returns a tuple.
@@ -228,7 +228,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             A CausalLMOutputWithPast.
         """
         if output_attentions:
-            fail("output_attentions", "is not supported: mgk.Attention's need_weights returns a layer's weights")
+            fail("output_attentions", "is not supported: call a layer's mgk.Attention with need_weights=True")
         if past_key_values is not None and not isinstance(past_key_values, MGKCache):
             fail("past_key_values", f"must come from make_cache, got {type(past_key_values).__name__}")
         batch, length = input_ids.shape
@@ -330,7 +330,8 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         lengths = None
         if attention_mask is not None:
             if attention_mask.shape != input_ids.shape:
-                fail("attention_mask", f"must have input_ids' shape {list(input_ids.shape)}")
+                got = list(attention_mask.shape)
+                fail("attention_mask", f"must have the shape of input_ids, {list(input_ids.shape)}, got {got}")
             # Move padding to the end of each row, as the model expects it.
             attention_mask = (attention_mask != 0).long()
             input_ids = input_ids.gather(-1, attention_mask.argsort(dim=-1, descending=True, stable=True))
@@ -357,7 +358,8 @@ def _padding_and_positions(
     if mask is None:
         return None, positions
     if mask.shape != (batch, cached + length):
-        fail("attention_mask", f"must have shape [{batch}, {cached + length}], all tokens, got {list(mask.shape)}")
+        shape = f"[{batch}, {cached + length}] and include cached tokens"
+        fail("attention_mask", f"must have shape {shape}, got {list(mask.shape)}")
     is_token = mask != 0
     # Attention is faster without a mask.
     if not torch.compiler.is_compiling() and bool(is_token.all()):
@@ -383,6 +385,6 @@ def _layer_inputs(model: LanguageModel, enabled: bool) -> Iterator[list[Tensor]]
 
 
 def _mark_as_initialized(tensors: Iterable[Any]) -> None:
-    # Transformers would initialize them again.
+    # Transformers initializes tensors without this attribute again.
     for tensor in tensors:
         tensor._is_hf_initialized = True

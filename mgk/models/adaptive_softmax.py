@@ -3,7 +3,7 @@
 Adaptive softmax: frequent tokens and one entry per tail cluster share the first softmax. A second softmax within the
 cluster separates its tokens, and is computed only for positions whose target is in the cluster. Token ids are sorted by
 decreasing frequency. No [N, V] tensor is held: logits are computed in chunks of rows, and recomputed in the backward.
-N is the number of positions, V the vocabulary size, d the width.
+N is the number of positions, V the vocabulary size, d the dimension of the token vectors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mgk._core.validation import fail, positive_integer
 MAX_LOGITS = 1 << 27
 # GEMMs are fast if rows of 16-bit numbers start at multiples of 16 bytes.
 ALIGNMENT = 64
-# Larger vocabularies make the GEMM with the one-hot matrix slower than the scatter.
+# For larger vocabularies the GEMM with the one-hot matrix is slower than the scatter.
 MAX_ONE_HOT = 1024
 
 
@@ -33,7 +33,7 @@ class TiedEmbedding(nn.Module):
 
     Args:
         vocab_size: Number of tokens V.
-        width: Width d of the vectors.
+        width: Dimension d of the vectors.
         cutoffs: First token ids of the tail clusters; empty for a full softmax.
         bias: Whether to add a learned bias to each logit.
     """
@@ -81,7 +81,7 @@ class TiedEmbedding(nn.Module):
 
         Args:
             hidden: Outputs of the model, [..., d].
-            targets: Token ids [...]; none is ignored.
+            targets: Token ids [...]; no id is ignored.
             capacities: Maximum number of targets in each tail cluster; all shapes follow from them. Default:
                 `cluster_capacities(targets)`, which synchronizes with the device.
 
@@ -122,7 +122,7 @@ class TiedEmbedding(nn.Module):
         return losses.view(shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [..., V] of [..., d]; log probabilities for an adaptive softmax. Meant for few rows."""
+        """Compute logits [..., V], or log probabilities of an adaptive softmax, from [..., d]. Meant for few rows."""
         if not self.cutoffs:
             return F.linear(hidden, self.weight, self.bias)
         # One GEMM for all tokens; concatenating logits moves fewer numbers than concatenating weights.
@@ -140,7 +140,7 @@ class TiedEmbedding(nn.Module):
         if not isinstance(targets, Tensor) or targets.dtype not in (torch.int32, torch.int64):
             fail("targets", "must be an integer tensor of token ids")
         if targets.shape != hidden.shape[:-1]:
-            fail("targets", f"must have the tokens' shape {list(hidden.shape[:-1])}, got {list(targets.shape)}")
+            fail("targets", f"must have shape {list(hidden.shape[:-1])}, one per position, got {list(targets.shape)}")
         if targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
             low, high = (int(bound) for bound in targets.aminmax())
             if low < 0 or high >= self.vocab_size:
@@ -176,7 +176,7 @@ class TiedEmbedding(nn.Module):
 
 
 def round_capacity(count: int) -> int:
-    """Round a number of targets up, so that few distinct shapes occur; above 64, at most a quarter stays unused."""
+    """Round a number of targets up, so that few distinct shapes occur; above 64, at most a quarter is unused."""
     step = max(64, 1 << max(0, count.bit_length() - 3))
     return count + -count % step
 
@@ -268,15 +268,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_on_gpu(x: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Fuse element-wise passes over the logits on a GPU, where they are bound by memory."""
+    """Compile a function on a GPU, to fuse element-wise passes over the logits, which are memory-bound there."""
     return _compiled(function) if x.device.type == "cuda" else function
 
 
 class _OneHotEmbedding(torch.autograd.Function):
-    """weight[tokens], whose backward is a GEMM with the one-hot matrix.
+    """Embedding lookup whose backward is a GEMM with the one-hot matrix.
 
-    On a GPU, the backward of nn.functional.embedding adds tens of thousands of tokens to a few rows by atomics: slow,
-    and with an order of additions that differs from run to run.
+    On a GPU, the backward of nn.functional.embedding adds tens of thousands of tokens to a few rows with atomics, which
+    is slow and not deterministic.
     """
 
     @staticmethod

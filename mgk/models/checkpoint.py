@@ -1,4 +1,4 @@
-"""Saved models: model.safetensors and config.json in one folder, without pickle."""
+"""Saved models: model.safetensors and config.json in one directory, without pickle."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mgk._core.io import replacing, write_atomically
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 
-# Classes of configuration and model by the `kind` in config.json.
+# Configuration and model classes by the `kind` in config.json.
 KINDS: dict[str, tuple[type, type]] = {
     "classifier": (EncoderConfig, Classifier),
     "language-model": (DecoderConfig, LanguageModel),
 }
 # Advice in the message about damaged files.
-REMEDY = "train again, or take another folder"
+REMEDY = "train again, or use another directory"
 
 
 def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write weights and configuration of a model, atomically per file.
+    """Write the weights and the configuration of a model; each file is written atomically.
 
     Args:
         model: A LanguageModel or Classifier.
-        directory: Folder to write to; it is created if necessary.
+        directory: Directory to write to; it is created if necessary.
         weights: State dict to save. Default: that of the model.
     """
     directory = Path(directory)
@@ -46,7 +46,7 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
     """Load a model that `save_model` wrote.
 
     Args:
-        directory: Folder with model.safetensors and config.json.
+        directory: Directory with model.safetensors and config.json.
         device: Device of the model.
 
     Returns:
@@ -59,14 +59,14 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
     try:
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or fields.get("kind") not in KINDS:
-            raise ValueError(f"config.json must have the kind {' or '.join(KINDS)}")
+            raise ValueError(f"kind in config.json must be {' or '.join(KINDS)}")
         config_class, model_class = KINDS[fields.pop("kind")]
         model: nn.Module = model_class(config_class(**fields))
         model.load_state_dict(load_file(directory / "model.safetensors"))
     except FileNotFoundError as error:
-        # The error of safetensors has no file name.
+        # FileNotFoundErrors of safetensors have no file name.
         missing = Path(error.filename or "model.safetensors").name
-        raise ValueError(f"{directory} holds no model: {missing} is missing") from error
+        raise ValueError(f"{directory} has no saved model: {missing} is missing") from error
     except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"the model in {directory} is damaged ({first_line}): {REMEDY}") from error

@@ -1,6 +1,6 @@
 """CUDA graphs of a batch's metrics and gradients.
 
-Small models are bound by Python and by kernel launches, not by the GPU. Replaying a captured graph is one launch.
+Small models are limited by Python and kernel launches, not by the GPU. Replaying a captured graph is one launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CaptureError(Exception):
 def capture_graph(
     run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, T, T]:
-    """Run a function once eagerly, so that everything is compiled, and capture a second call.
+    """Run a function eagerly, so that its kernels are compiled, and capture a second call.
 
     Args:
         run: Function to capture; it reads and writes only tensors that stay in place.
@@ -48,7 +48,7 @@ def capture_graph(
         The graph, the output of the eager run, and the tensors that a replay writes.
 
     Raises:
-        CaptureError: The capture failed. The random number generator is as after the eager run.
+        CaptureError: The capture failed. The random number generator has its state after the eager run.
     """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -126,8 +126,8 @@ class GraphedForward:
     def _capture(self, key: tuple[Any, ...], inputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
         static_inputs = tuple(x.clone() for x in inputs)
         rng_state, saved_buffers = torch.cuda.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.buffers()]
-        # One stream for all captures: autograd keeps the first stream of each parameter as long as a part of that pass
-        # is alive, and passes on other streams wait for it.
+        # One stream for all captures: autograd keeps the first stream of each parameter while any part of that pass is
+        # alive, and synchronizes passes on other streams with it.
         self._stream = self._stream or torch.cuda.Stream()
         try:
             graph, _, means = capture_graph(lambda: self._run(static_inputs, sizes), self._stream, self._pool)
@@ -139,9 +139,8 @@ class GraphedForward:
             gc.collect()
             if self.failures == MAX_ATTEMPTS:
                 self.use_graphs = False
-                warnings.warn(
-                    f"{self.description} could not be captured as a CUDA graph ({error}) and runs slower", stacklevel=3
-                )
+                message = f"{self.description} could not be captured as a CUDA graph; it runs eagerly, which is slower"
+                warnings.warn(f"{message}: {error}", stacklevel=3)
         else:
             self._pool = graph.pool()
             self.captured[key] = CapturedGraph(graph, static_inputs, means)

@@ -1,7 +1,7 @@
 """Language model: a causal decoder with any variant of attention in each layer.
 
-A few settings determine its form: kind and placement of the norms, position encoding, feed-forward layer, and softmax.
-FORMS has the settings of the paper's form and of a modern one.
+The configuration selects kind and placement of the norms, position encoding, feed-forward layer and softmax. FORMS has
+the settings of the paper's architecture and of a modern one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mgk.variants import PRESETS, check_variants, variants_per_layer
 # 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
 GROUP_SIZE = 4
 
-# Norms before and after a sublayer: x + f(norm(x)), or norm(x + f(x)) as in the original transformer.
+# Norms before and after a sublayer f: x + f(norm(x)), or norm(x + f(x)) as in the original Transformer.
 NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module | None, nn.Module | None]]] = {
     "pre": lambda norm: (norm(), None),
     "post": lambda norm: (None, norm()),
@@ -96,17 +96,17 @@ FORMS: dict[str, dict[str, Any]] = {
 class DecoderConfig:
     """Configuration of a LanguageModel. The defaults are the paper's model for WikiText-103.
 
-    `DecoderConfig(vocab_size, **FORMS["modern"])` is the modern form.
+    `DecoderConfig(vocab_size, **FORMS["modern"])` is the modern architecture.
 
     Attributes:
         vocab_size: Number of tokens.
         max_length: Length of training sequences. Longer input is possible unless the preset has priors per position.
-        embed_dim: Width of the model.
-        ffn_dim: Width of the feed-forward layers.
+        embed_dim: Dimension of the model.
+        ffn_dim: Hidden dimension of the feed-forward layers.
         num_layers: Number of layers.
         num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads. Default: num_heads.
-        head_dim: Width of a head. It does not depend on num_heads: models with fewer heads are smaller.
+        head_dim: Dimension of a head. It does not depend on num_heads: models with fewer heads are smaller.
         variant: Attention variant of all layers, or one for each layer.
         num_components: Number of Gaussians per key.
         preset: Preset of the attention layers, a key of PRESETS.
@@ -118,7 +118,7 @@ class DecoderConfig:
         cutoffs: First token ids of the adaptive softmax's tail clusters; empty for a full softmax.
         head_bias: Whether the logits have a bias.
         dropout: Dropout of embeddings, sublayers and feed-forward layers.
-        attention_dropout: Dropout of attention weights. None takes the preset's.
+        attention_dropout: Dropout of attention weights. None selects the preset's.
         backend: Backend of the attention operators.
     """
 
@@ -193,7 +193,7 @@ class DecoderLayer(nn.Module):
         return self._add_and_feed_forward(x, attended)
 
     def forward_last(self, x: Tensor) -> Tensor:
-        """Compute the output of the last position only, [B, 1, d]: one query over all keys needs no causal mask."""
+        """Compute the output of the last position only, [B, 1, d]; its query attends to all keys."""
         normed = _apply(self.before_attention, x)
         position = torch.full((1,), x.shape[1] - 1, device=x.device)
         attended = self.attention.attend(normed[:, -1:], normed, None, AttentionArgs(is_causal=False), position)
@@ -242,10 +242,10 @@ class LanguageModel(nn.Module):
         self.table = TiedEmbedding(config.vocab_size, config.embed_dim, config.cutoffs, bias=config.head_bias)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config, variant) for variant in config.layer_variants)
-        # The output of the last pre-norm layer is not normalized.
+        # Only pre-norm models have a final norm: the output of a post-norm layer is already normalized.
         self.norm, _ = NORM_PLACES[config.norm_place](lambda: NORMS[config.norm](config.embed_dim))
         self._run_group: Callable[..., Tensor] = run_group
-        # The initialization of the paper's code; small weights keep post-norm layers close to the identity at first.
+        # As in the paper's code; small weights keep post-norm layers close to the identity at the start of training.
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -292,7 +292,7 @@ class LanguageModel(nn.Module):
         """
         self._check_tokens(tokens)
         if caches is not None and len(caches) != len(self.layers):
-            fail("caches", f"must be {len(self.layers)}, one for each layer, got {len(caches)}")
+            fail("caches", f"must have {len(self.layers)} entries, one for each layer, got {len(caches)}")
         start = caches[0].length if caches else 0
         x = self.embed(tokens, position_ids, start) if inputs is None else inputs
         return _apply(self.norm, self._run(self._layers(), x, position_ids, key_padding_mask, caches))
@@ -325,7 +325,7 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: Token ids [B, L].
-            targets: Token ids [B, L]; none is ignored.
+            targets: Token ids [B, L]; no id is ignored.
             capacities: For an adaptive softmax, maximum number of targets in each tail cluster. Default:
                 `model.table.cluster_capacities(targets)`, which synchronizes with the device. If a cluster has more
                 targets, the losses are NaN.

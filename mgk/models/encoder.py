@@ -1,4 +1,4 @@
-"""Encoder of the Long Range Arena experiments: classifies one document, or the relation between two.
+"""Encoder of the Long Range Arena experiments, which classifies one document or the relation between two.
 
 Pre-norm layers, learned positions, mean pooling and an MLP head, as in Nyströmformer's configuration, which the paper
 uses.
@@ -30,19 +30,19 @@ class EncoderConfig:
         num_classes: Number of classes.
         max_length: Maximum length of a document.
         documents: Documents per example. 2 encodes both with the same weights and classifies [x, y, x * y, x - y].
-        embed_dim: Width of the model.
-        ffn_dim: Width of the feed-forward layers.
-        hidden_dim: Width of the classification head.
+        embed_dim: Dimension of the model.
+        ffn_dim: Hidden dimension of the feed-forward layers.
+        hidden_dim: Hidden dimension of the classification head.
         num_layers: Number of layers.
         num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads. Default: num_heads.
-        head_dim: Width of a head. It does not depend on num_heads: models with fewer heads are smaller.
+        head_dim: Dimension of a head. It does not depend on num_heads: models with fewer heads are smaller.
         variant: Attention variant of all layers, or one for each layer.
         num_components: Number of Gaussians per key.
         preset: Preset of the attention layers, a key of PRESETS.
         feature_map: Feature map of linear variants: "elu", "relu", "favor" or "dpfp".
         dropout: Dropout of embeddings, sublayers and feed-forward layers.
-        attention_dropout: Dropout of attention weights. None takes the preset's.
+        attention_dropout: Dropout of attention weights. None selects the preset's.
         pooling: "mean" over the tokens of a document, or "mean-padded", their sum divided by max_length.
         backend: Backend of the attention operators.
         token_std: Standard deviation of the initial token vectors; 0.02 is the paper's.
@@ -86,7 +86,7 @@ class EncoderConfig:
 
     @property
     def supports_packing(self) -> bool:
-        """Whether packing is exact and faster: EM would count the padding at the end, linear attention pads again."""
+        """Whether packed batches are exact and faster: EM would count the padding, linear attention would pad again."""
         layers = [VARIANTS[name] for name in self.layer_variants]
         return not any(v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
 
@@ -151,13 +151,13 @@ class Classifier(nn.Module):
         """Encode tokens [B, L] of documents with lengths [B] as [B, d], the mean over the tokens of the last layer."""
         length = tokens.shape[1]
         if length > self.config.max_length:
-            fail("tokens", f"have length {length}, and the model has {self.config.max_length} positions")
+            fail("tokens", f"must have length at most max_length = {self.config.max_length}, got {length}")
         padding = None if lengths is None else torch.arange(length, device=tokens.device) >= lengths[:, None]
         x = self.dropout(embed_tokens(tokens, self.tokens.weight) + self.positions[:length])
         for layer in self.layers:
             x = layer(x, padding, None, None)
         x = self.norm(x)
-        # Not the width of the batch: a prediction must not depend on the other examples.
+        # max_length, not the padded length of the batch: a prediction must not depend on the other examples.
         denominator = self.config.max_length if self.config.pooling == "mean-padded" else None
         if padding is None or lengths is None:
             return x.mean(1) if denominator is None else x.sum(1) / denominator
@@ -173,8 +173,8 @@ class Classifier(nn.Module):
         x = self.dropout(embed_tokens(tokens, self.tokens.weight) + positions)[None]
         for layer in self.layers:
             x = layer(x, None, edges, self.config.max_length)
-        # A GEMM with the membership matrix instead of a scatter, which is not deterministic on a GPU. Not in bf16:
-        # autocast computes the mean of the padded form in fp32 as well.
+        # A GEMM with the membership matrix instead of a scatter, which is not deterministic on a GPU. Without autocast,
+        # because autocast computes the mean of a padded batch in fp32, too.
         member = sequence == torch.arange(cu_seqlens.shape[0] - 1, device=tokens.device)[:, None]
         normed = self.norm(x)[0]
         with torch.autocast(x.device.type, enabled=False):
@@ -193,7 +193,7 @@ class Classifier(nn.Module):
         """
         check_tokens(tokens, "T" if cu_seqlens is not None else "B L" if self.config.documents == 1 else "B 2 L")
         if tokens.shape[-1] == 0:
-            fail("tokens", f"must hold at least one token, got {list(tokens.shape)}")
+            fail("tokens", f"must have at least one token, got {list(tokens.shape)}")
         if cu_seqlens is not None:
             encoded = self.encode_packed(tokens, cu_seqlens)
         elif self.config.documents == 1:

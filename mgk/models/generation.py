@@ -1,4 +1,4 @@
-"""Token generation: sampling from a language model, and single-token decoding by a CUDA graph."""
+"""Token generation: sampling from a language model, and single-token decoding with a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Sampling:
     """Options for sampling a token.
 
     Attributes:
-        temperature: Divisor of the logits; 0 takes the token of highest probability.
+        temperature: Divisor of the logits; 0 selects the token of highest probability.
         top_k: Number of tokens of highest probability to sample from.
-        top_p: Sample from the smallest set of tokens whose probabilities sum up to at least this.
+        top_p: Sample from the smallest set of most probable tokens whose probabilities sum to at least this value.
         seed: Seed of the random number generator.
     """
 
@@ -60,7 +60,7 @@ def generate(
     """Generate the tokens that follow a prompt.
 
     The context has at most `max_length` tokens, as in training. When it is full, generation continues from its last
-    half, which is encoded anew.
+    half, which is processed again.
 
     Args:
         model: A language model in eval mode.
@@ -78,7 +78,7 @@ def generate(
     context, device = model.config.max_length, model.table.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.make_caches(1, context)
-    # Only for CUDA: elsewhere a step of fixed shape saves nothing, and attends over the whole buffer of the cache.
+    # Only for CUDA: on other devices a step of fixed shape saves nothing, and attends over the cache's whole buffer.
     step = DecodingStep(model, caches) if device.type == "cuda" else None
     history = [int(token) for token in prompt]
     new_tokens = history[-context:]
@@ -99,11 +99,11 @@ def generate(
 
 
 class DecodingStep:
-    """Decode one token per sequence by a step of fixed shape, captured as a CUDA graph on a GPU.
+    """Decode one token per sequence in a step of fixed shape, captured as a CUDA graph on a GPU.
 
     Calling it with tokens [B, 1] appends them to the caches and returns the logits [B, V] of the next token. The next
     call overwrites the logits: clone them to keep them. Everything that depends on the length (where keys are written,
-    how many are attended to, the position) is read on the device. Small models are bound by Python and by kernel
+    how many are attended to, the position) is read on the device. Small models are limited by Python and kernel
     launches; replaying the graph is one launch.
 
     Args:
@@ -117,7 +117,7 @@ class DecodingStep:
             fail("model", f"must be a LanguageModel, got {type(model).__name__}")
         are_caches = isinstance(caches, (list, tuple)) and all(isinstance(cache, Cache) for cache in caches)
         if not are_caches or len(caches) != len(model.layers):
-            fail("caches", f"must be {len(model.layers)}, one for each layer, as model.make_caches makes them")
+            fail("caches", f"must be a list of {len(model.layers)}, one for each layer, from model.make_caches")
         self.model, self.caches = model, caches
         device = model.table.weight.device
         self.device_position = DevicePosition(
@@ -192,8 +192,8 @@ class DecodingStep:
             graph, logits, self._logits = capture_graph(self._step, torch.cuda.Stream())
         except CaptureError as error:
             self.use_graph = False
-            message = f"a decoding step could not be captured as a CUDA graph ({error}) and runs slower"
-            warnings.warn(message, stacklevel=3)
+            message = "a decoding step could not be captured as a CUDA graph; it runs eagerly, which is slower"
+            warnings.warn(f"{message}: {error}", stacklevel=3)
             output: Tensor = error.output
             return output
         self._graph = graph

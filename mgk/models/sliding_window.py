@@ -20,7 +20,7 @@ def sliding_losses(
 ) -> Tensor:
     """Compute -log p of each token but the first, given the tokens before it in its window.
 
-    Autocast is left to the caller.
+    The caller enables autocast if needed.
 
     Args:
         model: A language model in eval mode.
@@ -36,9 +36,9 @@ def sliding_losses(
     window = model.config.max_length if window is None else positive_integer("window", window)
     positive_integer("batch_size", batch_size)
     if not 1 <= positive_integer("stride", stride) <= window:
-        fail("stride", f"must be at most the window, {window}, got {stride}")
+        fail("stride", f"must be at most window = {window}, got {stride}")
     if tokens.dim() != 1 or len(tokens) < 2:
-        fail("tokens", f"must be a running text [T] of at least 2 tokens, got {list(tokens.shape)}")
+        fail("tokens", f"must have shape [T] with at least 2 tokens, got {list(tokens.shape)}")
     if model.training:
         fail("model", "must be in eval mode: call model.eval()")
     tokens = tokens.long()

@@ -37,7 +37,7 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """Decode token ids one by one."""
+        """Yield the text of each token id."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class WordVocabulary(Vocabulary):
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         if words[0] != EOS or UNKNOWN not in words or len(set(words)) != len(words):
-            raise DataError(f"{path} is damaged: it must begin with {EOS}, hold {UNKNOWN}, and no word twice")
+            raise DataError(f"{path} is damaged: it must begin with {EOS}, contain {UNKNOWN}, and have no word twice")
         return cls(words)
 
     def save(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class WordVocabulary(Vocabulary):
         return ids, int(missing.sum())
 
     def encode(self, text: str) -> tuple[NDArray[Any], int]:
-        """Encode a text whose last line gets no <eos> unless it ends with a line break."""
+        """Encode a text; the last line gets an <eos> only if it ends with a line break."""
         lines = [self.encode_line(line.split()) for line in text.split("\n")]
         return np.concatenate([ids for ids, _ in lines])[:-1], sum(missing for _, missing in lines)
 
@@ -104,7 +104,7 @@ class WordVocabulary(Vocabulary):
 
 
 class ByteVocabulary(Vocabulary):
-    """Bytes of UTF-8 text; a byte is its own id."""
+    """Bytes of UTF-8 text; the id is the value of the byte."""
 
     spaced = False
 

@@ -35,7 +35,7 @@ def test_from_softmax_is_exact(variant, options):
 
 
 def test_inexact_conversions_are_rejected():
-    with pytest.raises(ValueError, match="variant normalises queries and keys"):
+    with pytest.raises(ValueError, match="variant must not normalise queries and keys"):
         Attention.from_softmax(trained_softmax(), Variant(normalise=True))
 
 
@@ -149,7 +149,7 @@ WRONG_CALLS = [
         lambda: Attention.from_softmax(nn.MultiheadAttention(EMBED, H, add_zero_attn=True)),
         "source has add_bias_kv or add_zero",
     ),
-    (lambda: Attention.from_softmax(trained_softmax(), "mlk"), "variant is linear"),
+    (lambda: Attention.from_softmax(trained_softmax(), "mlk"), "variant must not be linear"),
     (lambda: Attention.from_softmax(trained_softmax(), "nope"), "variant must be one of 'softmax'"),
 ]
 

@@ -318,7 +318,7 @@ def test_incomplete_folder_raises(folder):
     settings = json.loads((folder / "config.json").read_text())
     for wrong in ({"variant": "smgk"}, {"variant": "smgk", "layers": {"layers.7.self_attn": [2, 2, 8]}}, "smgk"):
         (folder / "config.json").write_text(json.dumps({**settings, "mgk": wrong}))
-        with pytest.raises(ValueError, match=r"config.json whose 'mgk' does not fit LlamaForCausalLM"):
+        with pytest.raises(ValueError, match=r"config.json whose 'mgk' does not match LlamaForCausalLM"):
             load_converted(folder)
 
 
@@ -330,7 +330,7 @@ def test_from_pretrained_model_is_not_converted(folder):
     with pytest.raises(ValueError, match=r"has the mixture keys of mgk.hf.convert"):
         mgk.analysis.hf_models.load(str(folder))
     make("llama").save_pretrained(folder / "plain")
-    with pytest.raises(ValueError, match="holds no converted model"):
+    with pytest.raises(ValueError, match="has no converted model"):
         load_converted(folder / "plain")
 
 
@@ -378,17 +378,17 @@ UNSUPPORTED = {
             num_local_experts=4,
             num_experts_per_tok=2,
         ),
-        "learned sinks .s_aux. in its GptOssAttention",
+        "learned attention sinks .s_aux. in its GptOssAttention",
     ),
     "alibi": (lambda: small("BloomForCausalLM", "BloomConfig"), "BloomForCausalLM, none of whose layers"),
     "ours": (
         lambda: MGKForCausalLM(MGKConfig(vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)),
         "MGKForCausalLM, none of whose layers",
     ),
-    "images": (lambda: small("ViTModel", "ViTConfig", image_size=16, patch_size=8), "example is needed: ViTModel"),
+    "images": (lambda: small("ViTModel", "ViTConfig", image_size=16, patch_size=8), "example is required: ViTModel"),
     "something else": (with_capped_attention, "attention is not pure softmax"),
     "other masks": (lambda: with_other_masks(make("llama")), "runs 'other masks' attention"),
-    "converted": (lambda: convert(make("llama")), "converted already"),
+    "converted": (lambda: convert(make("llama")), "already been converted"),
     "no model": (lambda: torch.nn.Linear(2, 2), "model must be a Transformers model"),
 }
 
@@ -413,12 +413,12 @@ def test_unsupported_model_raises(name):
         ({"variant": "smlk"}, "no exact linear form"),
         ({"variant": "smgk-hard"}, "hard assignment"),
         ({"variant": "smgk-em"}, "prior from EM"),
-        ({"variant": "softmax"}, "already is a softmax model"),
+        ({"variant": "softmax"}, "already uses softmax attention"),
         ({"variant": "sgmk"}, "did you mean 'smgk'"),
         ({"num_components": 0}, "num_components must be a positive integer"),
         ({"shift_std": 0}, "shift_std must be more than 0"),
-        ({"layers": 2}, "layers has 2; the model has 2, from 'layers.0.self_attn' to 'layers.1.self_attn'"),
-        ({"layers": "h.*"}, r"layers has 'h\.\*'"),
+        ({"layers": 2}, "layers has no match for 2: the 2 layers are 'layers.0.self_attn' to 'layers.1.self_attn'"),
+        ({"layers": "h.*"}, r"layers has no match for 'h\.\*'"),
         ({"layers": []}, "at least one"),
         ({"example": {"pixels": torch.zeros(2)}}, "example is not an input that LlamaForCausalLM accepts"),
     ],

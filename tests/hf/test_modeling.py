@@ -190,13 +190,15 @@ WRONG = {
     "vocab_size": lambda: MGKConfig(hidden_size=16),
     "kind must": lambda: MGKConfig(kind="encoder", vocab_size=30),
     "variant must": lambda: lm(variant="smkg"),
-    "config is of a classifier": lambda: MGKForCausalLM(classifier().config),
-    "config is of a language-model": lambda: MGKForSequenceClassification(lm().config),
+    "config is for a classifier": lambda: MGKForCausalLM(classifier().config),
+    "config is for a language-model": lambda: MGKForSequenceClassification(lm().config),
     "tie_word_embeddings": lambda: lm(tie_word_embeddings=False),
     "past_key_values must": lambda: lm()(torch.ones(1, 2).long(), past_key_values=transformers.DynamicCache()),
     "output_attentions": lambda: lm()(torch.ones(1, 2).long(), output_attentions=True),
     "attention_mask must have shape": lambda: lm()(torch.ones(1, 2).long(), attention_mask=torch.ones(1, 3)),
-    "attention_mask must have input": lambda: classifier()(torch.ones(1, 2).long(), attention_mask=torch.ones(1, 3)),
+    "attention_mask must have the shape of input": lambda: classifier()(
+        torch.ones(1, 2).long(), attention_mask=torch.ones(1, 3)
+    ),
     "cache is for inference": lambda: lm().train()(torch.ones(1, 2).long(), use_cache=True),
 }
 

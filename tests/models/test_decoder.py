@@ -111,7 +111,7 @@ def test_save_and_load_round_trip(tmp_path, tokens):
         ({"norm_place": "middle"}, "norm_place must be one of"),
         ({"positions": "learned"}, "positions must be one of"),
         ({"mlp": "tanh"}, "mlp must be one of"),
-        ({"variant": ("softmax", "smgk")}, "variant names 2 layers of 16"),
+        ({"variant": ("softmax", "smgk")}, "variant must have one name for all layers or one for each of 16, got 2"),
         ({"variant": "soft"}, "variant must be one of"),
         ({"cutoffs": (60,)}, "cutoffs must increase"),
         ({"embed_dim": 0}, "embed_dim must be a positive integer"),
@@ -126,7 +126,7 @@ def test_invalid_input_raises():
     model = tiny()
     with pytest.raises(ValueError, match="tokens"):
         model(torch.rand(2, 3))
-    with pytest.raises(ValueError, match="caches must be 3"):
+    with pytest.raises(ValueError, match="caches must have 3 entries"):
         model(torch.zeros(1, 1, dtype=torch.long), caches=model.make_caches(1, 4)[:1])
 
 

@@ -164,7 +164,9 @@ def test_invalid_caches_raise():
     model = tiny("smgk")
     caches = model.make_caches(2, 8)
     for wrong in ([], None, caches[0], caches[:1], [None, None]):
-        with pytest.raises(ValueError, match=r"caches must be 2, one for each layer, as model\.make_caches makes them"):
+        with pytest.raises(
+            ValueError, match=r"caches must be a list of 2, one for each layer, from model\.make_caches"
+        ):
             DecodingStep(model, wrong)
     with pytest.raises(ValueError, match="model must be a LanguageModel, got Linear"):
         DecodingStep(torch.nn.Linear(2, 2), caches)

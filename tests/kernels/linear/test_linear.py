@@ -221,7 +221,7 @@ UNSUPPORTED = {
     "callable": ({"feature_map": mgk.DPFP()}, "only the feature maps"),
     "double": ({"dtype": torch.float64}, "float64"),
     "wide": ({"D": 257}, "256"),
-    "no-values": ({"E": 0}, "width 0"),
+    "no-values": ({"E": 0}, "value dimension of 0"),
     "many-heads": ({"B": 32_768, "S": 1}, "65,535 heads"),
 }
 
