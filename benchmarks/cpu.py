@@ -218,9 +218,17 @@ class Results:
     """Rows of a CSV file, which is rewritten atomically with every new row."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
+        # Imported here, so that the processes that measure memory do not load it.
+        from mgk.training.results import check_file
+
+        # The target of a symbolic link, because the file is replaced by a new one.
+        self.path = path = None if path is None else Path(os.path.realpath(path))
         self.rows: list[dict[str, str]] = []
         if path is not None and path.exists():
+            try:
+                check_file("--out", path, COLUMNS)
+            except ValueError as error:
+                sys.exit(str(error))
             with path.open(newline="") as file:
                 reader = csv.DictReader(file)
                 if reader.fieldnames != COLUMNS:

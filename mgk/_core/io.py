@@ -31,15 +31,24 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; has no effect on systems without locks (Windows, some network mounts)."""
-    with open(path, "wb") as file:
-        try:
+    """Hold an exclusive lock on a file; has no effect on systems without locks (Windows, some network mounts).
+
+    The file is created if it is missing. An existing one keeps its contents, and a symbolic link is an error.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise DataError(f"{path} is a symbolic link, not a lock file: remove it") from error
+        raise
+    try:
+        with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def markdown_table(lines: list[list[str]]) -> str:

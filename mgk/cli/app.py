@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from mgk import __version__
 from mgk._core.validation import fail, positive_integer
-from mgk.training import config
+from mgk.training import config, results
 from mgk.training.config import ModelSpec, Recipe
 
 if TYPE_CHECKING:
@@ -86,11 +87,10 @@ def check_output_directory(option: str, path: Path) -> None:
         fail(option, f"{path}: {existing} is not writable")
 
 
-def check_output_file(option: str, path: Path) -> None:
-    """Raise if a file cannot be written, before any work is done."""
-    check_output_directory(option, path.parent)
-    if path.is_dir():
-        fail(option, f"{path} is a directory, not a file")
+def check_results_file(option: str, path: Path, extra: Sequence[str] = ()) -> None:
+    """Raise if results cannot be appended to a file, before any work is done; `extra` are columns of its own."""
+    results.check_file(option, path, extra)
+    check_output_directory(option, Path(os.path.realpath(path)).parent)
 
 
 def apply_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:

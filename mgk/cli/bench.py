@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mgk._core.validation import fail, one_of
-from mgk.cli.app import app, check_output_file
+from mgk.cli.app import app, check_results_file
 
 # Headers of the printed lines, and the legend above them.
 COLUMNS = f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28}"
@@ -83,7 +83,7 @@ def bench(
     if has_gpu:
         out = out or Path("results/attention.csv")
     if out is not None:
-        check_output_file("--out", out)
+        check_results_file("--out", out, suite.EXTRA_COLUMNS)
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
     common_columns = suite.environment(config, command)
     torch.seed()

@@ -19,6 +19,7 @@ from mgk.cli.app import (
     app,
     apply_steps,
     check_output_directory,
+    check_results_file,
     parse_rows,
     print_progress,
     resolve_data_dir,
@@ -91,6 +92,9 @@ def compare(
 
     check_output_directory("--out", out)
     check_output_directory("--runs", runs)
+    # New results go to this file; those of every file in --out count.
+    result_file = out / f"{loaded.name}.csv"
+    check_results_file("--out", result_file)
     data = resolve_data_dir(data_dir)
     task = tasks.get_task(loaded.task)
     task.prepare(data, os.cpu_count() or 1, print_progress)
@@ -98,8 +102,6 @@ def compare(
         model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in models
     }
     setups = {model: run.setup(task) for model, run in first_runs.items()}
-    # New results go to this file; those of every file in --out count.
-    result_file = out / f"{loaded.name}.csv"
     all_rows = _read_results(out)
     pending = [
         sweep.train_job(

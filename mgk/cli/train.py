@@ -18,7 +18,7 @@ from mgk.cli.app import (
     app,
     apply_steps,
     check_output_directory,
-    check_output_file,
+    check_results_file,
     print_progress,
     resolve_data_dir,
     warn_if_gpu_recommended,
@@ -95,7 +95,7 @@ def train(
     data = resolve_data_dir(data_dir)
     check_output_directory("--out", directory)
     if results_file is not None:
-        check_output_file("--results", results_file)
+        check_results_file("--results", results_file)
 
     task.prepare(data, os.cpu_count() or 1, print_progress)
     run = Run(loaded, row, preset, seed, data, directory)

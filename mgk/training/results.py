@@ -6,6 +6,7 @@ import csv
 import os
 import platform
 import re
+import stat
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -17,12 +18,15 @@ from typing import Any
 import torch
 
 from mgk._core.io import locked, replacing
+from mgk._core.validation import fail
 from mgk.training.config import ModelSpec
 
 COLUMNS = (
     "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
     "n_examples metric value params flops step_ms peak_mem_mb gpu torch date commit command setup"
 ).split()
+# Files of earlier versions and of benchmarks/cpu.py lack these columns.
+OPTIONAL_COLUMNS = frozenset({"setup"})
 
 
 def environment() -> dict[str, str]:
@@ -78,11 +82,41 @@ def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if as_written(row) not in existing]
 
 
+def check_file(option: str, path: Path, extra: Sequence[str] = ()) -> None:
+    """Raise a ValueError unless rows can be appended: to a file of results, an empty file or a new one.
+
+    Symbolic links are followed.
+
+    Args:
+        option: Option that names the file, for the message.
+        path: The CSV file; it may be missing.
+        extra: Columns of this file besides COLUMNS.
+    """
+    lock = _lock_file(Path(os.path.realpath(path)))
+    try:
+        if lock.is_symlink() or (lock.exists() and not (lock.is_file() and os.access(lock, os.W_OK))):
+            fail(option, f"{path}: {lock} must be a regular, writable file: remove it")
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            fail(option, f"{path} is a directory, not a file")
+        if not stat.S_ISREG(status.st_mode):
+            fail(option, f"{path} is not a regular file: use another path")
+        # os.access ignores the permissions for root.
+        if not status.st_mode & 0o222 or not os.access(path, os.W_OK):
+            fail(option, f"{path} is read-only: make it writable, or use another path")
+        if status.st_size and (reason := _foreign_content(path, [*COLUMNS, *extra])):
+            fail(option, f"{path} {reason}: use another path")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        fail(option, f"{path}: {error.strerror or error}")
+
+
 def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) -> None:
     """Append rows to a file of results; atomic, and safe from several processes at once.
 
     Args:
-        path: The CSV file; created if missing.
+        path: The CSV file; created if missing, and refused if `check_file` refuses it.
         rows: One dict per row; missing columns stay empty.
         extra: Columns of this file besides COLUMNS.
     """
@@ -90,13 +124,38 @@ def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) ->
     unknown = {key for row in rows for key in row} - set(columns)
     if unknown:
         raise ValueError(f"results have no column {', '.join(sorted(unknown))}")
+    # The target of a symbolic link, because the file is replaced by a new one.
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f".{path.name}.lock")):
+    check_file("results file", path, extra)
+    with locked(_lock_file(path)):
         rows = [*read([path]), *rows]
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _foreign_content(path: Path, columns: Sequence[str]) -> str:
+    """Return why a file with contents is not one of results with these columns; empty if it is one."""
+    reason = "is not a file of results"
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            # Limited, because the file may be anything.
+            header = next(csv.reader([file.readline(1 << 16)]), [])
+            if missing := [name for name in COLUMNS if name not in header and name not in OPTIONAL_COLUMNS]:
+                return f"{reason} (its first line lacks the column {missing[0]})"
+            if unknown := [name for name in header if name not in columns]:
+                return f"has the columns of another kind of results ({', '.join(unknown)})"
+            if any(len(row) > len(header) for row in csv.reader(file)):
+                return "is damaged (a row has more columns than the first line)"
+    except (UnicodeDecodeError, csv.Error):
+        return reason
+    return ""
 
 
 def latest(rows: Iterable[dict[str, str]], key: Sequence[str]) -> list[dict[str, str]]:

@@ -49,6 +49,8 @@ FILES = {
     "headless/run.json": b'{"task": "bytes"}',
     "headless/best/config.json": b'{"a": 1}',
     "file": b"",
+    "notes.csv": b"notes of a user\n",
+    "empty/demo.csv": b"notes of a user\n",
 }
 WRONG = [
     (["train", "nothing"], "recipe must be one of"),
@@ -100,6 +102,7 @@ WRONG = [
     (["train", "listops", "--out", "file"], "--out file: file is not a directory"),
     (["train", "listops", "--out", "file/run"], "is not a directory"),
     (["train", "listops", "--results", "empty"], "--results empty is a directory"),
+    (["train", "demo", "--results", "notes.csv"], "--results notes.csv is not a file of results"),
     (["data", "nothing"], "task must be one of"),
     (["data", "listops", "--workers", "0"], "'--workers'"),
     (["eval", "nowhere"], "nowhere is not a run directory"),
@@ -133,7 +136,9 @@ WRONG = [
     (["analyze", "empty", "--out", "file"], "--out file: file is not a directory"),
     (["flops", "demo", "--variants", ""], "--variants must be one of"),
     (["flops", "demo", "--out", "file"], "--out file: file is not a directory"),
+    (["compare", "demo", "--out", "empty"], "--out empty/demo.csv is not a file of results"),
     (["bench", "--out", "empty"], "--out empty is a directory"),
+    (["bench", "--out", "notes.csv"], "--out notes.csv is not a file of results"),
     (["evidence", "--check"], "In a clone of the repository run: python -m experiments.paper --check"),
     (["nothing"], "No such command 'nothing' (see mgk --help)"),
     (["train"], "Missing argument 'recipe' (see mgk train --help)"),
