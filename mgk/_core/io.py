@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+# Seconds before `exclusive` refuses: a process that was told to stop may still be saving.
+LOCK_TIMEOUT = 10.0
+_held: set[Path] = set()  # locks that this process holds by `exclusive`
 
 
 class DataError(ValueError):
@@ -35,12 +41,7 @@ def locked(path: Path) -> Iterator[None]:
 
     The file is created if it is missing. An existing one keeps its contents, and a symbolic link is an error.
     """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    except OSError as error:
-        if path.is_symlink():
-            raise DataError(f"{path} is a symbolic link, not a lock file: remove it") from error
-        raise
+    descriptor = _open_lock(path)
     try:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -49,6 +50,66 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, subject: str, remedy: str) -> Iterator[None]:
+    """Hold a lock for as long as a process uses a directory; nested calls of one process share it.
+
+    The system releases the lock when the process ends, also by SIGKILL. Without effect where `locked` has none.
+
+    Args:
+        path: Lock file. Its text is the process that holds the lock.
+        subject: What the lock protects, for the error message.
+        remedy: What to do if another process holds the lock.
+
+    Raises:
+        ValueError: Another process holds the lock for longer than LOCK_TIMEOUT seconds.
+    """
+    path = path.parent.resolve() / path.name
+    if path in _held:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(_open_lock(path), "r+", encoding="utf-8") as file:
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise ValueError(f"{subject} is in use by {holder}: {remedy}")
+            time.sleep(0.1)
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.remove(path)
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise DataError(f"{path} is a symbolic link, not a lock file: remove it") from error
+        raise
+
+
+def _try_lock(file: int) -> bool:
+    """Return whether the lock is free, or the system has no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
 
 
 def markdown_table(lines: list[list[str]]) -> str:

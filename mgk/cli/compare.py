@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mgk._core.io import exclusive
 from mgk._core.validation import number, one_of
 from mgk.cli.app import (
     DataDir,
@@ -102,66 +103,68 @@ def compare(
         model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in models
     }
     setups = {model: run.setup(task) for model, run in first_runs.items()}
-    all_rows = _read_results(out)
-    pending = [
-        sweep.train_job(
-            loaded,
-            model,
-            seed,
-            preset=preset,
-            data_dir=data,
-            out=out,
-            runs=runs,
-            recipe_argument=recipe,
-            overrides=overrides,
-        )
-        for seed in range(seeds)
-        for model in models
-        if not sweep.is_trained(all_rows, loaded, model, preset, seed, setups[model])
-    ]
-    total = len(models) * seeds
-    if len(pending) < total:
-        skipped = f"{total - len(pending)} of {total} trainings are already in {out} and are skipped"
-        print(f"{skipped} (use another --out to repeat them)", file=sys.stderr)
-    if pending and not torch.cuda.is_available():
-        warn_if_gpu_recommended(
-            loaded, task.max_length, count_parameters(first_runs[pending[0].row].model_config(task))
-        )
-
-    max_running = resolve_max_running(jobs)
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    queue = run_jobs(pending, max_running, minutes)
-    failed, unfinished = queue.failed, queue.unfinished
-    if failed and not results.read([result_file]):
-        raise ValueError(f"all {len(failed)} trainings failed; see log.txt in their run directories")
-    if unfinished:
-        progress = f"{len(unfinished)} of {len(pending)} trainings are not finished after {minutes:g} minutes"
-        print(f"{progress}; the same command resumes them", file=sys.stderr)
-        if not results.read([result_file]):
-            return
-
-    finished = [job for job in pending if job not in failed and job not in unfinished]
-    if max_running == 1 and alone is None:
-        for job in finished:
-            rows_of_job = sweep.filter_rows(
-                results.read([result_file]), loaded, job.row, preset, job.seed, setups[job.row]
-            )
-            results.append(result_file, sweep.to_solo_rows(rows_of_job))
-    if not unfinished and alone is not False:
+    lock, remedy = out / f".{loaded.name}.compare.lock", "wait until it ends, or pass another --out"
+    with exclusive(lock, f"{out} (mgk compare {loaded.name})", remedy):
         all_rows = _read_results(out)
-        # A training that ran alone has timed its model, unless it was too short; it never times inference.
-        candidates = models if alone or max_running > 1 else dict.fromkeys(job.row for job in finished)
-        metrics = sweep.SOLO_METRICS if alone else sweep.SOLO_TRAINING_METRICS
-        untimed = [
-            first_runs[model]
-            for model in candidates
-            if not sweep.is_timed(all_rows, loaded, model, preset, setups[model], metrics)
+        pending = [
+            sweep.train_job(
+                loaded,
+                model,
+                seed,
+                preset=preset,
+                data_dir=data,
+                out=out,
+                runs=runs,
+                recipe_argument=recipe,
+                overrides=overrides,
+            )
+            for seed in range(seeds)
+            for model in models
+            if not sweep.is_trained(all_rows, loaded, model, preset, seed, setups[model])
         ]
-        for profile in _profile(untimed, task, max_running, deadline):
-            results.append(result_file, profile)
-    _write_report(loaded, models, preset, out, setups)
-    if failed:
-        raise ValueError(f"{len(failed)} of {len(pending)} trainings failed; see log.txt in their run directories")
+        total = len(models) * seeds
+        if len(pending) < total:
+            skipped = f"{total - len(pending)} of {total} trainings are already in {out} and are skipped"
+            print(f"{skipped} (use another --out to repeat them)", file=sys.stderr)
+        if pending and not torch.cuda.is_available():
+            warn_if_gpu_recommended(
+                loaded, task.max_length, count_parameters(first_runs[pending[0].row].model_config(task))
+            )
+
+        max_running = resolve_max_running(jobs)
+        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        queue = run_jobs(pending, max_running, minutes)
+        failed, unfinished = queue.failed, queue.unfinished
+        if failed and not results.read([result_file]):
+            raise ValueError(f"all {len(failed)} trainings failed; see log.txt in their run directories")
+        if unfinished:
+            progress = f"{len(unfinished)} of {len(pending)} trainings are not finished after {minutes:g} minutes"
+            print(f"{progress}; the same command resumes them", file=sys.stderr)
+            if not results.read([result_file]):
+                return
+
+        finished = [job for job in pending if job not in failed and job not in unfinished]
+        if max_running == 1 and alone is None:
+            for job in finished:
+                rows_of_job = sweep.filter_rows(
+                    results.read([result_file]), loaded, job.row, preset, job.seed, setups[job.row]
+                )
+                results.append(result_file, sweep.to_solo_rows(rows_of_job))
+        if not unfinished and alone is not False:
+            all_rows = _read_results(out)
+            # A training that ran alone has timed its model, unless it was too short; it never times inference.
+            candidates = models if alone or max_running > 1 else dict.fromkeys(job.row for job in finished)
+            metrics = sweep.SOLO_METRICS if alone else sweep.SOLO_TRAINING_METRICS
+            untimed = [
+                first_runs[model]
+                for model in candidates
+                if not sweep.is_timed(all_rows, loaded, model, preset, setups[model], metrics)
+            ]
+            for profile in _profile(untimed, task, max_running, deadline):
+                results.append(result_file, profile)
+        _write_report(loaded, models, preset, out, setups)
+        if failed:
+            raise ValueError(f"{len(failed)} of {len(pending)} trainings failed; see log.txt in their run directories")
 
 
 def _read_results(out: Path) -> list[dict[str, str]]:

@@ -68,7 +68,7 @@ def train(
     from mgk.training.distributed import shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.runs import run_path
-    from mgk.training.trainer import STRATEGIES, Run, fit
+    from mgk.training.trainer import STRATEGIES, Run, fit, lock_run
 
     unchanged = config.load_recipe(recipe)
     loaded = unchanged.with_settings(apply_steps(recipe, settings, steps))
@@ -99,40 +99,43 @@ def train(
 
     task.prepare(data, os.cpu_count() or 1, print_progress)
     run = Run(loaded, row, preset, seed, data, directory)
-    if os.environ.get("RANK", "0") == "0":
-        count = count_parameters(run.model_config(task))
-        print(
-            f"{row}, {count:,} parameters, on {task.dataset}: {loaded.training.steps:,} steps",
-            file=sys.stderr,
-        )
-        if accelerator == "cpu" or not has_gpu:
-            warn_if_gpu_recommended(loaded, task.max_length, count)
-    try:
-        module, checkpoints = fit(
-            run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs
-        )
-    except MisconfigurationException as error:
-        raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
-    shutdown_distributed()
-    if checkpoints.stopped_by is not None:
-        command = shlex.join(["mgk", *sys.argv[1:], *(["--resume", "auto"] if resume is None else [])])
-        print(f"Stopped at step {module.trainer.global_step}. Resume with: {command}", file=sys.stderr)
-        raise typer.Exit(128 + checkpoints.stopped_by)
-    if module.global_rank != 0:
-        return
+    with lock_run(run):
+        if os.environ.get("RANK", "0") == "0":
+            count = count_parameters(run.model_config(task))
+            print(
+                f"{row}, {count:,} parameters, on {task.dataset}: {loaded.training.steps:,} steps",
+                file=sys.stderr,
+            )
+            if accelerator == "cpu" or not has_gpu:
+                warn_if_gpu_recommended(loaded, task.max_length, count)
+        try:
+            module, checkpoints = fit(
+                run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs
+            )
+        except MisconfigurationException as error:
+            raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
+        shutdown_distributed()
+        if checkpoints.stopped_by is not None:
+            command = shlex.join(["mgk", *sys.argv[1:], *(["--resume", "auto"] if resume is None else [])])
+            print(f"Stopped at step {module.trainer.global_step}. Resume with: {command}", file=sys.stderr)
+            raise typer.Exit(128 + checkpoints.stopped_by)
+        if module.global_rank != 0:
+            return
 
-    # A run that was finished before keeps the times and the memory that were measured while it trained.
-    is_finished = run.files.result.exists() and not checkpoints.steps
-    rows = json.loads(run.files.result.read_text()) if is_finished else evaluate_run(run, task, module, checkpoints)
-    objective = module.objective
-    if results_file is not None:
-        _append_results(results_file, rows, run, task, objective, is_default=loaded == unchanged)
-    for result in rows:
-        if result["metric"] == objective.test_metric(loaded.training):
-            name = "" if result["metric"] == objective.metric else f" ({result['metric']})"
-            score = f"{result['split']} {objective.format_metric(result['value'])}{name} of {result['n_examples']:,}"
-            print(f"{row} seed {seed} on {result['dataset']}: {score}")
-    print(f"run: {directory}")
+        # A run that was finished before keeps the times and the memory that were measured while it trained.
+        is_finished = run.files.result.exists() and not checkpoints.steps
+        rows = json.loads(run.files.result.read_text()) if is_finished else evaluate_run(run, task, module, checkpoints)
+        objective = module.objective
+        if results_file is not None:
+            _append_results(results_file, rows, run, task, objective, is_default=loaded == unchanged)
+        for result in rows:
+            if result["metric"] == objective.test_metric(loaded.training):
+                name = "" if result["metric"] == objective.metric else f" ({result['metric']})"
+                score = (
+                    f"{result['split']} {objective.format_metric(result['value'])}{name} of {result['n_examples']:,}"
+                )
+                print(f"{row} seed {seed} on {result['dataset']}: {score}")
+        print(f"run: {directory}")
 
 
 def _append_results(

@@ -25,6 +25,7 @@ class RunDirectory:
         best_model: best/, the weights with the best metric on the development set.
         result: result.json, the rows of results of the finished run.
         log: log.txt, the output of a run that a sweep has started.
+        lock: .run.lock, locked by the process that trains.
         tensorboard: tensorboard/, the curves that TensorBoard reads.
     """
 
@@ -37,6 +38,7 @@ class RunDirectory:
         self.best_model = self.path / "best"
         self.result = self.path / "result.json"
         self.log = self.path / "log.txt"
+        self.lock = self.path / ".run.lock"
         self.tensorboard = self.path / "tensorboard"
 
     def predictions(self, name: str, split: str) -> Path:

@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import ModelParallelStrategy
 
-from mgk._core.io import write_atomically
+from mgk._core.io import exclusive, write_atomically
 from mgk._core.validation import one_of
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
@@ -84,6 +85,18 @@ class Run:
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def lock_run(run: Run) -> AbstractContextManager[None]:
+    """Return a context in which no other run writes to the run directory; rank 0 holds the lock.
+
+    Raises:
+        ValueError: Another process trains in the directory.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return nullcontext()
+    remedy = "wait until it ends, or pass another directory (train --out, compare --runs)"
+    return exclusive(run.files.lock, str(run.directory), remedy)
+
+
 def fit(
     run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto", graphs: bool = False
 ) -> tuple[TrainingModule, CheckpointCallback]:
@@ -100,6 +113,13 @@ def fit(
     Returns:
         The module with the model of the last step, and the callback with step times and the stop signal.
     """
+    with lock_run(run):
+        return _fit(run, task, resume, accelerator, strategy, graphs)
+
+
+def _fit(
+    run: Run, task: Any, resume: bool, accelerator: str, strategy: str, graphs: bool
+) -> tuple[TrainingModule, CheckpointCallback]:
     settings = run.recipe.training
     config = run.model_config(task)
     _silence_libraries()

@@ -18,6 +18,7 @@ from mgk.training.config import ModelSpec
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
     """Replace the training by a record of its arguments."""
+    monkeypatch.chdir(tmp_path)
     calls = {}
 
     def fit(run, task, **options):
