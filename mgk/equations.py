@@ -51,7 +51,13 @@ def normalised_posterior(query: Tensor, key: Tensor) -> Tensor:
 
 
 def component_logits(
-    query: Tensor, keys: Tensor, log_prior: Tensor | None = None, scale: float | Tensor = 1.0, tau: float | Tensor = 1.0
+    query: Tensor,
+    keys: Tensor,
+    log_prior: Tensor | None = None,
+    scale: float | Tensor = 1.0,
+    tau: float | Tensor = 1.0,
+    *,
+    exact_ties: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the logits of Eq. 7–9, ℓ_ijr = log π_jr + λ q_i·k_jr − τ λ/2 (‖q_i‖² + ‖k_jr‖²).
 
@@ -64,15 +70,21 @@ def component_logits(
         log_prior: Broadcastable to [B, H, M, S].
         scale: λ, broadcastable to [B, H, M, S].
         tau: Broadcastable to [H].
+        exact_ties: Whether equal components must get bitwise equal logits.
 
     Returns:
         Logits [B, H, L, M, S], and the omitted term of the logsumexp, [B, H, L] (zeros if λ differs).
     """
     scale = torch.as_tensor(scale, dtype=query.dtype, device=query.device)
     tau = torch.as_tensor(tau, dtype=query.dtype, device=query.device)[..., None, None]
-    query_norm, key_norm = query.square().sum(-1), keys.square().sum(-1)  # [B, H, L], [B, H, M, S]
-    # One GEMM per component: equal components get bitwise equal logits, so that ties are exact.
-    products = (query.unsqueeze(-3) @ keys.transpose(-1, -2)).transpose(-3, -2)  # [B, H, L, M, S]
+    if exact_ties:
+        # The rounding of a GEMM depends on strides and on the alignment of memory: each component gets its own copy.
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in keys.unbind(-3)]
+        products = torch.stack([query @ part.transpose(-1, -2) for part in parts], -3)
+        key_norm = torch.stack([part.square().sum(-1) for part in parts], -2)
+    else:
+        products, key_norm = query.unsqueeze(-3) @ keys.transpose(-1, -2), keys.square().sum(-1)
+    products, query_norm = products.transpose(-3, -2), query.square().sum(-1)  # [B, H, L, M, S], [B, H, L]
     if scale.dim() < 2 or scale.shape[-2:] == (1, 1):
         logits = scale.unsqueeze(-1) * (products - (0.5 * tau * key_norm).unsqueeze(-3))
         omitted = -0.5 * (tau * scale)[..., 0] * query_norm
@@ -118,7 +130,7 @@ def mixture_attention(
         allowed: bool, False masks a pair; broadcastable to [B, H, L, S].
         dropout_p: Dropout probability of the weights.
     """
-    logits, query_term = component_logits(query, keys, None if hard else log_prior, scale, tau)
+    logits, query_term = component_logits(query, keys, None if hard else log_prior, scale, tau, exact_ties=hard)
     if hard:
         logits = logits.amax(-2, keepdim=True)
     if bias is not None:

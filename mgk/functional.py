@@ -345,8 +345,10 @@ def _pack_outputs(output: Tensor, *extras: tuple[bool, Any]) -> Any:
 
 def _empty_output(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, lse and weights of a call without keys: every row is fully masked."""
-    # A product with the query keeps the autograd graph connected.
-    zero = call.query[..., :1] * 0
-    output = zero.expand(*call.query.shape[:-1], call.value.shape[-1])
-    lse = zero[..., 0].to(compute_dtype(call.query.dtype)) - torch.inf
-    return output, lse, zero[..., :0]
+    # Sums of no elements keep the autograd graph connected to all inputs, whose gradients are zeros.
+    inputs = (x for x in vars(call).values() if isinstance(x, Tensor) and x.requires_grad)
+    zero = sum((x[..., :0].sum().to(call.query.dtype) for x in inputs), call.query.new_zeros(()))
+    shape = call.query.shape[:-1]
+    output = call.query.new_zeros(*shape, call.value.shape[-1]) + zero
+    lse = call.query.new_full(shape, -torch.inf, dtype=compute_dtype(call.query.dtype)) + zero
+    return output, lse, call.query.new_zeros(*shape, 0) + zero

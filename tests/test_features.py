@@ -310,3 +310,22 @@ def test_rotary_precision():
         [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1
     )
     torch.testing.assert_close(Rotary(6)(x, positions), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "chunked"])
+@pytest.mark.parametrize("feature_map", [mgk.FAVOR(5), mgk.FAVOR(5, similarity="gaussian"), mgk.DPFP(), "elu"], ids=str)
+def test_empty_sequence(feature_map, backend, causal):
+    """A call without positions returns the state that it received, and gradients of no elements."""
+    query, keys, value = (torch.zeros(size).requires_grad_() for size in ((2, 4, 0, 5), (2, 2, 3, 0, 5), (2, 2, 0, 6)))
+    options = {"feature_map": feature_map, "is_causal": causal, "backend": backend}
+    former = mgk.mlk_attention(
+        torch.randn(2, 4, 7, 5), torch.randn(2, 2, 3, 7, 5), torch.randn(2, 2, 7, 6), return_state=True, **options
+    )[1]
+    for state in (None, former):
+        out, new = mgk.mlk_attention(query, keys, value, initial_state=state, return_state=True, **options)
+        assert out.shape == (2, 4, 0, 6)
+        torch.autograd.grad(out.sum(), (query, keys, value))
+    torch.testing.assert_close(new, former)
+    packed = {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}
+    assert mgk.mlk_attention(query[:1], keys[:1], value[:1], **options, **packed).shape == (1, 4, 0, 6)

@@ -96,6 +96,8 @@ def _attend_bidirectional(
 
 def _attend_causal(features: Features, state: State | None, reference: Tensor | None, call: LinearCall) -> Tensor:
     length = features.query.shape[2]
+    if length == 0:
+        return (features.query @ repeat_heads(features.key, call.group).mT) @ repeat_heads(features.value, call.group)
     # torch.compile specialises on sizes 0 and 1: for an empty padding (a length that is a multiple of CHUNK) or few
     # chunks it would compile again. While compiling, padding is never empty and there are at least three chunks.
     compiling = torch.compiler.is_compiling()

@@ -72,7 +72,7 @@ def run_linear(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
     state = linear_features.initial_state(call, features)
     allowed = _allowed_pairs(call, features)
     reference = linear_features.max_log_weights(features.log_weight, state, call.causal)
-    if features.log_weight is not None and call.cu_seqlens is not None:
+    if features.log_weight is not None and call.cu_seqlens is not None and features.key.shape[2] > 0:
         # The maximum is taken over the query's packed sequence.
         visible = features.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
         reference = visible.amax(-1).detach().clamp(min=EMPTY_LOG_WEIGHT)

@@ -304,3 +304,26 @@ def test_state(backend, is_causal, layout):
         results.append((out, *last, *torch.autograd.grad(loss, start)))
     for strided, contiguous in zip(*results, strict=True):
         close(strided, contiguous)
+
+
+def components_last(x):
+    return in_order(x, [0, 1, 3, 4, 2])
+
+
+def components_first(x):
+    return in_order(x, [2, 0, 1, 3, 4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("similarity", ["gaussian", "dot"])
+@pytest.mark.parametrize("sizes", [(2, 2, 3, 14, 5), (1, 1, 3, 9, 8), (1, 2, 4, 33, 16), (1, 1, 2, 77, 17)], ids=str)
+def test_hard_ties_are_split_evenly_in_any_layout(sizes, similarity, dtype):
+    keys = torch.randn(*sizes[:2], 1, *sizes[3:], dtype=dtype).expand(sizes)
+    query, value = (torch.randn(*sizes[:2], n, sizes[-1], dtype=dtype) for n in (11, sizes[3]))
+    layouts = (torch.Tensor.contiguous, transposed, heads_last, projected, reversed_order, stepped, offset)
+    for layout in (*layouts, components_last, components_first):
+        equal = layout(keys).requires_grad_()
+        out = mgk.mgk_attention(query, equal, value, assignment="hard", similarity=similarity)
+        (grad,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), equal)
+        assert grad.abs().max() > 1e-3
+        torch.testing.assert_close(grad, grad[:, :, :1].expand_as(grad))

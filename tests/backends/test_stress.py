@@ -225,6 +225,29 @@ def test_empty_batch_gives_empty_output(op, backend):
 
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
 @pytest.mark.parametrize("op", ["mgk", "smgk"])
+def test_no_keys_give_zeros_and_zero_gradients(op, backend, assignment):
+    """Every input is connected to each result, with the gradient that a fully masked row has."""
+    sizes = (2, 4, 5, 3), (2, 2, 3, 0, 3), (2, 2, 0, 6), (2, 3, 3)
+    tensors = [torch.randn(*size).requires_grad_() for size in sizes]
+    tensors[0].data[0, 0, 0, 0] = torch.inf
+    prior, scale, tau = (torch.rand(*size).requires_grad_() for size in ((2, 3, 1), (2, 3), (2,)))
+    prior.data[0, 0] = -torch.inf
+    options = {"log_prior": prior, "scale": scale, "similarity": tau, "assignment": assignment, "backend": backend}
+    inputs = [*(tensors if op == "smgk" else tensors[:3]), prior, scale, tau]
+    if backend == "eager":
+        options["attn_mask"] = torch.zeros(2, 1, 5, 1).requires_grad_()
+        inputs.append(options["attn_mask"])
+    out, lse = call(op, *tensors, return_lse=True, **options)
+    assert out.shape == (2, 4, 5, 6)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    for result in (out, lse):
+        for grad in torch.autograd.grad(result, inputs, torch.ones_like(result), retain_graph=True):
+            assert not grad.any()
+
+
+@pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
+@pytest.mark.parametrize("op", ["mgk", "smgk"])
 def test_single_key_gives_its_value(op, backend, assignment):
     sizes = (2, 2, 5, 3), (2, 2, 3, 1, 3), (2, 2, 1, 4), (2, 3, 3)
     tensors = [torch.randn(*size).requires_grad_() for size in sizes]
