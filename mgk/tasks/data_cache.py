@@ -17,9 +17,13 @@ from mgk._core.io import locked, write_atomically
 
 FORMAT = 1  # version of the file formats; enters the name of the directory
 MANIFEST = "cache.json"
+VERIFIED = "verified.json"  # sizes and modification times at the last verification
 ABANDONED = 24 * 3600  # seconds after which an unfinished directory is taken for that of a killed process
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+
+# Stamps that could not be written, by path.
+_unwritten: dict[str, dict[str, Any]] = {}
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -48,7 +52,8 @@ def prepare_directory(
         files: Source files, relative to `data_dir`.
         build: Writes the prepared data to a directory and returns its metadata.
         progress: Progress callback.
-        verify: Whether to read source and prepared data in full; otherwise sizes and modification times are compared.
+        verify: Whether to read source and prepared data in full; otherwise only if sizes or modification times differ
+            from those of the last verification.
     """
     root = data_dir / ".mgk" / name
     root.mkdir(parents=True, exist_ok=True)
@@ -91,15 +96,23 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def is_intact(directory: Path, verify: bool) -> bool:
-    """Return whether all files of the manifest exist with their sizes and, if `verify`, their checksums."""
+    """Return whether all files of the manifest exist with their sizes and checksums.
+
+    Unless `verify`, files whose sizes and modification times are those of the last verification are not read.
+    """
     try:
-        for name, expected in read_manifest(directory)["files"].items():
-            if (directory / name).stat().st_size != expected["bytes"]:
-                return False
-            if verify and file_checksum(directory / name) != expected["sha256"]:
-                return False
+        files = read_manifest(directory)["files"]
+        stats = {name: (directory / name).stat() for name in files}
+        if any(stats[name].st_size != expected["bytes"] for name, expected in files.items()):
+            return False
+        state = json_checksum([files, {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}])
+        if not verify and _read_stamp(directory / VERIFIED, state):
+            return True
+        if any(file_checksum(directory / name) != expected["sha256"] for name, expected in files.items()):
+            return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+    _write_stamp(directory / VERIFIED, {"seen": state})
     return True
 
 
@@ -163,11 +176,8 @@ def _source_checksum(root: Path, data_dir: Path, files: Sequence[str], progress:
     stats = [os.stat(path) for path in paths]
     state = json_checksum([[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(files, stats, strict=True)])
     stored_file = root / "source.json"
-    if not verify:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            stored = json.loads(stored_file.read_text())
-            if stored["seen"] == state:
-                return str(stored["checksum"])
+    if not verify and (stamp := _read_stamp(stored_file, state)) and "checksum" in stamp:
+        return str(stamp["checksum"])
     contents = []
     for done, path in enumerate(paths):
         if done % 1000 == 0:
@@ -176,5 +186,23 @@ def _source_checksum(root: Path, data_dir: Path, files: Sequence[str], progress:
     if paths:
         progress("checksum", len(paths), len(paths))
     checksum = json_checksum([list(files), contents])
-    write_atomically(stored_file, json.dumps({"seen": state, "checksum": checksum}))
+    _write_stamp(stored_file, {"seen": state, "checksum": checksum})
     return checksum
+
+
+def _read_stamp(path: Path, state: str) -> dict[str, Any] | None:
+    """Return the stamp that was written for this state of the files, if any."""
+    stamps = [_unwritten.get(os.path.abspath(path))]
+    with contextlib.suppress(OSError, ValueError):
+        stamps.append(json.loads(path.read_text()))
+    return next((stamp for stamp in stamps if isinstance(stamp, dict) and stamp.get("seen") == state), None)
+
+
+def _write_stamp(path: Path, stamp: dict[str, Any]) -> None:
+    """Write a stamp; if that fails, as on a read-only file system, keep it for this process."""
+    if _read_stamp(path, stamp["seen"]) == stamp:
+        return
+    try:
+        write_atomically(path, json.dumps(stamp))
+    except OSError:
+        _unwritten[os.path.abspath(path)] = stamp

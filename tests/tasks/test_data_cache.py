@@ -1,17 +1,21 @@
 """Prepared data: complete or absent, and built once per source and settings."""
 
+import builtins
+import errno
 import io
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mgk.tasks import DataError
+from mgk.tasks import DataError, data_cache
 from mgk.tasks.listops import ListOps
 from tests.support.task_data import GENERATED, PAIRS, TRAIN_PAIRS, documents, make_aan, prepared_directories
 
@@ -162,7 +166,121 @@ def test_pickled_arrays_are_rejected(tmp_path):
     path = folder / "train.labels.npy"
     path.write_bytes(stream.getvalue())
     manifest = json.loads((folder / "cache.json").read_text())
-    manifest["files"][path.name]["bytes"] = len(stream.getvalue())
+    manifest["files"][path.name] = {"bytes": len(stream.getvalue()), "sha256": data_cache.file_checksum(path)}
     (folder / "cache.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="cannot be read: remove"):
         GENERATED.split(tmp_path, "train")
+
+
+def change_labels(data_dir):
+    """Change a label of the prepared test split, with the same size; return the file and its contents."""
+    path = prepared_directories(data_dir, GENERATED)[0] / "test.labels.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + bytes([content[-8] ^ 1]) + content[-7:])
+    os.utime(path, ns=(1, 1))
+    return path, content
+
+
+def test_changed_labels_are_detected_without_prepare(tmp_path):
+    GENERATED.prepare(tmp_path)
+    path, content = change_labels(tmp_path)
+    GENERATED.split(tmp_path, "test")
+    assert path.read_bytes() == content
+
+
+def test_changed_labels_without_a_source_are_an_error(tmp_path):
+    make_aan(tmp_path)
+    PAIRS.prepare(tmp_path)
+    source = [path for path in tmp_path.iterdir() if path.name != ".mgk"]
+    for path in source:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    PAIRS.split(tmp_path, "test")
+    labels = prepared_directories(tmp_path, PAIRS)[0] / "test.labels.npy"
+    labels.write_bytes(labels.read_bytes()[:-8] + (7).to_bytes(8, "little"))
+    os.utime(labels, ns=(1, 1))
+    with pytest.raises(DataError):
+        PAIRS.split(tmp_path, "test")
+
+
+@pytest.fixture
+def read_files(monkeypatch):
+    """Record the files whose checksums are computed."""
+    files = []
+    file_checksum = data_cache.file_checksum
+    monkeypatch.setattr(data_cache, "file_checksum", lambda path: files.append(path) or file_checksum(path))
+    return files
+
+
+def test_unchanged_data_is_read_once(tmp_path, read_files):
+    GENERATED.prepare(tmp_path)
+    (folder,) = prepared_directories(tmp_path, GENERATED)
+    # Data of an earlier version, which has no record of a verification, or a copy with other times.
+    (folder / "verified.json").unlink(missing_ok=True)
+    read_files.clear()
+    for _ in range(3):
+        GENERATED.split(tmp_path, "test")
+        GENERATED.checksum(tmp_path)
+    assert len(read_files) == len(set(read_files)) == 9
+    os.utime(folder / "test.labels.npy", ns=(1, 1))
+    GENERATED.split(tmp_path, "test")
+    GENERATED.split(tmp_path, "test")
+    assert len(read_files) == 18
+    GENERATED.prepare(tmp_path)
+    assert len(read_files) == 27
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """Return a function that makes a directory a read-only mount, for root too."""
+
+    def guard(function, writes):
+        def guarded(path, *arguments, **options):
+            is_inside = isinstance(path, str | os.PathLike) and Path(path).is_relative_to(guarded_root[0])
+            if is_inside and writes(*arguments, **options):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return function(path, *arguments, **options)
+
+        return guarded
+
+    def mount(root):
+        guarded_root[0] = root
+        for module in (io, builtins):
+            monkeypatch.setattr(module, "open", guard(open, lambda mode="r", *rest, **options: set(mode) & set("wax+")))
+        monkeypatch.setattr(
+            os, "open", guard(os.open, lambda flags, *rest, **options: flags & (os.O_RDWR | os.O_WRONLY))
+        )
+        for name in ("mkdir", "replace", "rename"):
+            monkeypatch.setattr(os, name, guard(getattr(os, name), lambda *rest, **options: True))
+
+    guarded_root = [Path("nowhere")]
+    return mount
+
+
+@pytest.mark.parametrize("stamps", ["current", "old"])
+def test_prepared_data_on_a_read_only_mount_is_used(tmp_path, read_only, read_files, stamps):
+    make_aan(tmp_path)
+    for task in (GENERATED, PAIRS):
+        task.prepare(tmp_path)
+        if stamps == "old":
+            for path in (tmp_path / ".mgk" / task.name).rglob("*"):
+                os.utime(path, ns=(1, 1))
+            os.utime(tmp_path / TRAIN_PAIRS, ns=(1, 1))
+    expected = [documents(PAIRS.split(tmp_path, "train"), 0)] if stamps == "current" else None
+    read_only(tmp_path)
+    for task in (GENERATED, PAIRS):
+        task.prepare(tmp_path)
+        read_files.clear()
+        for name in task.splits:
+            assert len(task.split(tmp_path, name))
+        assert task.checksum(tmp_path)
+        assert read_files == []
+    assert expected in (None, [documents(PAIRS.split(tmp_path, "train"), 0)])
+
+
+def test_missing_data_on_a_read_only_mount_is_one_error(tmp_path, read_only):
+    GENERATED.prepare(tmp_path)
+    change_labels(tmp_path)
+    read_only(tmp_path)
+    for task in (GENERATED, replace(GENERATED, seed=1)):
+        with pytest.raises(DataError, match="Read-only file system; the data must be readable"):
+            task.split(tmp_path, "test")
