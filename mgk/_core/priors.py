@@ -25,14 +25,14 @@ def sum_over_ranks(*tensors: Tensor) -> None:
 
 
 class EMState(nn.Module):
-    """Base of modules whose buffers EM updates. Buffers have at least fp32: half precision rounds small updates away.
+    """Base class of modules whose buffers are updated by EM.
 
-    Conversions of the module (`half`, `to`) move the buffers and do not round them. Buffers of half precision can be
-    loaded.
+    The buffers are fp32 or fp64, because half precision rounds small updates to 0. `half` and `to` move them without
+    rounding. State dicts with half-precision buffers can be loaded.
     """
 
     def register_state(self, name: str, *shape: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        """Register an uninitialised buffer of a module of `dtype`."""
+        """Register an uninitialised buffer in the compute dtype of `dtype`."""
         dtype = compute_dtype(dtype or torch.get_default_dtype())
         self.register_buffer(name, torch.empty(*shape, device=device, dtype=dtype))
 

@@ -22,12 +22,12 @@ def needs_dispatcher() -> bool:
 
 
 def raise_no_double_backward(ctx: Any, *grads: Any) -> Any:
-    """Raise, as the backward function of a backward operator."""
+    """Raise a RuntimeError; registered as the backward function of backward operators."""
     raise RuntimeError("This backend does not support second derivatives: use backend='eager'.")
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Identity on gradients that raises when it is differentiated; without it second derivatives would be 0."""
+    """Identity on gradients that raises when it is differentiated; second derivatives would otherwise be 0."""
 
     @staticmethod
     def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -6,8 +6,8 @@ CAUSAL: `sum_chunks` computes the state of each chunk and `scan_states` their pr
 is the state before chunk n; within a chunk, weights are formed tile by tile. The backward uses suffix sums: row n + 1
 is the state after chunk n. Not causal: all keys are one state, the sum over all chunks, and no weights are formed.
 
-S is the length of queries or keys where they differ. Every sum is taken by one program in a fixed order. TYPE is the
-input type of the GEMMs: bf16 for bf16, else fp32, whose range the sums need.
+S is the number of rows that the programs of a kernel cover: queries or keys. Every sum is taken by one program in a
+fixed order. TYPE is the input type of the GEMMs: bf16 for bf16, else fp32, because the sums exceed the range of fp16.
 """
 
 import triton
@@ -32,7 +32,7 @@ def feature_slope(x, MAP: tl.constexpr):
 
 @triton.jit
 def load_rows(base, rows, stride, columns, end, width):
-    """Load [rows, columns], zero beyond the end and the width."""
+    """Load [rows, columns], with zeros for rows from `end` on and columns from `width` on."""
     inside = (rows[:, None] < end) & (columns[None, :] < width)
     return tl.load(base + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=inside, other=0.0)
 
@@ -62,7 +62,7 @@ def head_pointer(x, batch, head, stride_b, stride_h):
 def precise_dot(x, y, total, TRANSPOSED: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Return total + x·y (TRANSPOSED: xᵀ·y) without rounding x to bf16: a second GEMM adds its low part.
 
-    The gradients of the weights nearly cancel in the sum that is the prior's gradient, which bf16 alone loses.
+    The gradients of the weights nearly cancel in the gradient of the prior: bf16 alone would lose their difference.
     """
     high = x.to(TYPE)
     total = tl.dot(tl.trans(high) if TRANSPOSED else high, y, total, input_precision=PRECISION)

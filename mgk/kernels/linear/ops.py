@@ -31,13 +31,13 @@ class BlockConfig(NamedTuple):
     num_stages: int
 
 
-# By the larger padded width of features and values, for GEMM inputs of 2 bytes; docs/kernels.md has the measurements.
+# By the larger padded dimension of features and values, for GEMM inputs of 2 bytes; measured in docs/kernels.md.
 BLOCKS = {64: BlockConfig(128, 64, 4, 3), 128: BlockConfig(128, 64, 4, 1), 256: BlockConfig(256, 32, 8, 1)}
 # For fp16 and fp32, whose GEMM inputs have 4 bytes.
 WIDE_BLOCKS = {64: BlockConfig(128, 32, 4, 1), 128: BlockConfig(128, 32, 4, 1), 256: BlockConfig(128, 16, 8, 1)}
 # Rows of a chunk without causality, where all keys are one state.
 FULL_CHUNK = 512
-# Columns of a state that a GEMM takes at a time.
+# Columns of a state per GEMM.
 STATE_COLUMNS = 64
 # Columns of a state per program of the decode kernel.
 DECODE_COLUMNS = 32
@@ -55,17 +55,17 @@ def feature_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return the GEMM precision. TF32 has the digits of fp16 and the range of fp32."""
+    """Return the GEMM precision. TF32 has the precision of fp16 and the range of fp32."""
     return "tf32" if dtype == torch.float16 or (dtype == torch.float32 and tf32_allowed()) else "ieee"
 
 
 def _count_chunks(S: int, chunk: int, cu_seqlens: Tensor | None) -> int:
-    """Return the number of chunks, an upper bound for packed sequences, each of which begins a new chunk."""
+    """Return the number of chunks, or an upper bound for packed sequences, each of which begins a new chunk."""
     return ceil_div(S, chunk) if cu_seqlens is None else S // chunk + cu_seqlens.shape[0] - 1
 
 
 def _chunk_table(cu_seqlens: Tensor, num_chunks: int, chunk: int) -> Tensor:
-    """Return int32 [chunks, 4]: first row, end, is first and is last of its sequence. Unused chunks are empty."""
+    """Return int32 [chunks, 4]: first row, end, whether first, whether last of its sequence; 0 in unused chunks."""
     counts = (cu_seqlens.diff() + chunk - 1) // chunk
     ends = counts.cumsum(0)
     index = torch.arange(num_chunks, device=cu_seqlens.device)
@@ -124,15 +124,15 @@ def _launch_spec(
 ) -> LaunchSpec:  # fmt: skip
     x, y, z = (*grid, 1, 1)[:3]
     constexprs = dict(zip(names, values, strict=True))
-    taken = {name: constexprs[name] for name in kernel.arg_names[len(dtypes) + len(scalars) :]}
-    return LaunchSpec(kernel, (x, y, z), scalars, (), taken, num_warps, num_stages)
+    kernel_constexprs = {name: constexprs[name] for name in kernel.arg_names[len(dtypes) + len(scalars) :]}
+    return LaunchSpec(kernel, (x, y, z), scalars, (), kernel_constexprs, num_warps, num_stages)
 
 
 def _launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], scalars: tuple[float, ...],
     constexprs: dict[str, Any], num_warps: int = 4, num_stages: int = 1,
 ) -> None:  # fmt: skip
-    """Launch a kernel with those of the constexprs that it takes."""
+    """Launch a kernel; constexprs that it does not take are ignored."""
     dtypes = tuple([None if x is None else x.dtype for x in tensors])
     names, values = tuple(constexprs), tuple(constexprs.values())
     launch(_launch_spec(kernel, grid, dtypes, scalars, names, values, num_warps, num_stages), tensors)
@@ -141,7 +141,7 @@ def _launch(
 def _mixing_launch(
     config: LaunchConfig, keys: Any, shift: Any, prior: Any, mask: Any, feature_map: int
 ) -> tuple[Any, Any, Any]:
-    """Return grid, scalars and constexprs of the kernels between keys and mixed features."""
+    """Return grid, scalars and constexprs of `mix_features` and `unmix_gradients`."""
     B, HK, S, M, width = config.B, config.HK, config.S, config.M, padded_width(config.D)
     rows = max(16, 4096 // width)
     strides = key_strides(keys.stride(), shift is not None)
@@ -159,7 +159,7 @@ def _mixing_launch(
 def _sum_states(
     config: LaunchConfig, start: Tensor | None, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
 ) -> Tensor:
-    """Return the states [B, Hk, chunks + 1, D·(E+1)] before or after each chunk; not causal, the one state of all.
+    """Return the states [B, Hk, chunks + 1, D·(E+1)] before or after each chunk; one state if not causal.
 
     Args:
         config: Sizes and constexprs of the call.
@@ -199,7 +199,7 @@ def _sum_states(
 
 
 def _tile_launch(config: LaunchConfig, length: int) -> tuple[int, int, dict[str, Any]]:
-    """Return the number of tiles per head, of chunks with their own state, and the constexprs of the tile kernels."""
+    """Return tiles per head, chunks per head (0 if not causal), and the constexprs of the tile kernels."""
     BD, BE = padded_width(config.D), padded_width(config.E)
     constexprs = {**config.constexprs, "BD": BD, "BE": BE, "PART": min(STATE_COLUMNS, BD, BE)}
     if not config.causal:
@@ -283,7 +283,7 @@ def launch_decode(
         value: [B, Hk, 1, E].
         shift: [Hk, M, D] or None.
         prior: Log prior, broadcastable to [B, Hk, M, 1], or None.
-        state: Z [B, Hk, D, E] and z [B, Hk, D] of the tokens before it.
+        state: Z [B, Hk, D, E] and z [B, Hk, D] of the preceding tokens.
         feature_map: Code of the feature map.
         normalise: Whether to divide by φ(q)·z.
     """
@@ -329,7 +329,7 @@ def _forward_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
     dtype = feature_dtype(query.dtype)
-    # int: head widths are specialized even if torch.compile treats other sizes as dynamic.
+    # int: head dimensions are specialized even if torch.compile treats other sizes as dynamic.
     chunk = select_block(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).chunk
     chunks = _count_chunks(S, chunk, cu_seqlens) if causal else 0
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
@@ -346,7 +346,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, keys, value, shift, log prior [B, Hk, M, S] and the initial state.
 
-    Those of shift and log prior are empty if the call has none.
+    Gradients of shift and log prior are empty tensors if the call has none.
     """
     return launch_backward(
         grad, grad_final, query, keys, value, shift, prior, mask, cu_seqlens, mixed, states, inverse, feature_map,

@@ -8,7 +8,7 @@ from torch import Tensor
 class MixtureArgs(NamedTuple):
     """Arguments of one mixture attention call, in the order of `torch.ops.mgk.mixture_forward`.
 
-    A launch configuration depends on layouts alone: there the tensor fields hold `TensorLayout`s.
+    In launch configurations, which depend on layouts alone, the tensor fields hold `TensorLayout`s.
     """
 
     query: Tensor  # [B, H, L, D]
@@ -47,13 +47,13 @@ _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int
 
 
 def schema(outputs: int, before: str = "", without: tuple[str, ...] = (), after: str = "") -> str:
-    """Return the schema of an operator that takes these arguments.
+    """Return the schema of an operator that takes the fields of `MixtureArgs`.
 
     Args:
         outputs: Number of tensors it returns.
-        before: Further arguments in front of them.
-        without: Fields of `MixtureArgs` that it does not take.
-        after: Further arguments behind them.
+        before: Arguments that precede them.
+        without: Fields of `MixtureArgs` that the operator does not take.
+        after: Arguments that follow them.
     """
     types: dict[str, Any] = get_type_hints(MixtureArgs)
     arguments = [f"{_SCHEMA_TYPES[types[name]]} {name}" for name in MixtureArgs._fields if name not in without]

@@ -3,11 +3,11 @@
 import functools
 from typing import Literal, NamedTuple
 
-# Forward; dq; dk and dv, or dk alone; dv alone.
+# The forward pass; dq; dk and dv, or dk alone; dv alone.
 Pass = Literal["fwd", "dq", "dkdv", "dv"]
 
-# Wider heads launch the dkdv pass once for dk and once for dv, unless `per_component`: the M + 1 accumulators of both
-# do not fit the registers. That costs one more GEMM and avoids spills.
+# Above this padded head dimension, dkdv of independent keys is launched once for dk and once for dv (unless
+# `per_component`): the M + 1 accumulators do not fit the registers. That takes one more GEMM and avoids spills.
 SPLIT_WIDTH = 64
 
 
@@ -26,17 +26,17 @@ class BlockConfig(NamedTuple):
 
 
 class BlockKey(NamedTuple):
-    """A case that has block sizes of its own."""
+    """Properties of a launch by which its block sizes are looked up."""
 
     pass_: Pass
-    small: bool = False  # one launch per pass, by pointers
+    small: bool = False  # one launch per pass, with pointers instead of TMA descriptors
     tma: bool = False  # TMA reads the tensors along which the kernel loops
     hard: bool = False
     capped: bool = False  # FAST path without masks, dropout and several scales: `maxnreg` may limit its registers
     no_component_gemm: bool = False
 
     def fallbacks(self) -> tuple["BlockKey", ...]:
-        """Return the keys to look up, in this order: the first that a table has is used."""
+        """Return the keys to look up, in order; the first one that a table has is used."""
         general = self._replace(small=False, tma=False)
         if not self.capped:
             return self, general, general._replace(hard=False, no_component_gemm=False)
@@ -45,7 +45,7 @@ class BlockKey(NamedTuple):
         return capped + self._replace(capped=False).fallbacks()
 
 
-# By the largest padded head width that a configuration is for.
+# Configurations by the largest padded head dimension that they are used for.
 BlockTable = dict[BlockKey, dict[int, BlockConfig]]
 
 SHIFTED: BlockTable = {
@@ -83,7 +83,7 @@ SHIFTED: BlockTable = {
     BlockKey("dq", tma=True, capped=True): {
         32: BlockConfig(64, 64, 4, 3, maxnreg=128, operand_in_registers=True),
     },
-    # More stages than GPUs without TMA have shared memory for.
+    # More stages than fit the shared memory of GPUs without TMA.
     BlockKey("dq", tma=True): {
         64: BlockConfig(64, 128, 4, 3, operand_in_registers=True),
         128: BlockConfig(64, 64, 4, 2),
@@ -269,7 +269,7 @@ class BlockTables(NamedTuple):
     """The configurations of one GPU architecture."""
 
     shifted: BlockTable
-    shifted_many: BlockTable  # more than two components; falls back on `shifted`
+    shifted_many: BlockTable  # more than two components; falls back to `shifted`
     independent: BlockTable
 
 
@@ -284,8 +284,8 @@ def select_block(
     """Return the block sizes of a launch.
 
     Args:
-        key: The case.
-        width: The larger padded head width, of keys and values.
+        key: Properties of the launch.
+        width: The larger of the padded head and value dimensions.
         components: Number of components M.
         shifted: Whether the components share their keys up to a shift.
         itemsize: Bytes per element of the query.
@@ -320,7 +320,7 @@ class DecodeConfig(NamedTuple):
     programs_per_sm: int
 
 
-# For elements of 2 bytes, by the largest padded head width.
+# For elements of 2 bytes, by the largest padded head dimension.
 DECODE_CONFIGS = {
     32: DecodeConfig(128, 4, 4, 4),
     64: DecodeConfig(64, 4, 4, 4),

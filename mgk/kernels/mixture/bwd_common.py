@@ -76,7 +76,8 @@ def argmax_components(
 def factored_gradients(scores, b_g, alpha, b_mix, lam):
     """Return weights, score gradient, and dS over the mixture sum (factored form).
 
-    The last times A_ir / A_i0 (C_jr), summed along a column (row), gives the gradient of c_jr (a_ir) up to a factor.
+    The third result times A_ir / A_i0 (C_jr), summed along a column (row), is the gradient of c_jr (a_ir) up to a
+    factor.
     """
     b_e = tl.exp2(scores[0] * (lam[0] * LOG2E) + alpha[0])
     b_ge = b_g * b_e

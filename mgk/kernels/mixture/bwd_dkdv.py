@@ -1,7 +1,7 @@
 """Second backward kernel: one program computes dk and dv of a tile of keys, in a loop over the queries.
 
-Fast form, fallback and PATH BOTH as in `fwd`. Every sum is taken by one program in a fixed order: results are bitwise
-reproducible.
+Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one program in a fixed order: results are
+bitwise reproducible.
 """
 
 # ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
@@ -81,7 +81,7 @@ def load_row_vectors(
 ):  # fmt: skip
     """Load the row vectors FIRST to LAST of rows m to m + BM of a head whose first row is o_row.
 
-    By TMA, values beyond n are 0 and get weight 0.
+    With TMA, values beyond n are 0 and get weight 0.
     """
     out = ()
     for r in tl.static_range(FIRST, LAST):
@@ -396,7 +396,7 @@ def mixture_backward_dkdv(
                 if IN_REGISTERS:
                     b_kr = keys[0 if SHIFTED else r - first].to(tl.float32)
                 else:
-                    # Loaded again: held over the loop, the keys would take registers.
+                    # Loaded again: keeping the keys during the loop would take registers.
                     p_kr = k_ptr + (0 if SHIFTED else r) * stride_km
                     b_kr = load_rows(p_kr, o_j, stride_ks, n_k, D, BD, True).to(tl.float32)
                 if SHIFTED:

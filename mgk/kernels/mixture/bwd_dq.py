@@ -1,7 +1,7 @@
 """First backward kernel: one program computes dq of a tile of queries, in a loop over the keys.
 
-Fast form, fallback and PATH BOTH as in `fwd`. Every sum is taken by one program in a fixed order: results are bitwise
-reproducible.
+Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one program in a fixed order: results are
+bitwise reproducible.
 """
 
 # ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
@@ -227,7 +227,7 @@ def mixture_backward_dq(
     a_columns = as_columns(a, 0.0, M)
     alpha = as_columns(a, lse, M)
     rho = component_ratios(a_columns, M, HARD, FACTOR_RANGE)
-    # Row vectors, read by the other pass. Zeros beyond a head's last row, since TMA reads whole blocks.
+    # Row vectors, read by `mixture_backward_dkdv`. Zeros beyond a head's last row, since TMA reads whole blocks.
     o_vector = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q + o_i
     m_vector = m_i if PACKED else o_i < padded_rows(L)
     p_rows = rows_ptr + o_vector
@@ -247,8 +247,8 @@ def mixture_backward_dq(
     full, last = key_ends(i_m, n_k, causal_offset, BM, BN, CAUSAL)
     high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     spread = tl.max(elementwise_max(a, M) - elementwise_min(a, M), 0)
-    # lse does not bound the exponent of a masked key. It may exceed the allowed range by 40 before 0 times its power
-    # of two is not 0.
+    # lse does not bound the exponent of a masked key. It may exceed the safe range by 40 before its power of two
+    # overflows, which times 0 would be NaN.
     reach = tl.sqrt(squared_norm) * (longest * elementwise_max(lam, M) * LOG2E) + (a[0] - lse)
     reach = tl.max(tl.where(m_i & (masked > 0), reach, 0.0), 0)
     spread = tl.maximum(spread, reach - 40.0)
@@ -298,7 +298,7 @@ def mixture_backward_dq(
         for r in tl.static_range(1, M):
             da_0 -= das[r - 1]
         das = (da_0,) + das
-    # Loaded again: held over the loop, the queries would take registers.
+    # Loaded again: keeping the queries during the loop would take registers.
     b_x = (b_q if IN_REGISTERS else load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)).to(tl.float32)
     o_d = tl.arange(0, BD)
     i_row = (i_seq * GROUP + i_h % GROUP) * n_tiles + i_m

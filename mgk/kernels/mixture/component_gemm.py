@@ -32,7 +32,7 @@ def gemm_operand(xs, o_c, M: tl.constexpr, LEFT: tl.constexpr):
 def load_operand(src, first, n, N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
     """Load rows `first` to `first` + N of an operand.
 
-    MASKED: rows from n on are 0. By TMA they are finite, but not 0.
+    MASKED: rows from n on are 0. With TMA they are finite, but not 0.
     """
     if TMA:
         return src.load([first.to(tl.int32), 0])
@@ -68,7 +68,7 @@ def accumulate_gemm(b_g, b_y, acc):
 def component_sums(acc, FIRST: tl.constexpr, M: tl.constexpr, LEFT: tl.constexpr):
     """Return the sum of each component from FIRST on from an accumulator of `accumulate_gemm`.
 
-    It is the sum of the component's high and low columns. LEFT: the operand was of rows.
+    It is the sum of the component's high and low columns. LEFT: the operand was that of the rows.
     """
     o_c = tl.arange(0, 16)
     out = ()

@@ -1,8 +1,7 @@
 """Decode kernels: few queries against many keys, forward only.
 
-The keys are split over programs, whose partial sums are then merged by their logsumexps (split-K). There is no
-preprocessing pass, which would cost half as much as the whole: each program computes the key terms of the keys that it
-loads.
+The keys are split over programs, whose partial sums are then merged by their logsumexps (split-K). Each program
+computes the key terms of the keys that it loads: a separate preprocessing pass would cost half as much as the decoding.
 """
 
 # ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
@@ -125,7 +124,7 @@ def decode_split(
 def load_fp32(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
     """Load rows n + o_n of a head, [keys, BD], as fp32.
 
-    bf16 may be passed as pairs in int32: a shift or a mask converts a number to fp32, half the cost of a conversion.
+    bf16 may be passed as pairs in int32: a bit shift or mask then converts a number to fp32 at half the cost.
     """
     PAIRS: tl.constexpr = ptr.dtype.element_ty == tl.int32
     WIDTH: tl.constexpr = BD // 2 if PAIRS else BD
@@ -227,8 +226,8 @@ def decode_row(
 
     Computes the same as `decode_split` without GEMMs. BI keys are loaded side by side; the BN / BI groups of a block
     are processed one after another by the same threads. Each of the BI lanes has its own running maximum and sums until
-    the end, so the loop needs no reduction across threads and is bound by memory. With k_jr = k_j + b_r the exponent is
-    linear in k_j except for its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) plus a constant in j.
+    the end, so the loop needs no reduction across threads and is memory-bound. With k_jr = k_j + b_r the exponent is
+    linear in k_j except for its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) plus a term independent of j.
     BIAS: 1 the same for all keys, 2 one per key.
     """
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

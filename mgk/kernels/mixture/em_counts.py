@@ -1,4 +1,4 @@
-"""Counts N_jr of expectation maximisation: kernels that pass over the pairs without the values, and their operator.
+"""Counts N_jr of expectation maximisation: kernels over all query-key pairs, without the values, and their operator.
 
 For shifted keys with equal scales, the responsibilities do not depend on q.k_j: gamma_ijr = A_ir C_jr / sum_s A_is C_js
 takes one multiply-add per component and one reciprocal per pair.
@@ -37,9 +37,9 @@ COUNT_RANGE = tl.constexpr(100.0)
 
 @triton.jit
 def reciprocal(b_x):
-    """Return 1 / x by the approximate instruction, which is accurate to 1 ulp."""
+    """Return 1 / x with the approximate instruction, which is accurate to 1 ulp."""
     if INTERPRETED:
-        # Finite for a key without components, also in a sum. The result is discarded.
+        # Finite for a key whose components are all masked, whose counts are discarded.
         return 1.0 / tl.maximum(b_x, 1e-32)
     else:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
@@ -81,7 +81,7 @@ def count_tile(
     M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, USE_SCORES: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate the counts and the number of visible pairs over the queries first to last."""
+    """Accumulate the counts and the number of unmasked pairs over the queries first to last."""
     for m in range(first, last, BM):
         o_i = m + tl.arange(0, BM)
         valid = tl.zeros([1, BM], tl.int1) | (o_i < L)[None, :]

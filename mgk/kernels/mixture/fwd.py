@@ -1,7 +1,7 @@
 """Forward kernel: one program computes a tile of queries, in a loop over the keys.
 
 The fast form uses an upper bound of each row instead of its running maximum, and the factored mixture sum (one
-exponential per pair). Tiles where that could lose weights are flagged for the fallback: running maximum, one
+exponential per pair). Tiles in which weights could then underflow are flagged for the fallback: running maximum, one
 exponential per component. PATH BOTH (small calls) compiles both forms into one kernel, and each program selects one.
 """
 
@@ -183,7 +183,7 @@ def mixture_forward(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for a row without visible keys."""
+    """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for fully masked rows."""
     UNEQUAL: tl.constexpr = SCALE > 1
     # With BN keys per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN

@@ -31,15 +31,15 @@ from mgk.kernels.mixture.launch_config import (  # fmt: skip
     preprocess_spec,
 )
 
-# Dtypes whose forward may use a bound of the row in place of its maximum. fp16 weights need their true maximum near 1,
-# or they flush to 0; fp32 would lose digits to the bound.
+# Dtypes whose forward may use an upper bound of a row's exponents instead of their maximum. In fp16 the largest weight
+# must be near 1, or weights underflow to 0; in fp32 the bound would cost precision.
 BOUNDED = (torch.bfloat16,)
 
 HAS_NEW_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
-# Calls of up to this number of query-key pairs are bound by their launches, not by the GPU. They take one launch per
-# pass instead of two, by pointers, which the launcher handles faster than descriptors: of the GENERAL path or, if that
-# takes more than two exponentials per pair and the FAST one takes one, of BOTH.
+# Calls of up to this number of query-key pairs are limited by launch overhead. They take one launch per pass instead of
+# two, with pointers, which the launcher handles faster than TMA descriptors. Its path is GENERAL, or BOTH if GENERAL
+# takes more than two exponentials per pair and FAST takes one.
 SMALL_PAIRS = 1 << 25
 _small_pairs = SMALL_PAIRS
 
@@ -48,7 +48,7 @@ _small_pairs = SMALL_PAIRS
 def small_call_limit(pairs: int) -> Iterator[None]:
     """Treat calls of up to this number of query-key pairs as small.
 
-    Process-wide, because autograd runs the backward pass in threads of its own. Compare `SMALL_PAIRS`.
+    The limit is process-wide, because autograd runs the backward pass in other threads. Its default is `SMALL_PAIRS`.
     """
     global _small_pairs
     previous, _small_pairs = _small_pairs, pairs
@@ -59,7 +59,7 @@ def small_call_limit(pairs: int) -> Iterator[None]:
 
 
 def view_as_int32_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """View bf16 tensors as pairs if loads of 16 bytes remain aligned; else return them unchanged."""
+    """View bf16 tensors as pairs in int32 if loads of 16 bytes remain aligned; else return them unchanged."""
     if tensors[0].dtype != torch.bfloat16 or any(
         n % 32 for x in tensors for n in (x.data_ptr() // 2, *x.stride()[:-1])
     ):
@@ -70,7 +70,7 @@ def view_as_int32_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def tf32_allowed() -> bool:
-    """Return torch's setting, new or old: reading the old one raises once the new one has been set."""
+    """Return torch's TF32 setting, new or old: reading the old one raises once the new one has been set."""
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if HAS_NEW_TF32 else bool(matmul.allow_tf32)
 
@@ -85,14 +85,14 @@ def _has_tma(device: torch.device) -> bool:
 
 
 def supports_tma(*tensors: Tensor) -> bool:
-    """Return whether TMA can read these: Hopper or later, rows and heads at multiples of 16 bytes."""
+    """Return whether TMA can read the tensors: Hopper or later, addresses and strides at multiples of 16 bytes."""
     if tensors[0].device.type != "cuda" or not _has_tma(tensors[0].device):
         return False
     return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
 
 
 def as_descriptors(tma: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return TMA descriptors of blocks of this number of rows, or the tensors unchanged without tma."""
+    """Return TMA descriptors for blocks of `rows` rows, or the tensors unchanged if `tma` is False."""
     if not tma:
         return tensors
     return tuple(
@@ -103,17 +103,17 @@ def as_descriptors(tma: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, 
 
 
 def empty_operand(like: Tensor, rows: int) -> Tensor | None:
-    """Allocate an operand of the component GEMM for this number of rows or keys; None for 0."""
+    """Allocate an operand of the component GEMM for `rows` rows or keys; return None for 0."""
     return like.new_empty(rows, COMPONENT_GEMM_WIDTH, dtype=torch.bfloat16) if rows else None
 
 
 def empty_like_bshd(x: Tensor, width: int | None = None) -> Tensor:
     """Allocate an output or gradient like x with the memory layout of a projection.
 
-    x [B, H, L, D] or [B, H, M, L, D] is laid out as [B, L, H, (M,) D]: a layer then reshapes it without a copy. width
+    [B, H, L, D] or [B, H, M, L, D] is laid out as [B, L, H, (M,) D]: a layer then reshapes it without a copy. `width`
     replaces D.
     """
-    # new_empty_strided instead of a transposed view: views may not be changed in place by users.
+    # new_empty_strided instead of a transposed view: users must be able to change the result in place.
     if x.dim() == 4:
         B, H, L, D = x.shape
         E = D if width is None else width
@@ -143,7 +143,7 @@ def empty_workspace(like: Tensor, key_heads: int, components: int, key_tiles: in
 
 
 def preprocess(args: MixtureArgs, prepared: Tensor, stats: Tensor) -> None:
-    """Fill `prepared` and `stats`."""
+    """Launch the preprocessing kernel, which fills `prepared` and `stats`."""
     keys, shift, bias, scale_t, tau_t, cu_k = args.keys, args.shift, args.bias, args.scale_t, args.tau_t, args.cu_k
     spec = preprocess_spec(
         layouts(keys, shift, bias, scale_t, tau_t, cu_k), args.hard, args.num_sequences, args.max_k, stats.shape[1]
@@ -168,7 +168,7 @@ def forward_into(
 ) -> None:
     """Fill out [B, H, L, E] and lse [B, H, L] (contiguous, or None).
 
-    no_component_gemm: use blocks that need no operand for a component GEMM if the tables have some.
+    no_component_gemm: prefer blocks without a component GEMM, which need no operand.
     """
     if out.numel() == 0:
         return
@@ -210,7 +210,7 @@ def _flags(args: MixtureArgs, stats: Tensor, no_component_gemm: bool = False) ->
 # (about three waves of programs on 132 SMs) and takes far longer than its launches.
 CHUNK_PROGRAMS = 1024
 CHUNK_PAIRS = 1 << 31
-# Workspace bytes of a key: c and C per component, and its row of the component GEMM's operand.
+# Workspace bytes per key: c and C of each component, and its row of the component GEMM's operand.
 PREPARED_BYTES = 8
 OPERAND_BYTES = 2 * COMPONENT_GEMM_WIDTH
 # Workspace bytes allowed per row and head: the size of the call's lse, which other implementations keep.
@@ -221,7 +221,7 @@ CHUNK_KEY = BlockKey("fwd", no_component_gemm=True)
 def key_heads_per_chunk(
     batch: int, heads: int, key_heads: int, L: int, S: int, components: int, block: BlockConfig
 ) -> int:
-    """Return the number of key heads, over the batch, per chunk: all if chunks within the limit would be too small."""
+    """Return the key heads per chunk, of B·Hk in all; B·Hk if chunks within the memory limit would be too small."""
     bytes_per_key = PREPARED_BYTES * components + OPERAND_BYTES * block.component_gemm
     group, total = heads // key_heads, batch * key_heads
     largest = max(WORKSPACE_BYTES * heads * L * batch // (bytes_per_key * S), 1)
@@ -283,7 +283,7 @@ def launch_inference(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tenso
 
 
 def _leading(prepared: Tensor, stats: Tensor, heads: int, key_tiles: int) -> tuple[Tensor, Tensor]:
-    """Return the beginning of a workspace, for a last chunk that is smaller than the others."""
+    """Return the leading part of a workspace, for a chunk that is smaller than the others."""
     M, n = prepared.shape[2], key_tiles * KEYS_PER_TILE
     return (
         prepared.view(-1)[: 2 * heads * M * n].view(2, heads, M, n),
@@ -291,8 +291,8 @@ def _leading(prepared: Tensor, stats: Tensor, heads: int, key_tiles: int) -> tup
     )
 
 
-# Exponents per key (queries that share it times components) up to which decoding uses no GEMM: more take longer than
-# reading the keys.
+# Maximum number of exponents per key (queries that share it times components) for decoding without GEMMs: more take
+# longer than reading the keys.
 MAX_ROW_SCORES = 8
 DECODE_CONSTEXPRS = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
 
@@ -314,7 +314,7 @@ def _decode_constexprs(
 
 @functools.cache
 def _num_sms(device: torch.device) -> int:
-    # Without a GPU, a few splits for the interpreter to merge.
+    # 1 without a GPU: a few splits for the interpreter.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -18,14 +18,14 @@ from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
 from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, GENERAL, KEY_TILE, ROW_ALIGNMENT
 
-KEYS_PER_TILE = KEY_TILE.value  # of preprocessed keys
+KEYS_PER_TILE = KEY_TILE.value  # keys per tile of preprocessed keys
 ROWS_PER_TILE = ROW_ALIGNMENT.value  # a head's row vectors are padded to a multiple of this
 L2_BYTES = 24 << 20
 
 # Columns of the operands of the component GEMM: one K step of the tensor cores.
 COMPONENT_GEMM_WIDTH = 16
 
-# Block in which partial sums are reduced; 16 columns are 64 bytes of a row, two sectors of memory.
+# Block in which partial sums are added; 16 columns are 64 bytes of a row, two memory sectors.
 PART_ROWS, PART_COLS = 512, 16
 
 # Gradient of the log prior: none, its sum over batch and keys, or one per key.
@@ -41,7 +41,7 @@ class TensorLayout(NamedTuple):
 
 
 class LaunchFlags(NamedTuple):
-    """The part of a configuration's key that is not a tensor layout."""
+    """Properties of a call, besides tensor layouts, that determine its launch configuration."""
 
     causal: int
     hard: bool
@@ -49,11 +49,11 @@ class LaunchFlags(NamedTuple):
     max_q: int
     max_k: int
     num_key_tiles: int
-    small: bool  # one launch per pass, by pointers
-    bounded: bool  # the forward may use a bound of the row in place of its maximum
+    small: bool  # one launch per pass, with pointers instead of TMA descriptors
+    bounded: bool  # the forward may use an upper bound of a row's exponents instead of their maximum
     precision: str
     select_block: Callable[..., BlockConfig]
-    no_component_gemm: bool = False  # the forward uses blocks without a component GEMM if the tables have some
+    no_component_gemm: bool = False  # the forward prefers blocks without a component GEMM
 
 
 def layouts(*tensors: Any) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def layouts(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _args_of_layouts(tensors: tuple[Any, ...], flags: LaunchFlags) -> tuple[Any, list[Any]]:
-    """Return a `MixtureArgs` with layouts in place of tensors, and the layouts behind its own."""
+    """Return a `MixtureArgs` with layouts in place of tensors, and the remaining layouts."""
     layouts = [x and TensorLayout(*x) for x in tensors]
     numbers = (0.0, 0.0, 0.0, float(flags.dropout), flags.causal, flags.hard, flags.max_q, flags.max_k)
     return MixtureArgs._make((*layouts[:NUM_TENSORS], *numbers)), layouts[NUM_TENSORS:]
@@ -181,7 +181,7 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     constexprs = constexprs_of(args, flags.precision)
     (_, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], constexprs["M"], shift is not None
     num_sequences, size, key_tiles = args.num_sequences, query.dtype.itemsize, flags.num_key_tiles
-    # A float mask has no bound that is known in advance.
+    # The values of a float mask have no bound that is known in advance.
     fast = flags.bounded and constexprs["MASK"] != 2 and (not small or (_is_factored(constexprs) and M > 2))
     key = BlockKey(
         "fwd", small=small, hard=hard and not small, capped=_is_capped(fast, small, constexprs),
@@ -254,11 +254,11 @@ def backward_config(
     (B, H, L, D), (HK, S, E), M = query.shape, value.shape[1:], constexprs["M"]
     width, size = max(constexprs["BD"], constexprs["BE"]), query.dtype.itemsize
     # Blocks of small calls have one or two warps: the registers of masks, dropout and several scales would not fit.
-    smallest = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
-    # Packed sequences begin anywhere in the row vectors.
+    use_small_blocks = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
+    # Packed sequences begin at arbitrary offsets in the row vectors, which TMA cannot read.
     tma = tma_queries and args.cu_q is None
     factored = _is_factored(constexprs) and (size == 2 or flags.bounded) and (not small or M > 2)
-    # Independent keys and hard shifted keys: the exponents of one side are factors, for which fp16 has no range.
+    # Independent keys and hard shifted keys: powers of one side's exponents are factors, beyond the range of fp16.
     one_sided = (hard or not shifted) and constexprs["SCALE"] <= 1 and constexprs["MASK"] != 2
     fast = factored or (one_sided and flags.bounded and not small)
 
@@ -266,8 +266,8 @@ def backward_config(
         return flags.select_block(key, width, M, shifted, size)
 
     capped = _is_capped(fast, small, constexprs)
-    dq_block = select(BlockKey("dq", small=smallest and not tma_keys, tma=tma_keys, hard=hard, capped=capped))
-    dkdv_key = BlockKey("dkdv", small=smallest and not tma, tma=tma, hard=hard)
+    dq_block = select(BlockKey("dq", small=use_small_blocks and not tma_keys, tma=tma_keys, hard=hard, capped=capped))
+    dkdv_key = BlockKey("dkdv", small=use_small_blocks and not tma, tma=tma, hard=hard)
     dkdv_block = select(dkdv_key)
     per_component = not shifted and not hard and dkdv_block.per_component
     if shifted or width <= SPLIT_WIDTH or per_component:
@@ -284,7 +284,7 @@ def backward_config(
     )  # fmt: skip
     paths = _paths(fast, small)
     # The dkdv kernel is GENERAL for hard independent keys, whose components differ before one is chosen, and for dk and
-    # dv of independent keys together, which leave no registers for it.
+    # dv of independent keys together, which leave no registers for the fast form.
     dkdv_paths = paths if shifted or (len(passes) > 1 and not hard) else (GENERAL.value,)
     dq = LaunchSpec(
         mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, *out.strides[:3]),
@@ -310,7 +310,7 @@ def backward_config(
     key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, dkdv_block))
     shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0]
     entries = summed_entries(M, shift_entries, prior_grad == SUMMED_PRIOR_GRAD)
-    max_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # the kernels use the same flags one after another
+    max_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # the kernels reuse one buffer of flags
     return BackwardConfig(
         dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M, row_length), num_spreads=heads * q_tiles,
         num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),

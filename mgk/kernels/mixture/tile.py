@@ -20,7 +20,7 @@ ROW_ALIGNMENT = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
 SAFE_RANGE = tl.constexpr(80.0)
-# The same where the mixture sum is also formed for masked pairs, whose exponents must not overflow.
+# The same if the mixture sum is also computed for masked pairs, whose exponentials must not overflow.
 FACTOR_RANGE = tl.constexpr(60.0)
 # Values of the constexpr PATH. A kernel runs in its general form for every tile, in its fast form (tiles that are not
 # safe are flagged), as the fallback for flagged tiles, or with both forms in one launch.
@@ -102,7 +102,7 @@ def load_tile(
     src, i_b, i_h, r: tl.constexpr, start, n, stride_m, stride_row, n_rows, N: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, COMPONENTS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Load rows n to n + N of a head, [N, BD], by pointer or TMA.
+    """Load rows n to n + N of a head, [N, BD], by pointer or with TMA.
 
     COMPONENTS: src has an axis of components, of which r is loaded. TMA fills with zeros beyond the tensor; rows of the
     next packed sequence are finite and get weight 0.
@@ -157,10 +157,10 @@ def load_shift(shift_ptr, i_h, r: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def mul_rn(x, y):
-    """Return x y, rounded.
+    """Return x y, rounded to nearest.
 
-    Otherwise the compiler fuses a product and a later difference into an FMA. The difference of equal products is then
-    the rounding error of one of them instead of 0, and ties are lost.
+    The compiler would otherwise fuse a product and a later difference into an FMA. The difference of equal products
+    would then be the rounding error of one of them instead of 0, and ties would be lost.
     """
     if INTERPRETED:
         return x * y
@@ -177,7 +177,7 @@ def row_terms(
 ):  # fmt: skip
     """Return a_ir (base 2) for each r, and |q_i|^2.
 
-    a_ir is lambda_r q_i.b_r for shifted keys, less tau lambda_r |q_i|^2 / 2 where the scales differ (UNEQUAL).
+    a_ir is lambda_r q_i.b_r for shifted keys (0 otherwise), minus tau lambda_r |q_i|^2 / 2 if scales differ (UNEQUAL).
     """
     b_x = b_q.to(tl.float32)
     squared_norm = tl.sum(b_x * b_x, 1)
@@ -232,7 +232,7 @@ def key_range(stats_ptr, n_tiles):
     Returns the largest c and the smallest finite c (relative to the head's reference), the largest |k|, the end of the
     last tile that has an unmasked key, and 1 if a key is masked, else 0.
     """
-    # The width of a warp: every warp reduces without a barrier.
+    # The size of a warp: every warp reduces without a barrier.
     o_t = tl.arange(0, 32)
     high = tl.full([32], -float("inf"), tl.float32)
     low = tl.full([32], float("inf"), tl.float32)
@@ -260,7 +260,7 @@ def key_span(high, low):
 
 @triton.jit
 def key_ends(i_m, n_k, causal_offset, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the end of the keys that need no mask for query tile i_m, and the end of all visible keys."""
+    """Return the end of the keys that need no mask for query tile i_m, and the end of all keys it attends to."""
     full = n_k // BN * BN
     last = n_k
     if CAUSAL:
@@ -273,8 +273,8 @@ def key_ends(i_m, n_k, causal_offset, BM: tl.constexpr, BN: tl.constexpr, CAUSAL
 def query_bounds(i_n, n_q, causal_offset, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the bounds begin, full and whole of the queries for key tile i_n.
 
-    Tiles from begin to full cross the causal diagonal, those from full to whole need no mask, and one from whole on
-    crosses the end.
+    Tiles from begin to full cross the causal diagonal, tiles from full to whole need no mask, and the tile at whole
+    crosses the end of the queries.
     """
     begin = 0
     full = 0
@@ -403,6 +403,6 @@ def component_ratios(alpha, M: tl.constexpr, HARD: tl.constexpr, LIMIT: tl.const
     out = ()
     for r in tl.static_range(1, M):
         b_lead = alpha[r] - alpha[0]
-        # Rows beyond the limit go to the fallback, which does not use the ratio.
+        # Tiles with rows beyond the limit are left to the fallback, which does not use the ratio.
         out = out + (b_lead if HARD else tl.exp2(tl.minimum(b_lead, LIMIT)),)
     return out
