@@ -66,7 +66,7 @@ class Attention(nn.Module):
         dropout: Dropout probability on the attention weights during training. Default: the preset's, 0 in ``"paper"``.
         bias: Whether the projections have a bias. Default: the preset's, True in ``"paper"``.
         is_causal: If True, a query attends to keys up to its own position only.
-        max_positions: Number of key positions with a prior of their own, for EM priors and the learned priors of
+        max_positions: Number of key positions with separate priors, for EM priors and the learned priors of
             ``"ref-lm"``. Default: EM priors are shared over positions.
         rotary: Base of a rotary embedding, such as 10000.0, or a callable
             ``(x [B, H, (M,) S, D], positions [S] or [B, S]) -> x``. Shifts are added after the rotation.

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Seconds before `exclusive` refuses: a process that was told to stop may still be saving.
+# Seconds that `exclusive` retries before it raises: a process that received a stop signal may still be saving.
 LOCK_TIMEOUT = 10.0
-_held: set[Path] = set()  # locks that this process holds by `exclusive`
+_held: set[Path] = set()  # locks that this process holds through `exclusive`
 
 
 class DataError(ValueError):
@@ -56,7 +56,7 @@ def locked(path: Path) -> Iterator[None]:
 def exclusive(path: Path, subject: str, remedy: str) -> Iterator[None]:
     """Hold a lock for as long as a process uses a directory; nested calls of one process share it.
 
-    The system releases the lock when the process ends, also by SIGKILL. Without effect where `locked` has none.
+    The system releases the lock when the process ends, also by SIGKILL. Has no effect on systems without locks.
 
     Args:
         path: Lock file. Its text is the process that holds the lock.
@@ -100,7 +100,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _try_lock(file: int) -> bool:
-    """Return whether the lock is free, or the system has no locks."""
+    """Take the lock without blocking; return False if another process holds it. Succeeds on systems without locks."""
     try:
         import fcntl
 

@@ -131,26 +131,26 @@ def _flash_calls(
         if mask is None and (not causal or causal == "top-left" or queries == length):
             yield rows, columns, bool(causal), None
             continue
-        local = None if mask is None else block_of_rows(mask, rows)
-        if local is not None and local.shape[-1] != 1:
-            local = local[..., columns]
+        span_mask = None if mask is None else block_of_rows(mask, rows)
+        if span_mask is not None and span_mask.shape[-1] != 1:
+            span_mask = span_mask[..., columns]
         for start in range(0, queries, TILE):
             tile = slice(start, min(start + TILE, queries))
-            visible = length
+            num_keys = length
             if causal:
-                visible = min(length, tile.stop + (length - queries if causal == "bottom-right" else 0))
-            if visible <= 0:
+                num_keys = min(length, tile.stop + (length - queries if causal == "bottom-right" else 0))
+            if num_keys <= 0:
                 continue
-            allowed = allowed_pairs(tile, queries, length, local, causal or None, None, query)
-            bias = query.new_zeros(1, 1, tile.stop - tile.start, visible)
-            if local is not None and local.dtype != torch.bool:
-                part = block_of_rows(local, tile)
-                bias = bias + (part if part.shape[-1] == 1 else part[..., :visible]).clamp(min=MASK_VALUE)
+            allowed = allowed_pairs(tile, queries, length, span_mask, causal or None, None, query)
+            bias = query.new_zeros(1, 1, tile.stop - tile.start, num_keys)
+            if span_mask is not None and span_mask.dtype != torch.bool:
+                part = block_of_rows(span_mask, tile)
+                bias = bias + (part if part.shape[-1] == 1 else part[..., :num_keys]).clamp(min=MASK_VALUE)
             if allowed is not None:
-                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :visible]), MASK_VALUE)
+                bias = bias.masked_fill(~(allowed if allowed.shape[-1] == 1 else allowed[..., :num_keys]), MASK_VALUE)
             # The sum inherits the strides of the mask.
             bias = bias.contiguous().expand(query.shape[0], query.shape[1], -1, -1)
-            yield _shift_slice(tile, rows.start), slice(columns.start, columns.start + visible), False, bias
+            yield _shift_slice(tile, rows.start), slice(columns.start, columns.start + num_keys), False, bias
 
 
 def _repeat_key_heads(tensor: Tensor, group: int) -> Tensor:

@@ -74,8 +74,8 @@ def run_linear(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
     reference = linear_features.max_log_weights(features.log_weight, state, call.causal)
     if features.log_weight is not None and call.cu_seqlens is not None and features.key.shape[2] > 0:
         # The maximum is taken over the query's packed sequence.
-        visible = features.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
-        reference = visible.amax(-1).detach().clamp(min=EMPTY_LOG_WEIGHT)
+        log_weights = features.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
+        reference = log_weights.amax(-1).detach().clamp(min=EMPTY_LOG_WEIGHT)
     key, value = repeat_heads(features.key, call.group), repeat_heads(features.value, call.group)
     if reference is None and state is None and call.normalise:
         output, weights = equations.linear_attention(features.query, key, value, allowed)

@@ -33,7 +33,7 @@ def _missing_triton_reason() -> str | None:
 
 # Evaluated once: torch.compile cannot trace the import system.
 NO_TRITON = _missing_triton_reason()
-MAX_WIDTH = 256
+MAX_WIDTH = 256  # largest head or value dimension
 MAX_COMPONENTS = 8
 DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
 # Without gradients, up to this many query rows per key head run on the decode kernel, which splits the keys.
@@ -42,7 +42,7 @@ DECODE_ROWS = 16
 MAX_BATCH = 65_535
 # The linear kernels index the heads of all batch entries by the grid's second axis.
 MAX_HEADS = 65_535
-# The kernels' codes of causal alignments and feature maps.
+# Codes of causal alignments and feature maps in the kernels.
 CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 MAPS = {FEATURE_MAPS["elu"]: 0, FEATURE_MAPS["relu"]: 1}
 
