@@ -1,6 +1,6 @@
 """The command `mgk`.
 
-Importing this package does not import Typer: a missing package of the extra `train` is reported in one line.
+Importing this package does not import Typer, so that a missing package of the extra `train` is reported in one line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_app(load: Callable[[], Callable[..., int | None]], program: str, argumen
     """Run a Typer app and exit. User errors become one line on stderr and exit code 2.
 
     Args:
-        load: Imports and returns the app; a missing package of the extra `train` is reported by name.
+        load: Function that imports and returns the app; a missing package of the extra `train` is reported by name.
         program: Name of the command in help texts.
         arguments: Command line without the program name.
     """
@@ -44,8 +44,8 @@ def run_app(load: Callable[[], Callable[..., int | None]], program: str, argumen
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    # Raise SystemExit, as Ctrl-C raises KeyboardInterrupt: commands then end their child processes.
-    # nohup ignores SIGHUP, and that must not be overridden.
+    # Raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that commands end their child processes.
+    # nohup sets SIGHUP to be ignored, which must not be overridden.
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
@@ -65,7 +65,7 @@ def run_app(load: Callable[[], Callable[..., int | None]], program: str, argumen
 
 
 def load_plugins() -> None:
-    """Import the modules named in MGK_PLUGINS, separated by commas, which register tasks and recipes."""
+    """Import the modules listed in MGK_PLUGINS (separated by commas), which register tasks and recipes."""
     for name in filter(None, map(str.strip, os.environ.get("MGK_PLUGINS", "").split(","))):
         try:
             importlib.import_module(name)
@@ -76,7 +76,7 @@ def load_plugins() -> None:
 
 
 def format_error(error: Exception) -> str | None:
-    """Return a user error as one line, or None for an error in mgk itself."""
+    """Return the one-line message of a user error, or None for an error in mgk itself."""
     if isinstance(error, ModuleNotFoundError) and _top_level_package(error.name) in EXTRA:
         return _missing_extra_message(error.name)
     if isinstance(error, OSError) and error.filename is not None:

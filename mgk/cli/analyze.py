@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LONG = 512
 # Number of heads above which attention maps are smaller by default.
 MANY_HEADS = 48
-# Seconds between two lines of progress if stderr is not a terminal.
+# Seconds between progress lines if stderr is not a terminal.
 LINE_EVERY = 10.0
 # Samples per batch while heads are ablated one by one.
 ABLATION_BATCH = 16
@@ -38,7 +38,7 @@ def analyze(
         list[Path] | None, typer.Argument(help="Run directories; the report shows several side by side.")
     ] = None,
     hf: Annotated[
-        str | None, typer.Option(help="Transformers model to analyze instead: a directory or a name on the hub.")
+        str | None, typer.Option(help="Transformers model to analyze instead: a directory or a name on the Hub.")
     ] = None,
     text: Annotated[list[str] | None, typer.Option(help="Input text, or a text file; may be repeated.")] = None,
     ids: Annotated[
@@ -52,22 +52,26 @@ def analyze(
     matrices: Annotated[
         int | None,
         typer.Option(
-            help="Attention matrices to rank per layer; default: 200, or 8 for long sequences on a CPU; paper: 1000."
+            help="Attention matrices to rank per layer; default: 200, or 8 for long sequences on a CPU. "
+            "The paper uses 1000."
         ),
     ] = None,
-    threshold: Annotated[float, typer.Option(help="The rank counts the singular values above this threshold.")] = 1e-6,
+    threshold: Annotated[float, typer.Option(help="The rank is the number of singular values above this.")] = 1e-6,
     memory: Annotated[float, typer.Option(help="Working memory in GiB, besides the model.")] = 2.0,
     map_size: Annotated[
         int | None,
-        typer.Option(help="Pixels per side of a map; default: 256 or 128. Longer maps are pooled and shown as tiles."),
+        typer.Option(
+            help="Maximum pixels per side of a map; default: 256, or 128 with many heads. "
+            "Longer maps are pooled and also written as tiles."
+        ),
     ] = None,
     removal: Annotated[
         int, typer.Option(min=0, help="Samples on which to ablate each head; 0 skips the ablation.")
     ] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the selection of samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for selecting samples.")] = 0,
     data_dir: RunDataDir = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the report; default: RUN/analysis, or analysis/MODEL.")
+        Path | None, typer.Option(help="Output directory; default: RUN/analysis, or analysis/MODEL with --hf.")
     ] = None,
 ) -> None:
     """Analyze the attention heads of models: ranks, redundancy, maps, mixtures and costs.
@@ -120,7 +124,7 @@ def analyze(
 
 @dataclass(frozen=True)
 class _InputOptions:
-    """Options of the command that select the inputs and the size of the analysis."""
+    """Command-line options that select the inputs and the size of the analysis."""
 
     texts: list[str]
     ids: Path | None
@@ -137,7 +141,7 @@ class _InputOptions:
         return self.matrices or (200 if device == "cuda" or length <= LONG else 8)
 
     def resolve_map_size(self, config: Any) -> int:
-        """Return --map-size, or its default, which bounds the size of the page for models with many heads."""
+        """Return --map-size, or its default, which is smaller for models with many heads to bound the report's size."""
         heads = getattr(config, "num_layers", 0) or getattr(config, "num_hidden_layers", 1)
         heads *= getattr(config, "num_heads", 0) or getattr(config, "num_attention_heads", 1)
         return self.map_size or (256 if heads <= MANY_HEADS else 128)
@@ -167,7 +171,7 @@ def _tile_directory(out: Path, name: str) -> Path:
 
 
 def _make_names_unique(models: list[AnalyzedModel], runs: list[Path]) -> list[AnalyzedModel]:
-    """Add the run directory to the names of models with the same row, recipe and seed."""
+    """Add the run directory to the names of models with the same spec, recipe and seed."""
     names = [model.name for model in models]
     return [
         model if names.count(model.name) == 1 else dataclasses.replace(model, name=f"{model.name} ({run})")
@@ -218,7 +222,7 @@ def _analyze_run(
 
 
 def _count_costs(config: Any) -> tuple[list[Any], Any]:
-    """Count the costs of other variants and fewer heads, and of the model itself."""
+    """Count the costs of the model with other variants and fewer heads, and of the model itself."""
     from mgk.analysis.flops import ModelCost, count_costs, fewer_heads
     from mgk.training.evaluate import count_parameters, forward_flops
     from mgk.variants import VARIANTS
@@ -254,7 +258,7 @@ def _analyze_transformers_model(
     from mgk.analysis.flops import per_head
     from mgk.analysis.report.html import AnalyzedModel
 
-    # Suppresses a warning for each attempt to reach the hub without a network.
+    # Without a network, each attempt to reach the Hub prints a warning.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not (options.texts or options.ids or options.images):
         fail("--hf", "requires an input: --text, --ids or --images")

@@ -46,7 +46,7 @@ def check_same_data(run: Path, description: dict[str, Any], task: Task, data_dir
     """Warn if a run was trained on data other than that in `data_dir`.
 
     Returns:
-        {"same_data": ...} for the line of results; empty if the run's description has no checksum of its data.
+        {"same_data": ...} for the printed results; empty if the run's description has no data checksum.
     """
     if "data" not in description:
         return {}
@@ -64,14 +64,14 @@ def warn_if_gpu_recommended(recipe: Recipe, length: int, parameters: int) -> Non
 
 
 def print_progress(stage: str, done: int, total: int) -> None:
-    """Print a line of progress on stderr; without a terminal, only when a stage is complete."""
+    """Print a progress line on stderr; without a terminal, only when a stage is complete."""
     end = "\n" if done >= total else "\r"
     if sys.stderr.isatty() or done >= total:
         print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
 def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
-    """Return the models of --rows without duplicates; by default, all rows of the recipe."""
+    """Return the models of --rows (default: all rows of the recipe) without duplicates."""
     rows = list(recipe.rows) if option is None else [ModelSpec.parse(text, "--rows") for text in option.split(",")]
     if not rows:
         fail("--rows", f"is required: recipe {recipe.name} defines no rows")
@@ -94,7 +94,7 @@ def check_results_file(option: str, path: Path, extra: Sequence[str] = ()) -> No
 
 
 def apply_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:
-    """Return the settings with --steps as one of them; the warm-up is scaled unless it is set explicitly."""
+    """Add --steps to the settings; the warm-up is scaled in proportion unless it is set explicitly."""
     overrides = list(settings or [])
     if steps is None:
         return overrides

@@ -18,12 +18,12 @@ HEADERS = {
     "cuda": f"{COLUMNS} {'device':>12} {'ratio':>6}   {'plain calls':>18} {'ratio':>6}",
     "cpu": f"{COLUMNS} {'time':>12} {'ratio':>6}",
 }
-RATIO = "ratio: time over that of the fastest SDPA with all H heads (below 1 is faster); ours have H / 2 heads."
+RATIO = "ratio: time relative to the fastest SDPA with all H heads (below 1 is faster); our variants have H / 2 heads."
 LEGENDS = {
     "cuda": f"""\
-device: time of the kernels alone; plain calls: time of eager calls, with the launch overhead of Python and PyTorch.
-{RATIO} em: over the layer without EM.
-memory: MB beyond inputs, outputs and gradients, over SDPA-flash with the same number of heads.
+device: time of the kernels alone; plain calls: time of eager calls, including the overhead of Python and PyTorch.
+{RATIO} em: relative to the layer without EM.
+memory: MB beyond inputs, outputs and gradients; ratio to SDPA-flash with the same number of heads.
 """,
     "cpu": f"{RATIO}\n",
 }
@@ -34,19 +34,21 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-            help="Parts, separated by commas: speed, linear, whole, decoding, em, memory, flex; default: all."
+            help="Parts to run, separated by commas: speed, linear, whole, decoding, em, memory, flex; default: all."
         ),
     ] = "",
     shapes: Annotated[
         str,
         typer.Option(
-            help="B x H x N x D, separated by commas: 8x8x4096x64,2x8x16384x64xcausal; default: those of each part."
+            help="Shapes BxHxNxD, separated by commas, e.g. 8x8x4096x64,2x8x16384x64xcausal; "
+            "default: those of each part."
         ),
     ] = "",
     variants: Annotated[
         str,
         typer.Option(
-            help="Variants, separated by commas, with M after a colon: smgk,smgk:4,mgk-hard,mlk; default: all."
+            help="Variants, separated by commas, optionally with the number of components: "
+            "smgk,smgk:4,mgk-hard,mlk; default: all."
         ),
     ] = "",
     out: Annotated[
@@ -96,7 +98,7 @@ def bench(
         for implementation in of_shape
     }
     if unused := [name for name in variant_names if parse_variant(name) not in measured]:
-        fail("--variants", f"{', '.join(unused)} is in none of the parts measured: {', '.join(parts)}")
+        fail("--variants", f"{', '.join(unused)}: not in any of the measured parts ({', '.join(parts)})")
     print("checking outputs and gradients" + (", which compiles every kernel" if has_gpu else ""), file=sys.stderr)
     correct, wrong = suite.select_correct(config, implementations)
     print(f"{LEGENDS[config.device]}\n{HEADERS[config.device]}")

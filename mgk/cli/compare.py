@@ -45,31 +45,31 @@ def compare(
             "Default: all rows of the recipe."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of each row, from 0.")] = 1,
-    preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per row, counted from 0.")] = 1,
+    preset: Annotated[str, typer.Option(help="Attention preset: paper, ref-lra or ref-lm.")] = "paper",
     steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of trainings at the same time; default: 4 on a GPU, otherwise 1.")
+        int | None, typer.Option(min=1, help="Number of concurrent training runs; default: 4 on a GPU, otherwise 1.")
     ] = None,
     alone: Annotated[
         bool | None,
-        typer.Option(help="Time each model in isolation, inference included; default: only models not yet timed."),
+        typer.Option(help="Time each model in isolation, including inference; default: only models not yet timed."),
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop after this time; trainings save a checkpoint, and the same command resumes them."),
+        typer.Option(help="Stop after this time; runs save a checkpoint, and the same command resumes them."),
     ] = None,
     redraw: Annotated[
-        bool, typer.Option("--redraw", help="Only write table and plot of the results in --out; needs no data.")
+        bool, typer.Option("--redraw", help="Only rewrite the table and plot from the results in --out; needs no data.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Directory of results, table and plot.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Directory for results, table and plot.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Parent directory of the run directories.")] = Path("runs"),
 ) -> None:
     """Train the rows of a recipe with several seeds and compare them in a table and a plot.
 
-    Trainings whose results are already in --out are skipped.
+    Runs whose results are already in --out are skipped.
     """
     import torch
 
@@ -93,7 +93,7 @@ def compare(
 
     check_output_directory("--out", out)
     check_output_directory("--runs", runs)
-    # New results go to this file; those of every file in --out count.
+    # New results are appended to this file; existing results are read from every CSV file in --out.
     result_file = out / f"{loaded.name}.csv"
     check_results_file("--out", result_file)
     data = resolve_data_dir(data_dir)
@@ -124,7 +124,7 @@ def compare(
         ]
         total = len(models) * seeds
         if len(pending) < total:
-            skipped = f"{total - len(pending)} of {total} trainings are already in {out} and are skipped"
+            skipped = f"{total - len(pending)} of {total} runs are already in {out} and are skipped"
             print(f"{skipped} (use another --out to repeat them)", file=sys.stderr)
         if pending and not torch.cuda.is_available():
             warn_if_gpu_recommended(
@@ -136,9 +136,9 @@ def compare(
         queue = run_jobs(pending, max_running, minutes)
         failed, unfinished = queue.failed, queue.unfinished
         if failed and not results.read([result_file]):
-            raise ValueError(f"all {len(failed)} trainings failed; see log.txt in their run directories")
+            raise ValueError(f"all {len(failed)} runs failed; see log.txt in their run directories")
         if unfinished:
-            progress = f"{len(unfinished)} of {len(pending)} trainings are not finished after {minutes:g} minutes"
+            progress = f"{len(unfinished)} of {len(pending)} runs are not finished after {minutes:g} minutes"
             print(f"{progress}; the same command resumes them", file=sys.stderr)
             if not results.read([result_file]):
                 return
@@ -152,7 +152,7 @@ def compare(
                 results.append(result_file, sweep.to_solo_rows(rows_of_job))
         if not unfinished and alone is not False:
             all_rows = _read_results(out)
-            # A training that ran alone has timed its model, unless it was too short; it never times inference.
+            # A run that trained alone has timed its model, unless it was too short; it never times inference.
             candidates = models if alone or max_running > 1 else dict.fromkeys(job.row for job in finished)
             metrics = sweep.SOLO_METRICS if alone else sweep.SOLO_TRAINING_METRICS
             untimed = [
@@ -164,7 +164,7 @@ def compare(
                 results.append(result_file, profile)
         _write_report(loaded, models, preset, out, setups)
         if failed:
-            raise ValueError(f"{len(failed)} of {len(pending)} trainings failed; see log.txt in their run directories")
+            raise ValueError(f"{len(failed)} of {len(pending)} runs failed; see log.txt in their run directories")
 
 
 def _read_results(out: Path) -> list[dict[str, str]]:
@@ -172,7 +172,7 @@ def _read_results(out: Path) -> list[dict[str, str]]:
 
 
 def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of results of each profiled run. No profile starts after `deadline`.
+    """Yield the result rows of each profiled run. No profile starts after `deadline`.
 
     On a GPU, up to `max_running` runs warm up at the same time.
     """
@@ -185,7 +185,7 @@ def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> 
     for start in range(0, len(runs), size):
         if time.monotonic() >= deadline:
             names = ", ".join(str(run.row) for run in runs[start:])
-            print(f"time limit reached: {names} not timed; the same command continues with it", file=sys.stderr)
+            print(f"time limit reached before timing {names}; the same command continues there", file=sys.stderr)
             return
         group = runs[start : start + size]
         names = ", ".join(str(run.row) for run in group)
@@ -199,7 +199,7 @@ def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> 
 def _write_report(
     recipe: Recipe, models: list[ModelSpec], preset: str, out: Path, setups: dict[ModelSpec, str]
 ) -> None:
-    """Write table and plot to `out`, and print the table."""
+    """Write the table and plot to `out`, and print the table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -19,12 +19,14 @@ def evaluate(
         str | None, typer.Option(help="Split to evaluate; default: all test splits, for language models also dev.")
     ] = None,
     data_dir: RunDataDir = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples or windows per batch.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Examples or windows per batch; default: that of the run.")
+    ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Language models: positions scored per window; the paper uses 1; default: the recipe's."),
+        typer.Option(help="Language models: positions scored per window (paper: 1); default: that of the run."),
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: that of the training.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; default: that of the run.")] = None,
 ) -> None:
     """Evaluate the best model of a run: accuracy, or perplexity with a sliding window."""
     import torch
@@ -45,7 +47,7 @@ def evaluate(
     if split is not None:
         one_of("--split", split, task.splits)
     if stride is not None and not OBJECTIVES[task.objective].uses_stride:
-        raise ValueError(f"--stride is for language models, and {run} is not a run of one")
+        raise ValueError(f"--stride applies only to language models; {run} is a run of {task.name}")
     options = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
     overrides = {name: value for name, value in options.items() if value is not None}
     settings = TrainConfig(**{**description["training"], "compile": False, **overrides})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Series(NamedTuple):
-    """One line of a figure."""
+    """One line in a figure."""
 
     name: str
     variant: str
@@ -76,14 +76,14 @@ def flops(
     lengths: Annotated[
         str | None, typer.Option(help="Sequence lengths, separated by commas; default: the task's.")
     ] = None,
-    figure: Annotated[int | None, typer.Option(help="Draw Figure 3 or 7 of the paper instead.")] = None,
+    figure: Annotated[int | None, typer.Option(help="Draw Figure 3 or 7 of the paper instead of a table.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="Directory for flops.csv and the figures.")] = None,
 ) -> None:
-    """Count parameters and forward FLOPs of variants for several numbers of heads and lengths.
+    """Count the parameters and forward FLOPs of variants for several numbers of heads and lengths.
 
-    No weights are needed, and data only if the vocabulary size depends on it.
+    No weights are needed; data is needed only if the vocabulary size depends on it.
     """
     from rich.console import Console
     from rich.table import Table
@@ -105,7 +105,7 @@ def flops(
             print(path)
         return
     costs = count_costs(config, names, head_counts, token_counts, _count)
-    table = Table("variant", "heads", "length", "parameters", "GFLOPs of one forward", title=f"The model of {recipe}")
+    table = Table("variant", "heads", "length", "parameters", "GFLOPs per forward pass", title=f"Model of {recipe}")
     for cost in costs:
         cells = (cost.variant, str(cost.heads), f"{cost.length:,}", f"{cost.params:,}", f"{cost.flops / 1e9:.4f}")
         table.add_row(*cells)
@@ -138,7 +138,7 @@ def _count(config: Any, length: int) -> tuple[int, int]:
 def _draw_costs(
     axis: str, costs: list[ModelCost], head_counts: list[int], token_counts: list[int], out: Path, recipe: str
 ) -> list[Path]:
-    """Plot the costs over heads or length, the other one at its maximum."""
+    """Plot the costs against heads or length, with the other one at its maximum."""
     from mgk.analysis.report.figures import draw_costs
 
     fixed, value = ("length", max(token_counts)) if axis == "heads" else ("heads", max(head_counts))

@@ -20,11 +20,11 @@ def generate(
     ],
     max_tokens: Annotated[int, typer.Option(help="Number of tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample only from the k most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")
+        float | None, typer.Option(help="Sample only from the most likely tokens with this total probability.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
 ) -> None:
     """Continue a prompt with a language model."""
     import torch

@@ -37,30 +37,28 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `mgk recipes`) or a YAML file.")],
     variant: Annotated[
-        str | None, typer.Option(help=f"{', '.join(VARIANTS)}; default: that of the recipe's first row.")
+        str | None, typer.Option(help=f"One of {', '.join(VARIANTS)}; default: that of the recipe's first row.")
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; default: those of the recipe's first row.")] = None,
     kv_heads: Annotated[
         int | None, typer.Option(help="Key and value heads, for grouped-query attention; default: --heads.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="paper, ref-lra or ref-lm.")] = "paper",
-    seed: Annotated[int, typer.Option(help="Seed of the weights, the order of the examples, and dropout.")] = 0,
+    preset: Annotated[str, typer.Option(help="Attention preset: paper, ref-lra or ref-lm.")] = "paper",
+    seed: Annotated[int, typer.Option(help="Seed for weights, example order and dropout.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/RECIPE/ROW-PRESET-sSEED.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto: continue from the last checkpoint, if any.")] = None,
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
-    strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp, fsdp.")] = "auto",
+    strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp or fsdp.")] = "auto",
     graphs: Annotated[
         bool,
         typer.Option(help="Capture steps as CUDA graphs on a single GPU; small models train up to 3 times as fast."),
     ] = True,
-    results_file: Annotated[
-        Path | None, typer.Option("--results", help="CSV file to which the results are appended.")
-    ] = None,
+    results_file: Annotated[Path | None, typer.Option("--results", help="CSV file to append the results to.")] = None,
 ) -> None:
-    """Train one model and evaluate its best checkpoint on the test set."""
+    """Train one model and evaluate its best checkpoint on the test splits."""
     from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -122,7 +120,7 @@ def train(
         if module.global_rank != 0:
             return
 
-        # A run that was finished before keeps the times and the memory that were measured while it trained.
+        # A run that had already finished keeps the times and the memory measured during training.
         is_finished = run.files.result.exists() and not checkpoints.steps
         rows = json.loads(run.files.result.read_text()) if is_finished else evaluate_run(run, task, module, checkpoints)
         objective = module.objective
@@ -141,15 +139,15 @@ def train(
 def _append_results(
     file: Path, rows: list[dict[str, Any]], run: Run, task: Task, objective: Objective, is_default: bool
 ) -> None:
-    """Append the new rows to a result file, and store predictions and learning curve beside it.
+    """Append the new rows to a results file, and store predictions and learning curve next to it.
 
     Args:
-        file: CSV file of results.
-        rows: Rows of results of the run.
+        file: Results file (CSV).
+        rows: Result rows of the run.
         run: The run.
         task: Task of the run.
-        objective: Objective, which reads the predictions from the run directory.
-        is_default: Whether the recipe's settings are unchanged; the curve of any other run is named after its setup.
+        objective: Objective that reads the predictions from the run directory.
+        is_default: Whether the recipe's settings are unchanged; otherwise the curve's file name includes the hash.
     """
     from mgk._core.io import write_atomically
 

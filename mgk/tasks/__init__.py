@@ -1,4 +1,4 @@
-"""Tasks: where their data comes from and how examples are made. A new task is one file and one entry of `TASKS`."""
+"""Tasks: data sources and their conversion to examples. A new task is one file and one entry of `TASKS`."""
 
 from __future__ import annotations
 

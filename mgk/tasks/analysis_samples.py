@@ -1,4 +1,4 @@
-"""Inputs of `mgk analyze` from prepared data: samples of a split, and the text codec of a task."""
+"""Inputs for `mgk analyze` from prepared data: samples of a split, and the text codec of a task."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mgk.tasks.base import Split, Task, byte_tokens
 from mgk.tasks.corpus import Corpus, TokenStream
 from mgk.tasks.listops import SYMBOLS, ListOps
 
-BYTE_VOCAB_SIZE = 512  # of the tasks that read bytes
+BYTE_VOCAB_SIZE = 512  # vocabulary size of the byte-level classification tasks
 
 
 def text_codec(task: Task, run: Path) -> TextCodec:
-    """Return the codec of a task; a word-level corpus reads its vocabulary from the run directory."""
+    """Return the codec of a task; the vocabulary of a word-level corpus is read from the run directory."""
     if isinstance(task, Corpus):
         vocabulary = task.load_vocabulary(run)
         return TextCodec(
@@ -45,16 +45,16 @@ def sample_split(
     seed: int,
     codec: TextCodec,
 ) -> Samples:
-    """Draw samples from a split at random.
+    """Draw random samples from a split.
 
     Args:
         model: The model; its configuration limits the length.
-        split: Examples, or a running text to cut segments from.
+        split: Labelled examples, or a token stream to cut segments from.
         name: Name of the split, for messages and for the report.
-        count: Number of samples, at most.
-        length: Use only documents of at least this many tokens, cut to it; for a running text, the segment length.
+        count: Maximum number of samples.
+        length: Skip shorter documents and truncate longer ones to this length; for a token stream, the segment length.
         seed: Random seed.
-        codec: Gives the token names of the first sample.
+        codec: Codec that names the tokens of the first sample.
     """
     config: Any = model.config
     if isinstance(split, TokenStream):
@@ -72,9 +72,9 @@ def _documents(
     eligible = np.flatnonzero(lengths >= shortest)
     if not len(eligible):
         required = f"at least {shortest} tokens are needed"
-        fail("--length", f"finds no example of {name}: {required}, and the longest has {lengths.max(initial=0)}")
+        fail("--length", f"matches no example of {name}: {required}, and the longest has {lengths.max(initial=0)}")
     drawn: list[int] = np.random.default_rng(seed).permutation(eligible)[:count].tolist()
-    # The report shows the maps of the first sample: the longest one.
+    # The report shows the maps of the first sample, so the longest one comes first.
     indices = sorted(drawn, key=lambda index: -int(lengths[index])) if length is None else drawn
     inputs = []
     for index in indices:

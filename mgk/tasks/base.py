@@ -1,4 +1,4 @@
-"""Base class of tasks, and their examples on disk as memory-mapped arrays."""
+"""Base class of tasks, and storage of their examples as memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Split:
 
 
 class Task(ABC):
-    """Source of data and its conversion to examples.
+    """A data source and its conversion to examples.
 
     A subclass is a frozen dataclass. Its fields are settings that enter the checksum of the prepared data.
 
@@ -121,7 +121,7 @@ class Task(ABC):
 
     @abstractmethod
     def files(self, data_dir: Path) -> list[str]:
-        """Return the source files relative to `data_dir`, none if the task is generated.
+        """Return the source files relative to `data_dir`; empty if the data is generated.
 
         Raises:
             DataError: If a file is missing.
@@ -129,7 +129,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
-        """Write all splits to `folder` and return the metadata."""
+        """Write all splits to `folder` and return the metadata to store with them."""
 
     def prepare(self, data_dir: Path, workers: int = 1, progress: Progress = no_progress) -> None:
         """Prepare the data if necessary, and verify source and prepared data by checksum.
@@ -142,7 +142,7 @@ class Task(ABC):
         self._folder(Path(data_dir), positive_integer("workers", workers), progress, verify=True)
 
     def split(self, data_dir: Path, name: str) -> Any:
-        """Return one of `splits`, prepared first if necessary: a `Split`, or the type that `read` returns."""
+        """Return one of `splits`, prepared first if necessary, as returned by `read`."""
         one_of("split", name, self.splits)
         return self.read(self._folder(Path(data_dir)), name)
 
@@ -155,11 +155,11 @@ class Task(ABC):
         return dict(read_manifest(self._folder(Path(data_dir)))["facts"])
 
     def checksum(self, data_dir: Path) -> str:
-        """Return a checksum of the prepared examples, which does not depend on how the source was packed."""
+        """Return a checksum of the prepared examples, independent of how the source was packaged."""
         return json_checksum(read_manifest(self._folder(Path(data_dir)))["files"])[:12]
 
     def baselines(self, data_dir: Path) -> dict[str, dict[str, float]]:
-        """Return the accuracy of simple methods on dev and test, if the task has any."""
+        """Return the dev and test accuracy of simple methods; empty if the task has none."""
         return dict(self.metadata(data_dir).get("baselines", {}))
 
     def _folder(
@@ -193,13 +193,13 @@ class Task(ABC):
 
 
 def npy_header(dtype: np.dtype[Any], size: int) -> bytes:
-    """Return the header of a .npy file with a vector: always 128 bytes, so that it can be overwritten later."""
+    """Return the header of a 1-d .npy file: always 128 bytes, so that it can be overwritten later."""
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({size},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 
 
 def write_split(folder: Path, name: str, examples: Iterable[Example], documents: int = 1) -> int:
-    """Write a stream of examples that need not fit in memory, and return their number.
+    """Write examples as a stream, which need not fit in memory, and return their number.
 
     Args:
         folder: Directory of the files.
@@ -254,8 +254,8 @@ def check_utf8(text: bytes, location: str, remedy: str) -> bytes:
 
     Args:
         text: Text to check.
-        location: Where the text is from, for the message.
-        remedy: What to do about it, for the message.
+        location: Source of the text, for the message.
+        remedy: Suggested fix, for the message.
     """
     if not text.strip():
         raise DataError(f"{location} is empty: {remedy}")

@@ -1,7 +1,7 @@
-"""Corpora of language models: words in WikiText's format, or the bytes of any text.
+"""Corpora for language models: words in WikiText's format, or the bytes of any text.
 
-The vocabulary is that of the paper's code: all words of the training text in order of frequency, with <eos> at the end
-of each line. Other words become <unk>; the metadata has their share.
+The vocabulary is built as in the paper's code: all words of the training text in order of frequency, with <eos> at the
+end of each line. Other words become <unk>; the metadata records their share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mgk.tasks.base import Array, Task, npy_header
 from mgk.tasks.data_cache import Progress, read_manifest
 
 MEGABYTE = 1 << 20
-# Share of test and of dev in a text without separate files: the last two parts of the text.
+# Share of the dev split, and of the test split, in a text without separate files; both are taken from its end.
 HELD_OUT = 0.05
 
 
@@ -53,11 +53,11 @@ class SplitFile:
 
 
 class Corpus(Task):
-    """Base class of texts for language models.
+    """Base class of corpora for language models.
 
     Attributes:
         unit: Unit of a token, "word" or "byte".
-        max_length: Length of a training segment and of the window of an evaluation.
+        max_length: Length of training segments and of the evaluation window.
     """
 
     objective: ClassVar[str] = "language-model"
@@ -89,9 +89,9 @@ class WordCorpus(Corpus):
     name: str
     dataset: str
     parts: tuple[SplitFile, ...]
-    source: str  # how to get missing files, for messages
+    source: str  # download instructions for missing files, for messages
     max_length: int = 256
-    version: int = 1  # of the conversion to ids
+    version: int = 1  # version of the conversion to ids
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -140,8 +140,8 @@ def read_lines(path: Path, stage: str, remedy: str, progress: Progress) -> Itera
 
     Args:
         path: Text file.
-        stage: Name of the stage, for the progress.
-        remedy: What to do about a damaged file, for the message.
+        stage: Name of the stage, for the progress callback.
+        remedy: Suggested fix for a damaged file, for the message.
         progress: Progress callback.
     """
     size, done, reported = path.stat().st_size, 0, 0
@@ -204,9 +204,9 @@ class ByteCorpus(Corpus):
 
 
 def wikitext(name: str, dataset: str, tokens: tuple[int, int, int]) -> WordCorpus:
-    """Return a version of WikiText with these numbers of tokens in train, dev and test."""
+    """Return the task of a WikiText version, with the expected numbers of tokens in train, dev and test."""
     files = [f"{name}/wiki.{split}.tokens" for split in ("train", "valid", "test")]
-    source = f"get https://wikitext.smerity.com/{name}-v1.zip, the word-level one, and unpack it there"
+    source = f"download https://wikitext.smerity.com/{name}-v1.zip (the word-level version) and unpack it there"
     return WordCorpus(name, dataset, tuple(map(SplitFile, ("train", "dev", "test"), files, tokens)), source)
 
 

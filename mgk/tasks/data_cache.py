@@ -18,7 +18,7 @@ from mgk._core.io import locked, write_atomically
 FORMAT = 1  # version of the file formats; enters the name of the directory
 MANIFEST = "cache.json"
 VERIFIED = "verified.json"  # sizes and modification times at the last verification
-ABANDONED = 24 * 3600  # seconds after which an unfinished directory is taken for that of a killed process
+ABANDONED = 24 * 3600  # seconds after which an unfinished directory is considered abandoned
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -40,17 +40,17 @@ def prepare_directory(
     progress: Progress = no_progress,
     verify: bool = False,
 ) -> Path:
-    """Return the directory with the prepared data, and build it if it is missing or damaged.
+    """Return the directory of the prepared data; build it first if it is missing or damaged.
 
     The directory is named after a checksum of settings and source, so its contents never change: a changed source
-    gets another directory. Several processes may call this at the same time.
+    gets a new directory. Several processes may call this at the same time.
 
     Args:
         data_dir: Data directory; the result is `data_dir`/.mgk/`name`/<checksum>.
         name: Name of the task.
         settings: Settings of the task.
         files: Source files, relative to `data_dir`.
-        build: Writes the prepared data to a directory and returns its metadata.
+        build: Function that writes the prepared data to a directory and returns its metadata.
         progress: Progress callback.
         verify: Whether to read source and prepared data in full; otherwise only if sizes or modification times differ
             from those of the last verification.
@@ -70,10 +70,10 @@ def prepare_directory(
 
 
 def find_prepared(data_dir: Path, name: str, settings: dict[str, Any], verify: bool) -> Path | None:
-    """Return the directory prepared with these settings without its source, as after copying only .mgk.
+    """Return data prepared with these settings if its source is missing, as after copying only .mgk.
 
     Returns:
-        None unless there is exactly one such directory.
+        The directory, or None unless there is exactly one match.
     """
     expected = json.loads(json.dumps(settings))
     matches = []
@@ -128,7 +128,7 @@ def file_checksum(path: str | Path) -> str:
 
 
 def _digest(file: BinaryIO) -> str:
-    """Replace hashlib.file_digest in Python 3.10."""
+    """Compute the digest without hashlib.file_digest, which Python 3.10 does not have."""
     digest = hashlib.sha256()
     while chunk := file.read(1 << 20):
         digest.update(chunk)
@@ -152,7 +152,7 @@ def _build_directory(
         }
         (temporary / MANIFEST).write_text(json.dumps({**manifest, "facts": metadata, "files": files}, indent=1))
         if directory.exists():
-            # It is damaged. Move it away first: a directory cannot be renamed to an existing one.
+            # Move the damaged directory away first: a directory cannot be renamed to an existing one.
             damaged = root / f".making-{uuid.uuid4().hex}"
             directory.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
@@ -171,7 +171,7 @@ def _source_checksum(root: Path, data_dir: Path, files: Sequence[str], progress:
 
     Unless `verify`, the checksum stored in source.json is returned if no size or modification time has changed.
     """
-    # os.path, because pathlib takes seconds for IMDb's 50,000 files.
+    # os.path instead of pathlib, which takes seconds for IMDb's 50,000 files.
     paths = [os.path.join(data_dir, name) for name in files]
     stats = [os.stat(path) for path in paths]
     state = json_checksum([[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(files, stats, strict=True)])

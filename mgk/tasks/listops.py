@@ -30,9 +30,9 @@ FIRST_OPERATOR = TOKENS[OPERATORS[0]]
 END = TOKENS["]"]
 MIN, MAX, MED, SM = range(4)
 
-# Examples per random stream; each block can be generated independently of the others.
+# Examples per block; each block has its own random stream and can be generated independently.
 BLOCK = 200
-# Number of examples from which on several processes are faster; one process generates 100,000 in about ten seconds.
+# Number of examples above which several processes are faster; one process generates 100,000 in about ten seconds.
 PARALLEL_FROM = 100_000
 CANDIDATES = 512  # trees drawn at once; about one in three has an accepted length
 LRA_FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}
@@ -43,7 +43,7 @@ LRA_HELP = "use LRA's files unchanged (google-research/long-range-arena), or rem
 class Rules:
     """Limits of random trees.
 
-    Lengths count closing brackets but no parentheses; both limits are exclusive.
+    Lengths include closing brackets but not parentheses; both limits are exclusive.
     """
 
     max_depth: int = 10
@@ -74,8 +74,8 @@ class Level:
 def grow_trees(random: np.random.PCG64, rules: Rules, count: int) -> list[Level]:
     """Draw the shapes and digits of `count` trees whose root is an operator.
 
-    Each node takes one 64-bit word: 2 bits for operator or digit, 2 for the operator, 32 for the digit or the number
-    of arguments. NumPy guarantees the words of a bit generator across versions, but not the distributions on top.
+    Each node consumes one 64-bit word: 2 bits for operator or digit, 2 for the operator, 32 for the digit or the
+    number of arguments. NumPy keeps the words of a bit generator stable across versions, but not its distributions.
     """
     levels = []
     words = random.random_raw(count)
@@ -165,7 +165,7 @@ def write_tokens(levels: Sequence[Level], counts: Sequence[Array]) -> tuple[Arra
 
 
 def generate_block(rules: Rules, seed: int, number: int) -> list[tuple[Array, int]]:
-    """Generate BLOCK examples (token ids, value), which depend only on the seed and the number of the block."""
+    """Generate BLOCK examples (token ids, value), determined by the seed and the number of the block."""
     random = np.random.PCG64(np.random.SeedSequence([seed, number]))
     examples: list[tuple[Array, int]] = []
     while len(examples) < BLOCK:
@@ -181,7 +181,7 @@ def generate_block(rules: Rules, seed: int, number: int) -> list[tuple[Array, in
 
 
 def generate_examples(rules: Rules, seed: int, workers: int = 1) -> Iterator[tuple[Array, int]]:
-    """Yield random examples without end; they do not depend on the number of processes."""
+    """Yield an endless stream of random examples, independent of the number of processes."""
     if workers == 1:
         for number in itertools.count():
             yield from generate_block(rules, seed, number)
@@ -273,7 +273,7 @@ class ListOps(Task):
     )
     seed: int = 0
     reads_tsv: bool = True
-    version: int = 1  # of the generator
+    version: int = 1  # version of the generator
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -317,7 +317,7 @@ def record_digests(examples: Iterable[tuple[Array, int]], digests: set[bytes]) -
 
 
 def drop_duplicates(examples: Iterable[tuple[Array, int]], digests: set[bytes]) -> Iterator[Example]:
-    """Yield the examples whose digests are not in the set, and add these to it."""
+    """Yield the examples whose digests are not in the set yet, and add their digests to it."""
     for tokens, value in examples:
         digest = example_digest(tokens)
         if digest not in digests:

@@ -1,6 +1,6 @@
-"""Retrieval: whether one paper cites another. Two documents as bytes, from LRA's pairs of the AAN corpus.
+"""Retrieval: predict whether one paper cites another, from the bytes of both; LRA's pairs of the AAN corpus.
 
-`experiments/paper/peerread` has a substitute that needs no AAN data.
+`experiments/paper/peerread` provides a substitute that does not need the AAN data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AAN(Task):
     max_length: int = 4000
     documents: int = 2
     counts: dict[str, int] = field(default_factory=lambda: {"train": 147_086, "dev": 18_090, "test": 17_437})
-    version: int = 1  # of the conversion to examples
+    version: int = 1  # version of the conversion to examples
 
     def files(self, data_dir: Path) -> list[str]:
         for folder in ("aan/", "tsv_data/", ""):
@@ -50,9 +50,9 @@ class AAN(Task):
 
 
 def read_pairs(path: Path, expected: int, max_length: int, progress: Progress) -> Iterator[Example]:
-    """Yield the pairs of a file: one line with label, two ids and two texts per pair.
+    """Yield the pairs of a file: each line has a label, two ids and two texts.
 
-    Texts are truncated, because the same papers occur in many pairs and would fill the disk.
+    Texts are truncated to save disk space, because the same papers occur in many pairs.
     """
     number = 0
     with open(path, "rb") as file:

@@ -1,6 +1,6 @@
-"""Text: whether an IMDb review is positive. Bytes, from the aclImdb directory or archive.
+"""Text: predict whether an IMDb review is positive, from its bytes; read from the aclImdb directory or archive.
 
-The test split is the official test set. LRA selects models on it; here a fixed tenth of train is the dev split.
+The test split is the official test set. LRA selects models on it; here the dev split is a fixed tenth of train.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
 from mgk.tasks.data_cache import Progress
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
-REMEDY = f"get {URL} again and put it there, packed or unpacked"
+REMEDY = f"download {URL} again and put it there, packed or unpacked"
 DIRECTORY = "aclImdb"
 ARCHIVES = ("aclImdb*.tar.gz", "aclImdb*.tgz", "aclImdb*.tar.xz", "aclImdb*.tar")
 FOLDERS = ("train/neg", "train/pos", "test/neg", "test/pos")
 REVIEW = re.compile(r"(train|test)/(pos|neg)/(\d+)_(\d+)\.txt")
-# Reviews of one film have consecutive numbers and similar labels. Dev takes runs of this many consecutive numbers, so
-# that few of its films are in train. Train and test share no film.
+# Reviews of one film have consecutive numbers and similar labels. The dev split consists of runs of this many
+# consecutive numbers, so that few of its films are in train. Train and test share no film.
 RUN_LENGTH = 50
 
 Name = str  # name of a review: "train/pos/127_7.txt"
@@ -73,7 +73,7 @@ class Text(Task):
     documents: int = 1
     reviews: int = 12_500  # per split and label
     dev: int = 1_250  # per label, taken from train
-    version: int = 1  # of the conversion to examples
+    version: int = 1  # version of the conversion to examples
 
     def files(self, data_dir: Path) -> list[str]:
         if (data_dir / DIRECTORY).is_dir():
@@ -87,7 +87,7 @@ class Text(Task):
             return reviews
         archives = sorted(path.name for pattern in ARCHIVES for path in data_dir.glob(pattern) if path.is_file())
         if not archives:
-            raise DataError(f"{data_dir} has no {DIRECTORY} directory or archive: get {URL} and put it there")
+            raise DataError(f"{data_dir} has no {DIRECTORY} directory or archive: download {URL} and put it there")
         return archives[:1]
 
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:

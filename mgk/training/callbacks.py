@@ -20,9 +20,9 @@ from mgk.training.distributed import gather_weights, is_distributed
 from mgk.training.module import TrainingModule
 from mgk.training.signals import STOPPING, StopRequest
 
-# Steps between two points of the TensorBoard curves.
+# Steps between points of the TensorBoard curves.
 LOG_EVERY = 50
-# Steps between two checks whether any of several processes received a signal; on a GPU each check synchronizes.
+# Steps between checks for a signal in any process of a distributed run; on a GPU, each check synchronizes.
 SIGNAL_CHECK_EVERY = {"cpu": 1, "cuda": 10}
 
 
@@ -31,9 +31,9 @@ class CheckpointCallback(pl.Callback):
 
     Attributes:
         stopped_by: The signal that stopped the run, the same in all processes, or None.
-        steps: Steps that this process has trained.
+        steps: Number of steps trained by this process.
         step_ms: Mean time of a step between two evaluations.
-        device: Device of the training.
+        device: Training device.
     """
 
     def __init__(self, directory: Path, settings: TrainConfig) -> None:
@@ -86,7 +86,7 @@ class CheckpointCallback(pl.Callback):
                 self._save_checkpoint(trainer)
 
     def _is_evaluation_due(self, step: int) -> bool:
-        """Return whether this step is to be evaluated and has not been; a resumed run starts after it."""
+        """Return whether an evaluation is due after this step and has not run yet."""
         is_evaluated = self._last_evaluation is not None and self._last_evaluation[0] == step
         return step > 0 and not is_evaluated and (step % self.settings.eval_every == 0 or step == self.settings.steps)
 
@@ -110,7 +110,7 @@ class CheckpointCallback(pl.Callback):
             self._record_evaluation(trainer, trained, trained.objective.evaluate_means("dev"))
 
     def _record_evaluation(self, trainer: pl.Trainer, module: TrainingModule, dev_means: dict[str, float]) -> None:
-        """Write the metrics of the last step and of the development set, the model if it is the best, a checkpoint."""
+        """Write training and development metrics, the model if it is the best so far, and a checkpoint."""
         objective, step = module.objective, trainer.global_step
         means = {"train": {name: float(value) for name, value in module.train_means.items()}, "dev": dev_means}
         metrics = {split: objective.metric_value(values) if values else math.nan for split, values in means.items()}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
 PADDINGS = ("packed", "full", "longest")
-# Model settings that the row and the preset determine, and the options to use instead of --set.
+# Model settings determined by the model spec and the preset, and the options to use instead of --set.
 OPTIONS_OF_SETTINGS = {
     "variant": "--variant or --rows (models with a variant per layer are built in Python, by the config's variant)",
     "num_heads": "--heads or --rows",
@@ -52,7 +52,7 @@ class ModelSpec:
 
     @property
     def file_name(self) -> str:
-        """The model in a file name: smgk-4, softmax-8kv4."""
+        """The spec as used in file names: smgk-4, softmax-8kv4."""
         return str(self).replace(":", "-").replace("/", "kv")
 
 
@@ -73,11 +73,11 @@ class TrainConfig:
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = True
-    # Language models: stride of the sliding window in the final evaluation. 1 is the paper's; larger is cheaper and
-    # gives each token less context.
+    # Language models: stride of the sliding window in the final evaluation. The paper uses 1; larger strides are
+    # cheaper but give each token less context.
     stride: int = 1
-    # packed: concatenated documents without padding; on a CPU and in linear attention, which have no kernels for it,
-    # the same as full. full: padded to the task's maximum length. longest: padded to the longest document of the batch.
+    # packed: documents concatenated without padding; same as full on a CPU and for linear attention, which have no
+    # varlen kernels. full: padded to the task's maximum length. longest: padded to the longest document in the batch.
     padding: str = "packed"
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Recipe:
             fail(f"model.{key}", f"(from --set or the recipe) is not a setting: use {OPTIONS_OF_SETTINGS[key]}")
 
     def with_settings(self, settings: list[str]) -> Recipe:
-        """Return a copy with other settings.
+        """Return a copy with changed settings.
 
         Args:
             settings: "key=value" for a field of TrainConfig, "model.key=value" for a model setting.
@@ -133,7 +133,7 @@ class Recipe:
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
                 fail("--set", f"{key}: {text!r} is not valid YAML")
-            # YAML reads 1e-4 as a string; a float needs the point of 1.0e-4.
+            # YAML reads 1e-4 as a string: floats need a decimal point, as in 1.0e-4.
             value = _as_number(value)
             if key.startswith("model."):
                 model[key.removeprefix("model.")] = value
@@ -189,7 +189,7 @@ FIELD_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def recipe_text(name: str) -> str:
-    """Return the YAML text of a recipe, given by name or as a file."""
+    """Return the YAML text of a recipe, given its name or the path of a YAML file."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():

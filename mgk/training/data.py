@@ -1,7 +1,7 @@
 """Samplers and device-resident datasets.
 
 The examples of a step are a pure function of the seed and the step number. A resumed run therefore sees the same
-batches, and a checkpoint holds no state of the data.
+batches, and checkpoints store no sampler state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from mgk.tasks.corpus import TokenStream
 
 
-# The length of a packed batch is a multiple of this, so that memory is allocated in few sizes.
+# The length of a packed batch is a multiple of this, which limits the number of distinct allocation sizes.
 PACKED_MULTIPLE = 1024
 
 
 def seed_of(*parts: int) -> int:
-    """Mix several integers into one seed."""
+    """Derive one seed from several integers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -56,8 +56,8 @@ class TrainSampler:
 
     Args:
         order: Order of the examples.
-        batch_size: Examples of a step, over all processes and micro-batches.
-        accumulate: Micro-batches of a step.
+        batch_size: Examples per step, over all processes and micro-batches.
+        accumulate: Micro-batches per step.
         rank: Rank of this process.
         world_size: Number of processes.
         micro_batches_done: Returns the number of micro-batches already trained on.
@@ -86,7 +86,7 @@ class TrainSampler:
 
 
 class SequentialSampler:
-    """Batches of indices of one pass over a split, for one process."""
+    """Index batches for one process's share of a single pass over a split."""
 
     def __init__(self, examples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.batches = torch.arange(examples)[rank::world_size].split(batch_size)
@@ -99,7 +99,7 @@ class SequentialSampler:
 
 
 class DeviceDataset:
-    """A split on a device, where batches are gathered."""
+    """A split stored on a device; batches are gathered there."""
 
     def __init__(self, split: Split, max_length: int, device: torch.device) -> None:
         self.documents, self.max_length = split.documents, max_length

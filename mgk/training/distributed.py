@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def is_distributed() -> bool:
-    """Return whether this process is one of several of a run."""
+    """Return whether this process belongs to a distributed run."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -63,7 +63,7 @@ def first_step_above(metrics: Path, accuracy: float) -> int:
 
 
 def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
-    """Return the columns that all rows of results of a run share: model, data, settings and environment."""
+    """Return the columns shared by all result rows of a run: model, data, settings and environment."""
     settings = run.recipe.training
     return {
         "recipe": run.recipe.name,
@@ -93,17 +93,17 @@ def evaluate_run(run: Run, task: Any, module: TrainingModule, callback: Checkpoi
     """Evaluate the best model of a run on the test splits and write result.json.
 
     Args:
-        run: The run that `fit` has trained.
+        run: The run trained by `fit`.
         task: Its task.
         module: The module that `fit` returned.
         callback: The callback that `fit` returned.
 
     Returns:
-        Rows for a file of results.
+        Rows for a results file.
     """
     config, settings = module.model.config, run.recipe.training
     memory = peak_memory_mb()
-    # The network compiled for training also evaluates, unless FSDP has left this process a shard of it.
+    # Reuse the network compiled for training, unless FSDP has sharded its weights.
     trained = None if module.device_mesh is not None else module.objective
     objective = load_objective(run.files.best_model, settings, task, run.data_dir, callback.device, trained=trained)
     # The first window includes compilation and warm-up.
@@ -145,10 +145,10 @@ def load_objective(
 
     Args:
         directory: Directory of the saved model.
-        settings: Settings of the evaluation.
+        settings: Training settings; evaluation uses its batch size, precision, padding and stride.
         task: Task of the model.
         data_dir: Directory of the data.
-        device: Device of the evaluation.
+        device: Device to evaluate on.
         split: Split to load; None loads all test splits.
         trained: Objective that trained the model. Its compiled network is reused with the saved weights.
     """

@@ -1,4 +1,4 @@
-"""A queue of training jobs, several of which run at once, each in its own process."""
+"""Queue of training jobs that run in parallel, each in its own process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mgk.training.config import ModelSpec
 STATUS_INTERVAL = 30
 # Seconds between a second interrupt and SIGKILL.
 KILL_TIMEOUT = 5.0
-# Error messages of PyTorch for an allocation that failed, on the GPU or the host.
+# PyTorch's error messages for a failed allocation, on the GPU or the host.
 OUT_OF_MEMORY = re.compile(rb"out of memory|OutOfMemoryError|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
 @dataclass
 class Job:
-    """One training and the process that runs it."""
+    """A training run and the process that executes it."""
 
     recipe: str
     row: ModelSpec
@@ -63,9 +63,9 @@ class Job:
 
 @dataclass
 class JobQueue:
-    """Jobs that wait, run, or have failed.
+    """Waiting, running and failed jobs.
 
-    A job that ran out of memory beside other jobs is run again on its own after all others have ended.
+    A job that ran out of memory while sharing the machine is retried alone after all others have ended.
     """
 
     waiting: list[Job]
@@ -91,8 +91,8 @@ class JobQueue:
         job.directory.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log:
             job.log_start = log.tell()
-            # A session of its own: Ctrl-C on the terminal must not reach the process, because the signal of `stop`
-            # would then be the second one, which ends a training without saving.
+            # New session: Ctrl-C in the terminal must not reach the process. Otherwise the signal sent by `stop`
+            # would be the second one, which ends a run without saving.
             job.process = subprocess.Popen(
                 job.command, stdout=log, stderr=log, env=self.environment, start_new_session=True
             )
@@ -122,7 +122,7 @@ class JobQueue:
                 process.wait()
         except (KeyboardInterrupt, SystemExit):
             for process in processes:
-                # The second signal ends a training at once.
+                # A second signal ends a run without saving.
                 process.terminate()
             _wait_or_kill(processes)
             raise
@@ -206,7 +206,7 @@ def _stop(queue: JobQueue, console: Console) -> None:
 
 def _format_outcome(job: Job) -> str:
     if job.ran_out_of_memory:
-        return "out of memory beside other jobs; it will run again alone after them (or use fewer --jobs)"
+        return "out of memory while sharing the machine; will be retried alone at the end (or use fewer --jobs)"
     return f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.log})" if job.has_failed else "done"
 
 

@@ -1,7 +1,7 @@
 """LightningModule of a run: batches, training step, optimizer and learning-rate schedule.
 
-A step is a pure function of the weights, the seed and the step number: the examples are (see `data`), and the random
-numbers of dropout are, because the generator is seeded at each step.
+A step is a pure function of the weights, the seed and the step number: they determine the examples (see `data`) and
+the dropout masks, because the random generators are reseeded before each step.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TrainingModule(pl.LightningModule):
         return means["loss"]
 
     def backward(self, loss: Tensor) -> None:
-        """Skip the backward pass if the CUDA graph has run it."""
+        """Run the backward pass, unless the CUDA graph has already done so."""
         if not self.graphed_step:
             loss.backward()
 
@@ -137,7 +137,7 @@ class TrainingModule(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip gradients; Lightning's version rejects fused optimizers under mixed precision, because of fp16."""
+        """Clip gradients. Lightning rejects fused optimizers under any mixed precision, though only fp16 needs that."""
         if gradient_clip_val:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
 

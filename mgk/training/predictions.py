@@ -1,6 +1,6 @@
-"""Predictions of each run on each test example, stored in the folder of the results.
+"""Per-example predictions of each run on the test splits, stored in the results directory.
 
-Two models are compared on the same examples, which gives a tighter interval than two separate accuracies.
+Comparing two models on the same examples gives a tighter interval than comparing two separate accuracies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class PredictionsKey:
-    """Run and split of a file of predictions; `setup` is the hash of the run's settings and data."""
+    """Run and split of a predictions file; `setup` is the hash of the run's settings and data."""
 
     recipe: str
     row: ModelSpec
@@ -30,13 +30,13 @@ class PredictionsKey:
     setup: str = ""
 
     def path(self, results: Path) -> Path:
-        """Return the path of the file in a folder of results."""
+        """Return the path of the file in a results directory."""
         parts = (self.row.file_name, self.preset, f"s{self.seed}", self.split, self.setup)
         return results / "answers" / self.recipe / f"{'-'.join(part for part in parts if part)}.npz"
 
 
 def save(results: Path, key: PredictionsKey, predictions: np.ndarray) -> None:
-    """Write correctness as bits, or losses as means of blocks."""
+    """Write correctness as packed bits, or losses as means over blocks of tokens."""
     path = key.path(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary, temporary.open("wb") as file:

@@ -1,6 +1,6 @@
-"""Time of a training step and of a forward pass, and peak memory, of one model in isolation.
+"""Training step time, forward time and peak memory of one model, timed in isolation.
 
-The jobs of a sweep share the machine, so the step times that they record do not characterise the model.
+The jobs of a sweep share the machine, so the step times that they record are not comparable between models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepProfiler:
     """Measures the model of a run on a few batches of the run's task.
 
     Args:
-        run: Settings of the model and of the training.
+        run: Run that defines the model and the training settings.
         task: Task that provides the training split.
         device: Device to measure on.
     """
@@ -94,7 +94,7 @@ class StepProfiler:
         warm_up(self.forward, self.device)
 
     def measure(self) -> list[dict[str, Any]]:
-        """Return one row of results for each of `SOLO_METRICS`, after `warm_up`."""
+        """Return one result row for each of `SOLO_METRICS`; call `warm_up` first."""
         self.module.train()
         step_ms = median_ms(self.step, self.device)
         self.module.eval()
@@ -108,18 +108,18 @@ class StepProfiler:
 
 
 def profile_run(run: Run, task: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Return one row of results for each of `SOLO_METRICS`."""
+    """Warm up and measure the model of a run; return one result row for each of `SOLO_METRICS`."""
     profiler = StepProfiler(run, task, device)
     profiler.warm_up()
     return profiler.measure()
 
 
 def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """Profile several runs, each in its own process, and yield the rows of results of each.
+    """Profile several runs, each in its own process, and yield the result rows of each.
 
     All processes warm up in parallel, because compiling takes far longer than timing; then they are timed one after
-    another. A run that fails beside the others, for example for lack of memory, is profiled again after they have
-    ended.
+    another. A run that fails while sharing the machine, for example for lack of memory, is profiled again after the
+    others have ended.
 
     Args:
         runs: Runs to profile.
@@ -134,7 +134,7 @@ def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterat
             process = context.Process(target=_worker, args=(worker_end, run, task, device))
             process.start()
             processes.append(process)
-            # With the worker's end closed here, reading raises EOFError after the worker has died.
+            # With the worker's end closed here, recv raises EOFError if the worker dies.
             worker_end.close()
             connections.append(connection)
         warm = [_receive(connection) is not None for connection in connections]
@@ -155,7 +155,7 @@ def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterat
 
 
 def _request(connection: Connection) -> Any:
-    """Let a warm worker measure; return its rows, or None if it has failed."""
+    """Start the measurement in a warm worker; return its rows, or None if it has failed."""
     try:
         connection.send(True)
     except OSError:
@@ -164,7 +164,7 @@ def _request(connection: Connection) -> Any:
 
 
 def _receive(connection: Connection) -> Any:
-    """Return the next message of a worker, or None if it has failed."""
+    """Return the next message from a worker, or None if it has failed."""
     try:
         return connection.recv()
     except (EOFError, OSError):
@@ -184,7 +184,7 @@ def _worker(connection: Connection, run: Run, task: Any, device: torch.device) -
 def warm_up(work: Callable[[int], None], device: torch.device) -> None:
     """Run the warm-up steps and, on a GPU, every step of a window once.
 
-    A GPU compiles or captures each shape when it first occurs; all windows have the shapes of the same steps.
+    On a GPU, each new shape is compiled or captured at its first step. All windows repeat the same steps.
 
     Args:
         work: Function that runs step `number`.
@@ -195,7 +195,7 @@ def warm_up(work: Callable[[int], None], device: torch.device) -> None:
 
 
 def median_ms(work: Callable[[int], None], device: torch.device, windows: int = WINDOWS) -> float:
-    """Return the median over windows of the mean time per step in ms, after `warm_up`.
+    """Return the median over windows of the mean time per step in ms; call `warm_up` first.
 
     Args:
         work: Function that runs step `number`.

@@ -1,4 +1,4 @@
-"""Progress of a training in one line: step, loss, metric, speed and remaining time.
+"""Training progress in one line: step, loss, metric, speed and remaining time.
 
 On a terminal the line has a progress bar; elsewhere it is printed every few seconds.
 """
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from mgk.training.objectives import Objective
 
-# Seconds between two updates. Each one reads the loss, which synchronizes with the GPU.
+# Seconds between updates. Each update reads the loss, which synchronizes with the GPU.
 BAR_EVERY, LINE_EVERY = 0.5, 10.0
 BAR_WIDTH = 20
 
@@ -56,7 +56,7 @@ class ProgressBar(pl.Callback):
         self._last_update = self.clock()
         self._start = trainer.global_step, self._last_update
         if self.console.is_terminal:
-            # Text before the bar: a narrow terminal cuts the bar.
+            # Text before the bar: a narrow terminal truncates the bar, not the text.
             columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH)
             self._bar = Progress(*columns, console=self.console, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self.steps)

@@ -26,7 +26,7 @@ MAJORITY = "always the most frequent class"
 # Title and value of each cost panel of the plot; a panel is omitted unless every model has the value.
 COST_PANELS = (
     ("parameters, thousands", lambda summary: summary.params / 1e3),
-    ("GFLOPs of one forward", lambda summary: summary.flops / 1e9),
+    ("GFLOPs per forward pass", lambda summary: summary.flops / 1e9),
     ("training step, ms", lambda summary: summary.step_ms),
 )
 
@@ -43,7 +43,7 @@ class ModelSummary:
     step_ms: float | None = None  # timed in isolation; step times of concurrent jobs are not comparable
     memory_mb: float = math.nan
     left_plateau: dict[int, int] = field(default_factory=dict)  # seed -> step, 0 if never
-    # Difference to the first row on the same examples, in the table's unit, or the reason why there is none.
+    # Difference from the first model on the same examples, in the table's unit, or the reason why there is none.
     difference: Difference | str = ""
 
     @property
@@ -52,7 +52,7 @@ class ModelSummary:
 
     @property
     def stuck(self) -> bool:
-        """True if no seed left the plateau that training on the task starts with."""
+        """True if no seed left the initial plateau of the task."""
         return all(self.left_plateau.get(seed) == 0 for seed in self.seeds)
 
     @property
@@ -80,7 +80,7 @@ def binomial_half_width(percent: float, examples: int) -> float:
 
 
 def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> list[ModelSummary]:
-    """Summarise the results of each model that has some, in the order of `models`."""
+    """Summarise the results of each model, in the order of `models`; models without results are omitted."""
     style = metric_format(recipe)
     summaries = []
     for model in models:
@@ -113,10 +113,10 @@ def ordered_splits(summaries: list[ModelSummary]) -> list[str]:
 def add_differences(
     summaries: list[ModelSummary], recipe: Recipe, preset: str, out: Path, setups: dict[ModelSpec, str]
 ) -> str:
-    """Set each summary's paired difference to the first one.
+    """Set the paired difference of each summary from the first one.
 
-    The split with the most examples is compared; of equally large ones, the first in the table. Two models are
-    comparable only if both left the plateau or both did not.
+    The comparison uses the split with the most examples; among equally large splits, the first in the table. Two
+    models are comparable only if both left the plateau or neither did.
 
     Args:
         summaries: Summaries to change in place.
@@ -189,7 +189,7 @@ def _format_difference(difference: Difference | str, decimals: int) -> str:
 
 
 def baseline_scores(rows: list[dict[str, str]], recipe: Recipe) -> dict[str, float]:
-    """Return the test accuracy of methods without a network, in per cent, as far as it was recorded."""
+    """Return the recorded test accuracies of baselines without a network, in per cent."""
     test_rows = [row for row in rows if row.get("recipe") == recipe.name and row.get("split") == "test"]
     scores = {row["metric"]: 100 * float(row["value"]) for row in test_rows}
     baselines = {name.removeprefix("baseline: "): scores[name] for name in scores if name.startswith("baseline: ")}
@@ -207,19 +207,19 @@ def metric_notes(summaries: list[ModelSummary], recipe: Recipe) -> list[str]:
     if any(count == 1 and spread is not None for count, spread in cells):
         meanings.append(f"{'with one seed ' if several else ''}half the 95 % interval of the test set")
     # The FLOPs of an adaptive softmax depend on the targets: a rare one needs a second softmax.
-    targets = ", all its targets frequent words" if recipe.model.get("cutoffs") else ""
+    targets = " whose targets are all frequent words" if recipe.model.get("cutoffs") else ""
     sentences = [style.note, f"± is {', or '.join(meanings)}." if meanings else "", f"{style.flops}{targets}."]
     return [sentence for sentence in sentences if sentence]
 
 
 def column_notes(summaries: list[ModelSummary], recipe: Recipe, paired_split: str) -> list[str]:
-    """Return sentences on those columns and entries that only some tables have."""
+    """Return sentences on the columns and entries that only some tables have."""
     sentences = []
     if any(len(summary.counted_seeds) < len(summary.seeds) for summary in summaries):
         sentences.append("(n of m seeds): mean over the n seeds that left the plateau; `each seed` lists all m.")
     if paired_split:
         style = metric_format(recipe)
-        sentences.append(f"Minus {summaries[0].row}: {style.paired}, with the 95 % interval over examples.")
+        sentences.append(f"Minus {summaries[0].row}: {style.paired}, with its 95 % interval over examples.")
         sentences.append("The interval does not include the variation between seeds.")
     if any(isinstance(summary.difference, str) and summary.difference for summary in summaries):
         sentences.append("n/a: only one of the two models left the plateau.")
@@ -237,7 +237,7 @@ def write_report(
     out: Path,
     setups: dict[ModelSpec, str] | None = None,
 ) -> list[list[str]]:
-    """Write the table to `out`/NAME.md and the plot to `out`/NAME.png, where NAME is the recipe's.
+    """Write the table to `out`/NAME.md and the plot to `out`/NAME.png, where NAME is the recipe's name.
 
     Args:
         recipe: Recipe of the sweep.
@@ -245,13 +245,13 @@ def write_report(
         preset: Preset of the sweep.
         files: Result files to read.
         out: Directory of the report and of the stored predictions.
-        setups: Setup hash of each model; results with any other setup are ignored. None: all results count.
+        setups: Setup hash of each model; results with any other setup are ignored. None accepts all results.
 
     Returns:
         The table as text cells, the header first.
 
     Raises:
-        ValueError: If no file has results of any of the models.
+        ValueError: If the files contain no results for any of the models.
     """
     all_rows = results.read(files)
     rows = all_rows if setups is None else [row for row in all_rows if row.get("setup") in setups.values()]
@@ -313,8 +313,7 @@ def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | N
         axes.bar_label(
             bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=2, fontsize=9
         )
-        # Margin for the numbers to the right of the bars.
-        axes.margins(x=0.55)
+        axes.margins(x=0.55)  # space for the numbers to the right of the bars
         axes.set_xlim(left=0)
         axes.set_title(title, fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(3))

@@ -1,4 +1,4 @@
-"""Files of results: CSV with one row per run, split and metric; tables and plots are made from them."""
+"""Results files: CSV with one row per run, split and metric. Tables and plots are generated from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONAL_COLUMNS = frozenset({"setup"})
 
 
 def environment() -> dict[str, str]:
-    """Return the GPU, the torch version, the date and the commit, as columns of results."""
+    """Return the GPU, the torch version, the date and the commit, as result columns."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}",
         "torch": torch.__version__,
@@ -73,7 +73,7 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 
 def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows that a file of results does not contain yet."""
+    """Return the rows that a results file does not contain yet."""
     existing = {tuple(row.get(column) or "" for column in COLUMNS) for row in read([path])}
 
     def as_written(row: dict[str, Any]) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def check_file(option: str, path: Path, extra: Sequence[str] = ()) -> None:
 
 
 def append(path: Path, rows: list[dict[str, Any]], extra: Sequence[str] = ()) -> None:
-    """Append rows to a file of results; atomic, and safe from several processes at once.
+    """Append rows to a results file, atomically; several processes may append at the same time.
 
     Args:
         path: The CSV file; created if missing, and refused if `check_file` refuses it.
@@ -161,7 +161,7 @@ def _foreign_content(path: Path, columns: Sequence[str]) -> str:
 def latest(rows: Iterable[dict[str, str]], key: Sequence[str]) -> list[dict[str, str]]:
     """Return the last row for each combination of values in the columns `key`.
 
-    Rows are appended to files of results, so that the last one is the latest measurement.
+    Rows are appended to results files, so the last one is the latest measurement.
     """
     return list({tuple(row[column] for column in key): row for row in rows}.values())
 
@@ -181,14 +181,14 @@ def latest_value(rows: Iterable[dict[str, str]], metric: str) -> float | None:
 
 
 def curve_file(results: Path, recipe: str, spec: ModelSpec, preset: str, seed: int, setup: str | None = None) -> Path:
-    """Return the path of a run's learning curve in a results folder.
+    """Return the path of a run's learning curve in a results directory.
 
     Args:
-        results: The folder of the results.
-        recipe: The recipe's name.
+        results: Results directory.
+        recipe: Name of the recipe.
         spec: The model.
-        preset: The preset of the attention.
-        seed: The seed of the run.
+        preset: Preset of the attention layers.
+        seed: Seed of the run.
         setup: The run's setup hash if its settings differ from the recipe's, else None.
     """
     name = "-".join(part for part in (recipe, spec.file_name, preset, f"s{seed}", setup) if part)
@@ -196,7 +196,7 @@ def curve_file(results: Path, recipe: str, spec: ModelSpec, preset: str, seed: i
 
 
 def curve_files(results: Path, recipe: str, spec: ModelSpec, preset: str) -> dict[int, Path]:
-    """Return the existing learning curves of runs with the recipe's own settings, by seed."""
+    """Return the existing learning curves of runs with the recipe's unchanged settings, by seed."""
     first = curve_file(results, recipe, spec, preset, 0)
     pattern = re.compile(rf"{re.escape(first.stem[:-1])}(\d+)\.csv")
     seeds = sorted(int(match[1]) for path in first.parent.glob("*.csv") if (match := pattern.fullmatch(path.name)))

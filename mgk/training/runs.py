@@ -1,4 +1,4 @@
-"""Run directories: their paths under a folder of runs, and the language models in them."""
+"""Run directories: their paths under a common parent directory, and loading language models from them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mgk.training.config import ModelSpec
 
 
 def run_path(runs: Path, recipe: str, row: ModelSpec, preset: str, seed: int | str) -> Path:
-    """Return the directory of a run under the folder `runs`."""
+    """Return the directory of a run under the parent directory `runs`."""
     return runs / recipe / f"{row.file_name}-{preset}-s{seed}"
 
 
 def finished_runs(runs: Path, recipe: str, row: ModelSpec, preset: str) -> list[Path]:
-    """Return the directories of all seeds of a row that have a result, sorted."""
+    """Return the directories of all finished runs of a model, sorted."""
     pattern = RunDirectory(run_path(Path(), recipe, row, preset, "*")).result
     return sorted(result.parent for result in runs.glob(str(pattern)))
 

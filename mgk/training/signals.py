@@ -1,7 +1,7 @@
 """Stop requests by SIGTERM, SIGINT and SIGHUP.
 
-Python runs signal handlers between two bytecode instructions. A backward pass on a CPU is one instruction and may take
-minutes, so that a thread prints the reply and ends the process at the second signal.
+Python runs signal handlers only between bytecode instructions. A backward pass on a CPU is a single instruction and may
+take minutes. A separate thread therefore prints the reply and ends the process at the second signal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from mgk.training.distributed import is_distributed
 
-# Seconds that an orderly exit may take after the second signal.
+# Seconds allowed for an orderly exit after the second signal.
 GRACE = 2.0
 # Seconds after the first signal in which another one counts as the same request: Ctrl-C reaches torchrun and its
 # processes, and torchrun forwards it to them.

@@ -1,4 +1,4 @@
-"""Sweeps over the models and seeds of a recipe: which results exist, and the jobs that compute the others."""
+"""Sweeps over the models and seeds of a recipe: existing results, and jobs for the missing ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mgk.training.job_queue import Job
 from mgk.training.objectives import OBJECTIVES, MetricFormat
 from mgk.training.runs import run_path
 
-# Metrics of a model that `mgk.training.profiling` measures while no other job runs.
+# Metrics that `mgk.training.profiling` measures with the model in isolation.
 SOLO_METRICS = ("step_ms_alone", "predict_ms_alone", "peak_mem_mb_alone")
-# Those that a training also measures if no other job runs.
+# Those of them that a training run also measures if no other job is running.
 SOLO_TRAINING_METRICS = ("step_ms_alone", "peak_mem_mb_alone")
 
 
@@ -31,10 +31,10 @@ def filter_rows(
     seed: int | None,
     setup: str | None = None,
 ) -> list[dict[str, str]]:
-    """Return the rows of results that belong to one model of a recipe.
+    """Return the result rows of one model of a recipe.
 
     Args:
-        rows: Rows of result files.
+        rows: Rows of results files.
         recipe: Recipe whose name, steps, learning rate and batch size must match.
         model: Variant and heads that must match.
         preset: Preset that must match.
@@ -60,7 +60,7 @@ def filter_rows(
 def is_trained(
     rows: list[dict[str, str]], recipe: Recipe, model: ModelSpec, preset: str, seed: int, setup: str | None = None
 ) -> bool:
-    """Return whether the results have this training; for the arguments see `filter_rows`."""
+    """Return whether the results contain this run; for the arguments see `filter_rows`."""
     metric = metric_format(recipe).metric
     return any(row["metric"] == metric for row in filter_rows(rows, recipe, model, preset, seed, setup))
 
@@ -73,12 +73,12 @@ def is_timed(
     setup: str | None = None,
     metrics: Iterable[str] = SOLO_TRAINING_METRICS,
 ) -> bool:
-    """Return whether the results have all of `metrics`; for the other arguments see `filter_rows`."""
+    """Return whether the results contain all of `metrics`; for the other arguments see `filter_rows`."""
     return set(metrics) <= {row["metric"] for row in filter_rows(rows, recipe, model, preset, None, setup)}
 
 
 def setups_of(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> dict[ModelSpec, str]:
-    """Return the setup hash of each model from its results, because computing it would need the data.
+    """Return the setup hash of each model, read from its results because computing it requires the data.
 
     Raises:
         ValueError: If a model has results of more than one setup.
@@ -96,13 +96,13 @@ def setups_of(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec
 
 
 def to_solo_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the solo metrics of a training that ran while no other job did.
+    """Return the solo metrics of a run that was trained while no other job was running.
 
     Args:
-        rows: All rows of results of the training.
+        rows: All result rows of the run.
 
     Returns:
-        One row for each of `SOLO_TRAINING_METRICS`; none if the training was too short to be timed.
+        One row for each of `SOLO_TRAINING_METRICS`; none if the run was too short to be timed.
     """
     timed_row = next((row for row in rows if row["step_ms"] not in ("", "nan")), None)
     if timed_row is None:
@@ -128,13 +128,13 @@ def train_job(
     Args:
         recipe: Recipe with the overrides applied.
         model: Model to train.
-        seed: Seed of the training.
+        seed: Seed of the run.
         preset: Preset of the model.
         data_dir: Data directory.
-        out: Directory of the result file.
-        runs: Folder of run directories.
+        out: Directory of the results file.
+        runs: Parent directory of the run directories.
         recipe_argument: Recipe on the command line, if it is a file; by default the recipe's name.
-        overrides: Settings that differ from the recipe's file, as for --set.
+        overrides: Changed settings, in the format of --set.
     """
     directory = run_path(runs, recipe.name, model, preset, seed)
     command = [sys.executable, "-m", "mgk", "train", recipe_argument or recipe.name, "--preset", preset]

@@ -1,4 +1,4 @@
-"""Training of a recipe's model with Lightning: run directory, checks on resume, trainer."""
+"""Training of a recipe's model with Lightning: run directory, resume checks and trainer."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from mgk.training.objectives import OBJECTIVES
 from mgk.training.progress import ProgressBar
 
 STRATEGIES = ("auto", "ddp", "fsdp")
-# Model settings that were added later, with the value of all earlier runs: at this value they do not enter the hash.
+# Model settings added later, with the value that earlier runs used implicitly. At this value they are left out of the
+# hash, so that the hashes of earlier runs stay the same.
 ADDED_SETTINGS = {"token_std": 0.02}
-# Packages besides torch whose versions environment.json lists.
+# Packages besides torch whose versions are listed in environment.json.
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
-# Warnings of the compiler that need no action.
+# Compiler warnings that need no action.
 IGNORED_WARNINGS = ("Online softmax is disabled", "TensorFloat32 tensor cores")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a recipe, one of its models, a seed, and the directories of data and run."""
+    """One training run: a recipe, one of its models, a seed, a data directory and a run directory."""
 
     recipe: Recipe
     row: ModelSpec
@@ -104,11 +105,11 @@ def fit(
 
     Args:
         run: The run.
-        task: Its task, with prepared data.
-        resume: Continue from the last checkpoint, if there is one.
+        task: Task of the run, with prepared data.
+        resume: Whether to continue from the last checkpoint, if there is one.
         accelerator: Lightning's accelerator.
         strategy: One of STRATEGIES.
-        graphs: Run steps as CUDA graphs where possible.
+        graphs: Whether to run steps as CUDA graphs where possible.
 
     Returns:
         The module with the model of the last step, and the callback with step times and the stop signal.
@@ -156,7 +157,7 @@ def _write_description(run: Run, task: Any, resume: bool) -> None:
     if checkpoint.exists():
         _check_same_settings(run.directory, json.loads(run.files.description.read_text()), description)
         _check_readable(checkpoint)
-    # Later commands read data_dir; it may change between starts, so that it is not compared.
+    # Read by later commands. Added after the comparison, because the data may be moved between starts.
     description["data_dir"] = str(run.data_dir.resolve())
     write_atomically(run.files.description, json.dumps(description, indent=2))
 
@@ -172,7 +173,7 @@ def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dic
             differing = [name for name in differing if name != section] + names
     if differing or stored.keys() != requested.keys():
         raise ValueError(
-            f"{directory} holds a run with other settings ({', '.join(differing)}): "
+            f"{directory} holds a run with different settings ({', '.join(differing)}): "
             "remove it, or pass another directory (train --out, compare --runs)"
         )
 
@@ -181,7 +182,7 @@ def _check_readable(checkpoint: Path) -> None:
     try:
         torch.load(checkpoint, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Only the first sentence: torch adds paragraphs of advice.
+        # Keep only the first sentence: torch appends paragraphs of advice.
         sentence = str(error).partition("\n")[0].partition(". ")[0]
         reason = ": ".join(part for part in (type(error).__name__, sentence) if part)
         raise ValueError(f"{checkpoint} is damaged ({reason}): remove {checkpoint.parent} and train again") from error
@@ -190,7 +191,7 @@ def _check_readable(checkpoint: Path) -> None:
 def _make_trainer(
     files: RunDirectory, settings: TrainConfig, callback: CheckpointCallback, accelerator: str, strategy: str
 ) -> pl.Trainer:
-    """Build the Lightning trainer; torchrun's environment gives the number of processes."""
+    """Build the Lightning trainer; the number of processes is read from torchrun's environment variables."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return pl.Trainer(
@@ -229,7 +230,7 @@ def _select_strategy(name: str, world_size: int) -> Any:
 
 
 def write_environment(path: Path, device: torch.device) -> None:
-    """Append machine, versions and command of this start to environment.json, a list of all starts of the run."""
+    """Append the machine, versions and command of this start to environment.json, which lists every start."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except ValueError as error:

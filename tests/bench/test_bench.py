@@ -82,7 +82,7 @@ def test_correct_results_are_never_called_wrong():
         (["--shapes", "8x8x0x8"], "--shapes"),
         (["--variants", "softmax"], "--variants"),
         (["--variants", "smgk:0"], "--variants"),
-        (["--variants", "smgk,mlk"], "mlk is in none of the parts"),
+        (["--variants", "smgk,mlk"], "mlk: not in any of the measured parts"),
         (["--only", "everything"], "--only"),
         (["--only", "speed,memory"], "needs a CUDA GPU"),
     ],

@@ -89,7 +89,7 @@ def test_length_of_examples_of_the_task(run, tmp_path, expect_error):
     options = ["--data-dir", tmp_path / "data", "--removal", 0]
     assert run_analyze(run, *options, "--length", 12).exception is None
     assert {row["size"] for row in read_csv(run / "analysis" / "ranks.csv")} == {"12"}
-    expect_error("--length finds no example", run, *options, "--length", 60)
+    expect_error("--length matches no example", run, *options, "--length", 60)
     expect_error("is more than the model's 60 positions", run, *options, "--length", 61)
 
 

@@ -92,7 +92,7 @@ def test_invalid_input_is_one_line_and_exit_code_2(own_text, tmp_path):
         (["eval", run, "--data-dir", str(own_text), "--split", "other"], "split must be one of"),
         (["train", "wikitext-2", "--data-dir", str(tmp_path)], "wiki.train.tokens is missing"),
         (["analyze", run, "--data-dir", str(own_text), "--split", "other"], "--split must be one of"),
-        (["eval", str(classifier), "--stride", "2"], "--stride is for language models"),
+        (["eval", str(classifier), "--stride", "2"], "--stride applies only to language models"),
         (["eval", run, "--data-dir", str(own_text), "--stride", "0"], "stride must be a positive integer"),
     ]
     for arguments, message in cases:

@@ -309,11 +309,11 @@ def results(tmp_path):
 
 
 @pytest.mark.slow
-def test_compare_skips_stored_trainings(results, data, tmp_path):
+def test_compare_skips_stored_runs(results, data, tmp_path):
     """The setups are equal, so nothing is trained again and the table is the same."""
     options = ("--rows", "softmax:2,smgk:2", "--steps", 300, *SET, "--data-dir", data, "--no-alone")
     _, log = command("compare", "demo", *options, cwd=tmp_path)
-    assert "2 of 2 trainings are already in results" in log
+    assert "2 of 2 runs are already in results" in log
     table = (results / "demo.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in table if line.startswith(("| softmax:2", "| smgk:2"))] == EXPECTED["table"]
 

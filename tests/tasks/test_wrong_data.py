@@ -55,8 +55,8 @@ def nothing(data):
 
 
 DAMAGE = {
-    "no imdb": (TEXT, nothing, nothing, "no aclImdb directory or archive: get https://ai.stanford.edu"),
-    "a review missing": (TEXT, make_imdb, lambda d: (d / REVIEW).unlink(), "test/neg has 7 reviews instead of 8: get"),
+    "no imdb": (TEXT, nothing, nothing, "no aclImdb directory or archive: download https://ai.stanford.edu"),
+    "a review missing": (TEXT, make_imdb, lambda d: (d / REVIEW).unlink(), "test/neg has 7 reviews instead of 8: down"),
     "a folder missing": (TEXT, make_imdb, lambda d: (d / "aclImdb/train").rename(d / "x"), "train/neg has 0 reviews"),
     "a review empty": (TEXT, make_imdb, edit(REVIEW, lambda _: b""), "test/neg/0_2.txt is empty"),
     "a review not UTF-8": (TEXT, make_imdb, edit(REVIEW, lambda c: c + b"\xff"), "test/neg/0_2.txt is not UTF-8"),

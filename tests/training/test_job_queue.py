@@ -49,7 +49,7 @@ def test_job_out_of_memory_beside_others_is_run_again_alone(tmp_path, capsys):
     assert [job.seed for job in queue.failed] == [3]
     assert not queue.unfinished
     output = capsys.readouterr().err
-    assert output.count("out of memory beside other jobs; it will run again alone") == 2
+    assert output.count("out of memory while sharing the machine; will be retried alone") == 2
     assert "seed 3: FAILED: Exception raised" in output
     assert output.count(": done") == 3
     assert "[4/4]" in output.splitlines()[-1]

@@ -192,4 +192,4 @@ def test_difference_in_another_unit_names_it(tmp_path):
             tmp_path, predictions.PredictionsKey("bytes", ModelSpec.parse(row), "paper", 0, "test"), np.full(2000, 4.6)
         )
     lines = report.write_report(recipe, [ModelSpec("softmax", 2), ModelSpec("smgk", 2)], "paper", [path], tmp_path)
-    assert "minus softmax:2, test, nats a token" in lines[0]
+    assert "minus softmax:2, test, nats per token" in lines[0]

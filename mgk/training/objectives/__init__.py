@@ -1,7 +1,7 @@
 """Objectives: loss, metrics and evaluation of each kind of task.
 
-An objective is one class and one row of OBJECTIVES. The training loop passes it example indices and reads its loss;
-tables and commands read its metric format.
+An objective is one class and one entry of OBJECTIVES. The training loop calls it with example indices and uses its
+loss; reports use its metric format.
 """
 
 from __future__ import annotations

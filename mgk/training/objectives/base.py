@@ -21,7 +21,7 @@ from mgk.training.data import SequentialSampler
 
 
 class Metric(NamedTuple):
-    """One number of an evaluated model."""
+    """One metric of an evaluated model."""
 
     n_examples: int
     metric: str
@@ -33,12 +33,12 @@ class MetricFormat:
     """Format of an objective's metric in tables and plots.
 
     Attributes:
-        metric: Name of the metric among the results.
+        metric: Name of the metric in the results.
         title: Column title.
         factor: Factor from the stored to the printed value.
-        paired: Unit of a difference on the same examples, in words.
-        unit: Suffix of the column of such differences, where the unit is not the metric's.
-        decimals: Decimals of such a difference.
+        paired: Unit of a paired difference, in words.
+        unit: Suffix of the title of the differences column, if its unit is not the metric's.
+        decimals: Decimals of a paired difference.
         note: Sentence about the metric under the table.
         flops: Sentence that defines the FLOPs column.
     """
@@ -54,7 +54,7 @@ class MetricFormat:
 
 
 def repeat_to_size(indices: Tensor, size: int) -> Tensor:
-    """Repeat indices up to the size of a full batch, so that the last batch compiles no new shape."""
+    """Repeat indices up to the size of a full batch, so that the last batch does not trigger a recompilation."""
     return torch.from_numpy(np.resize(indices.numpy(), size))
 
 
@@ -95,7 +95,7 @@ class Objective(ABC):
 
     @classmethod
     def resolve_config(cls, recipe: Recipe, row: ModelSpec, preset: str, defaults: dict[str, Any]) -> Any:
-        """Build the configuration from `defaults`, the recipe's settings and the row, the later ones winning."""
+        """Build the configuration from `defaults`, the recipe and the model spec; later ones take precedence."""
         known = {field.name for field in fields(cls.config_class)}
         for name in recipe.model:
             one_of("model.* (from --set or the recipe)", name, sorted(known))
@@ -109,7 +109,7 @@ class Objective(ABC):
 
     @classmethod  # noqa: B027  (optional: most models need no assets)
     def save_assets(cls, task: Any, data_dir: Path, directory: Path) -> None:
-        """Save to the run directory the files that the model needs besides its weights."""
+        """Save the files that the model needs besides its weights to the run directory."""
 
     def to_device(self, device: torch.device, compiled: Any = None) -> None:
         """Move the splits to the device and compile the model there, unless a compiled network is passed."""
@@ -131,11 +131,11 @@ class Objective(ABC):
 
     @abstractmethod
     def measure(self, indices: Tensor, split: str) -> dict[str, Tensor]:
-        """Return means over these examples: "loss" and further metrics."""
+        """Return means over these examples: "loss" and other metrics."""
 
     @abstractmethod
     def batch(self, indices: Tensor, split: str) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Return the examples as tensors on the device, and the integers that determine further shapes."""
+        """Return the examples as tensors on the device, and integers that determine other shapes."""
 
     @abstractmethod
     def measure_batch(self, *batch: Any) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ class Objective(ABC):
 
     @classmethod
     def worst_value(cls) -> float:
-        """Return a value that every finite value of the metric improves on."""
+        """Return a value worse than every finite value of the metric."""
         return -math.inf if cls.higher_is_better else math.inf
 
     @classmethod
@@ -174,7 +174,7 @@ class Objective(ABC):
 
     @classmethod
     def test_metric(cls, settings: TrainConfig) -> str:
-        """Return the name of the metric among the results of a finished run."""
+        """Return the name of the metric in the results of a finished run."""
         return cls.metric
 
     @classmethod
@@ -193,7 +193,7 @@ class Objective(ABC):
 
         Args:
             split: Name of the split.
-            directory: Run directory for the predictions of the single examples; None does not save them.
+            directory: Run directory to save the per-example predictions to, or None.
 
         Yields:
             The metrics of the split.
@@ -223,7 +223,7 @@ class Objective(ABC):
     @staticmethod
     @abstractmethod
     def run_example(model: Any, length: int) -> None:
-        """Run the forward pass of one example of `length` tokens; its FLOPs are counted."""
+        """Run the forward pass of one example of `length` tokens, for counting its FLOPs."""
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of the configured precision."""

@@ -28,7 +28,7 @@ class Classification(Objective):
         unit="",
         decimals=2,
         note="",
-        flops="GFLOPs are one example's forward",
+        flops="GFLOPs: forward pass of one example",
     )
     config_class, model_class = EncoderConfig, Classifier
 
@@ -114,7 +114,7 @@ class Classification(Objective):
 
     @torch.no_grad()
     def correct(self, split: str) -> np.ndarray:
-        """Return for each example of a split whether the predicted class is right."""
+        """Return whether the predicted class is correct, for each example of a split."""
         parts = []
         for indices in SequentialSampler(len(self.splits[split]), self.settings.eval_batch_size):
             with self.autocast():

@@ -19,18 +19,18 @@ from mgk.training.objectives.base import Metric, MetricFormat, Objective, repeat
 
 
 class LanguageModelling(Objective):
-    """Cross-entropy of the next token; perplexity of segments in training, of a sliding window in the evaluation."""
+    """Next-token cross-entropy; perplexity over segments in training, with a sliding window in evaluation."""
 
     metric, higher_is_better, predictions_file = "perplexity", False, "losses"
     format = MetricFormat(
         metric="perplexity",
         title="perplexity",
         factor=1.0,
-        paired="nats a token on the same text",
-        unit=", nats a token",
+        paired="nats per token on the same text",
+        unit=", nats per token",
         decimals=4,
-        note="Perplexity of the sliding window.",
-        flops="GFLOPs are one segment's forward",
+        note="Perplexity is evaluated with a sliding window.",
+        flops="GFLOPs: forward pass of one segment",
     )
     config_class, model_class = DecoderConfig, LanguageModel
     fsdp_entry_points, uses_stride = ("losses",), True
@@ -81,12 +81,12 @@ class LanguageModelling(Objective):
 
     @classmethod
     def test_metric(cls, settings: TrainConfig) -> str:
-        """Return the name of the metric; strides other than the paper's 1 are part of it."""
+        """Return the name of the metric, which includes the stride unless it is the paper's 1."""
         return cls.metric if settings.stride == 1 else f"{cls.metric}_stride_{settings.stride}"
 
     @classmethod
     def table_format(cls, settings: TrainConfig) -> MetricFormat:
-        """Return the format of the metric; strides other than 1 are part of its title."""
+        """Return the format of the metric; the title includes the stride unless it is 1."""
         columns = super().table_format(settings)
         return columns if settings.stride == 1 else replace(columns, title=f"perplexity at stride {settings.stride}")
 
