@@ -1,6 +1,6 @@
 """Analysis of attention heads: ranks, similarity, mixture components, maps, ablation, cost; figures and a report.
 
-Shapes use H heads, M components per key, L queries, S keys, D head width, E value width, R rows of a block.
+Shapes: H heads, M components per key, L queries, S keys, D head width, E value width, R rows of a block.
 """
 
 from mgk.analysis.analyse import Analysis, analyse

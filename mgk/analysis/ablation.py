@@ -36,7 +36,7 @@ def remove_heads(
 
     Args:
         model: The model, in eval mode.
-        inputs: Samples as `analyse` takes them.
+        inputs: Samples, in the format of `analyse`.
         heads: Number of heads of each layer, by name.
         capture: Context manager that passes the attention calls of a model to a handler.
         progress: Called with (stage, done, total).
@@ -55,7 +55,7 @@ def remove_heads(
         return output
 
     first = outputs(inputs[:1], unchanged)[0][0]
-    # The outputs with all heads are kept; those without a head are compared one call at a time.
+    # The outputs with all heads are stored; ablated outputs are compared one call at a time.
     count = min(len(inputs), max(1, memory // max(1, 3 * first.nbytes)))
     batches = concatenate(inputs[:count], min(together, count))
     baseline = outputs(batches, unchanged)
@@ -111,7 +111,7 @@ def _main_output(output: Any) -> tuple[Tensor, bool]:
 
 
 def _compare(baseline: list[tuple[Tensor, bool]], ablated: Iterable[tuple[Tensor, bool]]) -> tuple[float, float]:
-    """Return relative change and share of changed predictions."""
+    """Return the relative change of the outputs and the share of changed predictions."""
     difference = norm = flips = predictions = 0.0
     for (before, _), (after, _) in zip(baseline, ablated, strict=True):
         difference += float(torch.linalg.vector_norm(before - after, dtype=torch.float64)) ** 2

@@ -23,7 +23,7 @@ from mgk.analysis.weights import sample_weights
 
 @dataclass(frozen=True)
 class Analysis:
-    """Result of `analyse`: numbers, arrays and names."""
+    """Result of `analyse`."""
 
     layers: list[Layer]
     samples: int
@@ -38,7 +38,7 @@ class Analysis:
 
     @property
     def different(self) -> dict[str, float]:
-        """Effective number of different heads of the model, by each measure that all layers have."""
+        """Effective number of different heads in the model, for each measure available in all layers."""
         numbers = [layer.similarity.different for layer in self.layers]
         shared = [measure for measure in numbers[0] if all(measure in layer for layer in numbers)]
         return {measure: sum(layer[measure] for layer in numbers) for measure in shared}
@@ -59,24 +59,24 @@ def analyse(
     progress: Progress | None = None,
     capture: Capture = capture_attention,
 ) -> Analysis:
-    """Analyze the attention heads of a model: ranks, similarity, mixture components, maps, effect of removal.
+    """Analyze the attention heads of a model: ranks, similarity, mixture components, maps and ablation.
 
     Args:
         model: Any module that uses this package's attention (`mgk.Attention`, `mgk.MultiheadAttention`, the
             operators), causal or not, of any dtype. It runs in eval mode; its mode is restored.
-        inputs: Samples, one call each: a tensor, a tuple of arguments or a dict of keyword arguments. Padding is left
-            out of all results. The maps are those of the first sample.
+        inputs: Samples, one call each: a tensor, a tuple of arguments or a dict of keyword arguments. Padding is
+            excluded from all results. The maps are those of the first sample.
         matrices: Attention matrices to rank in each layer, at most all heads of all samples.
-        threshold: Singular values above it count for the rank.
-        memory: Bytes of workspace beside the model. Full attention matrices are formed only to compute ranks, the
-            number that fits at a time.
-        map_size: Largest side of the pooled maps, in pixels.
+        threshold: The rank is the number of singular values above this.
+        memory: Bytes of workspace in addition to the model. Full attention matrices are formed only to compute ranks,
+            as many at a time as fit.
+        map_size: Maximum side of the pooled maps, in pixels.
         tiles: Directory for full-resolution PNG tiles of maps that are larger than `map_size`.
         removal: Number of samples on which each head is removed in turn, limited by `memory`; 0 skips it.
         together: Samples per call during removal, if they are tensors of one shape whose first axis is the batch.
         progress: Called with (stage, done, total).
-        capture: Context manager that passes the attention calls to a handler; `mgk.analysis.hf_models` has one for
-            Transformers models.
+        capture: Context manager that passes the attention calls to a handler; for Transformers models, use
+            `mgk.analysis.hf_models.capture_attention`.
 
     Returns:
         The analysis of every layer.

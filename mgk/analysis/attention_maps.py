@@ -52,7 +52,7 @@ class MapAccumulator:
         heads: Number of heads.
         queries: Number of rows.
         keys: Number of columns.
-        size: Largest side of a pooled map, in pixels.
+        size: Maximum side of a pooled map, in pixels.
         tiles: Directory for tiles of maps that are larger than `size`, or None.
         device: Device of the weights.
     """
@@ -83,7 +83,7 @@ class MapAccumulator:
             self._write_tiles(rows.stop == self.queries)
 
     def _write_tiles(self, last: bool) -> None:
-        """Write complete rows of tiles, and the remaining rows if these were the last."""
+        """Write complete rows of tiles and, if `last`, the remaining rows."""
         while sum(part.shape[1] for part in self.pending) >= TILE or (last and self.pending):
             strip = np.concatenate(self.pending, axis=1)
             complete, remaining = strip[:, :TILE], strip[:, TILE:]

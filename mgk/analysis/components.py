@@ -22,7 +22,7 @@ class Mixture:
     prior: Array  # π, [H, M], averaged over positions
     answered: Array  # share of the attention for which each component is responsible, [H, M]
     decided: Array  # responsibility of the leading component, weighted by the attention, [H]: 1/M to 1
-    distance: Array  # between the components' keys, in units of σ (linear attention: unscaled), [H, M, M]
+    distance: Array  # distance between the components' keys, in units of σ (linear attention: unscaled), [H, M, M]
     other_choice: Array  # share of the attention whose leading component is not the hard choice (Eq. 12), [H]
     moved: Array  # attention that moves to other keys under the other assignment, soft or hard, [H]: 0 to 1
 
@@ -48,7 +48,7 @@ class MixtureAccumulator:
         self.distance += (torch.cdist(keys, keys) * _inverse_sigma(sample)).mean(1)
 
     def add_block(self, block: Block, hard: bool) -> Tensor:
-        """Add rows of one sample and return the attention split over components, [H, R, M, S]."""
+        """Add a block of rows of one sample and return its attention split over components, [H, R, M, S]."""
         assert block.scores is not None
         assert block.unweighted is not None
         answered = split_over_components(block)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Counts on the meta device (`mgk.training.evaluate`): configuration, length -> parameters, FLOPs of one example.
+# Maps a configuration and a length to parameters and FLOPs per example, counted on the meta device.
 Count = Callable[[Any, int], tuple[int, int]]
 
 
@@ -36,7 +36,7 @@ def count_costs(
         variants: Names of attention variants.
         heads: Numbers of heads, of unchanged width.
         lengths: Numbers of tokens.
-        count: Counts parameters and FLOPs of a configuration.
+        count: Function that counts parameters and FLOPs of a configuration.
     """
     counted = []
     for variant in variants:
@@ -60,7 +60,7 @@ def fewer_heads(heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PerHead:
-    """Estimated cost of one head of one layer, from the widths alone."""
+    """Cost of one head of one layer, estimated from the widths alone."""
 
     params: int
     flops: int
@@ -72,11 +72,11 @@ def per_head(width: int, head_dim: int, kv_share: float, length: int) -> PerHead
     Args:
         width: Width of the model.
         head_dim: Width of a head.
-        kv_share: Key heads over query heads.
+        kv_share: Ratio of key heads to query heads.
         length: Number of tokens.
 
     Returns:
-        Parameters, and FLOPs of one forward (2 per multiply-add).
+        Parameters, and FLOPs of one forward pass (2 per multiply-add).
     """
     params = round(width * head_dim * (2 + 2 * kv_share))
     return PerHead(params, 2 * params * length + 4 * head_dim * length**2)

@@ -32,7 +32,7 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load a pretrained model in fp32 and eval mode.
 
     Args:
-        name: A directory, or the name of a model on the Hugging Face hub.
+        name: A directory, or the name of a model on the Hugging Face Hub.
         device: Device of the model.
     """
     transformers.logging.set_verbosity_error()
@@ -57,7 +57,7 @@ def _load(config: Any, name: str) -> Any:
 
 
 def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> Any:
-    """Return an attention function that runs on the operators under the name of the calling layer."""
+    """Return an attention function that runs this package's operators under the name of the calling layer."""
 
     def attend(
         module: nn.Module,
@@ -143,7 +143,7 @@ def from_ids(rows: Sequence[Sequence[int]], model: PreTrainedModel) -> list[dict
 
 
 def from_images(paths: Sequence[Path], name: str, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Load images with a model's image processor, or else resize them and scale their values to -1 … 1.
+    """Load images with the model's image processor; without one, resize them and scale their values to [-1, 1].
 
     Args:
         paths: One image file per sample.

@@ -1,4 +1,4 @@
-"""Inputs of a model to analyze: token ids from a file, or text.
+"""Inputs for an analysis: token ids from a file, or text.
 
 Samples of a task's splits are drawn by `mgk.tasks.analysis_samples`.
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from mgk._core.validation import fail
 from mgk.models import Classifier
 
-MIN_LENGTH = 8  # tokens of a sample; attention over fewer is not informative
-# Appended where a text is too short: it may be a misspelt path.
+MIN_LENGTH = 8  # minimum tokens per sample; attention over fewer is not informative
+# Appended to the error for a text that is too short: it may be a misspelt path.
 PATH_HINT = "a path that does not exist is read as text"
 
 
@@ -26,7 +26,7 @@ PATH_HINT = "a path that does not exist is read as text"
 class Samples:
     """Samples for `analyse` and their description for the report."""
 
-    inputs: list[Any]  # as `analyse` takes them
+    inputs: list[Any]  # in the format of `analyse`
     tokens: list[str]  # token names of the first sample
     about: str
 
@@ -56,7 +56,7 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
     if shortest < required:
         fail("--ids", f"has a sample of {shortest} tokens, and at least {required} are needed")
     if min(min(row) for row in rows) < 0:
-        fail("--ids", "must hold integers that are not negative")
+        fail("--ids", "must hold non-negative integers")
     return [row[:length] for row in rows]
 
 
@@ -74,10 +74,10 @@ def from_ids(model: nn.Module, rows: list[list[int]], codec: TextCodec) -> Sampl
 
 
 def read_text(model: nn.Module, texts: list[str], length: int | None, codec: TextCodec) -> list[list[int]]:
-    """Encode text for one of this package's models, cut to `length` tokens, by default to the training length."""
+    """Encode texts for one of this package's models, truncated to `length` tokens (default: training length)."""
     config: Any = model.config
     if codec.encode is None:
-        fail("--text", "does not fit this model, whose task has no text: pass token ids with --ids")
+        fail("--text", "is not supported by this model, whose task has no text: pass token ids with --ids")
     rows = [codec.encode(text)[: length or config.max_length] for text in texts]
     shortest, required = min(len(row) for row in rows), max(length or 0, MIN_LENGTH)
     if shortest < required:

@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """Options of `analyse` that concern a layer."""
+    """Options of `analyse` that apply to each layer."""
 
     matrices: int
     threshold: float
@@ -118,7 +118,7 @@ class LayerAccumulator:
         batch = max_matrices(queries, keys, settings.memory // 2)
         if ranked and batch == 0:
             required = 2 * 6 * 8 * max(queries, keys) ** 2 / 2**30
-            fail("memory", f"is too little to rank a matrix of {queries} × {keys}: about {required:.2f} GiB are needed")
+            fail("memory", f"is too small to rank a {queries} × {keys} matrix: about {required:.2f} GiB are needed")
         matrices = None
         if ranked and batch >= self.heads:
             matrices = torch.empty(self.heads, queries, keys, dtype=torch.float64, device=self.device)

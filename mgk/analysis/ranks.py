@@ -1,9 +1,9 @@
 """Rank and effective rank of batches of matrices, in fp64.
 
-The rank is the number of singular values above a threshold, 1e-6 in the paper. For large matrices it is counted from
+The rank is the number of singular values above a threshold, 1e-6 in the paper. For large matrices it is computed from
 the eigenvalues of AᵀA, which are much cheaper than the singular values of A but exact only to about eps·‖A‖², while
-the squared threshold is 1e-12. If that error could change the count, the large directions are removed from A and the
-remainder is counted again.
+the squared threshold is 1e-12. If that error could change the rank, the large directions are projected out of A and
+the singular values of the remainder are counted separately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 THRESHOLD = 1e-6
-# Up to this size the SVD itself is used: in LAPACK it is as fast as the eigenvalues.
+# Up to this size the SVD is used: in LAPACK it is as fast as computing the eigenvalues.
 MAX_SVD_SIZE = 128
 # Error bound of an eigenvalue of an n × n Gram matrix, in units of eps·‖A‖²·√n; measured on known ranks: below 1.
 ROUNDING = 4.0
@@ -37,7 +37,7 @@ def spectra(matrices: Tensor, *, threshold: float = THRESHOLD, streams: int = ST
 
     Args:
         matrices: Floating-point tensor [n, L, S].
-        threshold: Singular values above it count for the rank.
+        threshold: The rank is the number of singular values above this.
         streams: CUDA streams that decompose matrices concurrently.
     """
     if matrices.dim() != 3 or not matrices.is_floating_point():
@@ -57,7 +57,7 @@ def effective_rank(values: Tensor) -> Tensor:
 
 
 def _gram(matrices: Tensor) -> Tensor:
-    """Compute AᵀA or AAᵀ, the smaller one: its eigenvalues are the squared singular values."""
+    """Compute the smaller of AᵀA and AAᵀ; its eigenvalues are the squared singular values."""
     tall = matrices.shape[1] >= matrices.shape[2]
     return matrices.mT @ matrices if tall else matrices @ matrices.mT
 
@@ -118,14 +118,14 @@ def _count_after_deflation(matrix: Tensor, threshold: float) -> Tensor:
     cut = max(float(squares[-1]), 0.0) ** 0.5 * threshold
     large = directions[:, squares > cut]
     remainder = matrix - (matrix @ large) @ large.mT
-    # The first projection leaves eps·‖A‖ of the large directions: project twice.
+    # Project twice: the first projection leaves a residual of eps·‖A‖ in the large directions.
     remainder = remainder - (remainder @ large) @ large.mT
     return (torch.linalg.eigvalsh(remainder.mT @ remainder) > threshold**2).sum() + large.shape[1]
 
 
 def max_matrices(rows: int, columns: int, memory: int) -> int:
     """Return the number of matrices that can be ranked together within `memory` bytes; 0 if none fits."""
-    # Matrix, Gram matrix, workspace of the eigenvalues and, for a deflation, two more.
+    # Matrix, Gram matrix, workspace of the eigenvalue solver and, for a deflation, two more.
     bytes_per_matrix = 8 * (3 * rows * columns + 3 * min(rows, columns) ** 2)
     return memory // bytes_per_matrix
 

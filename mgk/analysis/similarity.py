@@ -24,14 +24,14 @@ class Similarity:
     """Similarity of all pairs of heads, [H, H] each, and groups of similar heads."""
 
     divergence: Array  # Jensen–Shannon divergence of the rows of the maps, in bits: 0 identical, 1 disjoint
-    cosine: Array  # of the maps as vectors
+    cosine: Array  # cosine similarity of the maps as vectors
     cka: Array | None  # centred kernel alignment of the outputs: 1 for equal up to rotation and scale
-    order: list[int]  # the heads, similar ones next to each other
+    order: list[int]  # heads, ordered so that similar ones are adjacent
     groups: list[int]  # group number of each head
 
     @property
     def different(self) -> dict[str, float]:
-        """Effective number of different heads, by measure: maps, cosine and, with outputs, outputs."""
+        """Effective number of different heads, by measure: maps, cosine and, if available, outputs."""
         numbers = {"maps": effective_number(1 - self.divergence), "cosine": effective_number(self.cosine)}
         if self.cka is not None:
             numbers["outputs"] = effective_number(self.cka)
@@ -43,7 +43,7 @@ class SimilarityAccumulator:
 
     Args:
         heads: Number of heads.
-        width: Width of a head's output; None leaves the outputs out.
+        width: Width of a head's output; None ignores the outputs.
         device: Device of the sums.
     """
 
@@ -63,7 +63,7 @@ class SimilarityAccumulator:
         self.products += flat @ flat.mT
         total = weights.sum(-1, keepdim=True)
         rows = weights / total.masked_fill(total == 0, 1)
-        # Skip rows with a single visible key, as the first of a causal map: they are the same in every head.
+        # Skip rows with a single visible key, such as the first row of a causal map: all heads agree on them.
         informative = ((weights != 0).any(0).sum(-1) > 1) & (total != 0).all(0).squeeze(-1)
         rows = rows[:, informative]
         self.rows += int(informative.sum())
@@ -123,7 +123,7 @@ def effective_number(similarity: Array) -> float:
 
 
 def _merge(distance: Array) -> list[tuple[float, list[int]]]:
-    """Cluster by average linkage; return distance and members of each merge, single heads first."""
+    """Cluster by average linkage; return the distance and members of each merge, starting with single heads."""
     groups = [[head] for head in range(len(distance))]
     merges = [(0.0, group) for group in groups]
     while len(groups) > 1:

@@ -1,6 +1,6 @@
 """Attention weights of one sample of a call, recomputed in fp64 in blocks of rows.
 
-Padding is left out: L and S count unpadded tokens. Output factors of linear-attention presets are left out too.
+Padding is excluded: L and S count unpadded tokens. Output factors of linear-attention presets are excluded too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ AnyCall = TypeVar("AnyCall", MixtureCall, LinearCall)
 
 @dataclass(frozen=True)
 class Block:
-    """Weights of a range of rows."""
+    """Attention weights of a range of rows."""
 
-    rows: slice  # of the unpadded queries
+    rows: slice  # range of the unpadded queries
     weights: Tensor  # [H, R, S]
     # Logits of the components with and without prior, [H, R, M, S]; None for a single component or if not requested.
     scores: Tensor | None = None
@@ -36,7 +36,7 @@ class Block:
 
 
 class SampleWeights(ABC):
-    """Weights of one sample of a call, for all heads or a range of heads."""
+    """Attention weights of one sample of a call, for all heads or a range of heads."""
 
     components: int
     value: Tensor  # [H, S, E]
@@ -65,11 +65,11 @@ class SampleWeights(ABC):
         Args:
             rows: Range of the unpadded queries.
             heads: Range of the heads.
-            components: Also return the logits of each component.
+            components: Whether to return the logits of each component too.
         """
 
     def blocks(self, memory: int, heads: slice = slice(None), *, components: bool = False) -> Iterator[Block]:
-        """Yield all rows in blocks that need about `memory` bytes at most, workspace included."""
+        """Yield all rows in blocks that need at most about `memory` bytes, including workspace."""
         queries, keys = self.shape
         count = len(range(*heads.indices(self.heads)))
         # Logits and softmax of each component, masks, and temporary tensors of the caller.
@@ -199,7 +199,7 @@ def _in_fp64(call: AnyCall) -> AnyCall:
 
 
 def _visible_keys(mask: Tensor | None) -> Tensor | None:
-    """Return for each key whether any query attends to it, [1, S]."""
+    """Return whether any query attends to each key, [1, S]."""
     if mask is None:
         return None
     return (mask if mask.dtype == torch.bool else mask != -math.inf).flatten(0, -2).any(0)[None]

@@ -1,4 +1,4 @@
-"""Implementations to compare: this package's operators, SDPA on each of its backends, FlexAttention."""
+"""Implementations to compare: this package's operators, SDPA on each of its backends, and FlexAttention."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Implementation:
 
 
 class BenchmarkCase(NamedTuple):
-    """A call to measure, and the inputs that get gradients."""
+    """A call to measure, and the inputs that require gradients."""
 
     forward: Callable[[], Tensor]
     inputs: list[Tensor]
@@ -92,8 +92,8 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Largest permitted ‖result − fp64‖ / ‖fp64‖. The prior's gradient is a sum over keys that nearly cancels, most of all
-# in linear attention, where rounding the features to bf16 alone changes it by up to a tenth.
+# Maximum permitted ‖result − fp64‖ / ‖fp64‖. The prior's gradient is a sum over keys that nearly cancels, especially in
+# linear attention, where rounding the features to bf16 alone changes it by up to a tenth.
 LIMITS = {torch.bfloat16: {"log_prior": 5e-2, "": 1e-2}, torch.float32: {"": 1e-4}}
 LINEAR_PRIOR_LIMIT = 0.2
 # Permitted rounding error of that sum in fp32, relative to the norm of its terms: the terms may cancel completely.
@@ -160,13 +160,13 @@ def make_flex_forward(implementation: Implementation, shape: Shape, x: dict[str,
     """Express sMGK as a score modification of FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    assert implementation.components == 2  # the score modification below has two
+    assert implementation.components == 2  # the score modification below is written for two
     scale, N, device = shape.width**-0.5, shape.length, x["query"].device.type
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device) if shape.causal else None
     attention = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
-        # Outside of the compiled function, which reads tensors from memory only.
+        # Computed outside of the compiled function, in which score_mod can only read tensors from memory.
         keys = x["key"].float().unsqueeze(2) + x["shift"].unsqueeze(-2)  # [B, H, M, N, D]
         a = scale * x["query"].float() @ x["shift"].transpose(-1, -2)  # [B, H, N, M]
         c = x["log_prior"] - 0.5 * scale * keys.square().sum(-1)  # [B, H, M, N]
@@ -187,7 +187,7 @@ def make_flex_forward(implementation: Implementation, shape: Shape, x: dict[str,
 
 
 def make_forward(implementation: Implementation, shape: Shape, x: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """Return the forward of an operator, on a backend of this package or by FlexAttention."""
+    """Return the forward function of an operator, on a backend of this package or on FlexAttention."""
     if implementation.backend == "flex":
         return make_flex_forward(implementation, shape, x)
     return partial(run_operator, implementation, shape, x, implementation.backend)
@@ -205,7 +205,7 @@ def make_case(
 
 @contextlib.contextmanager
 def _kernels_of(implementation: Implementation, shape: Shape) -> Iterator[None]:
-    """Let shorter calls run the kernels of `shape`; small calls have other kernels by default."""
+    """Make small calls run the kernels of `shape` instead of those for small calls."""
     if implementation.backend != "triton":
         yield
         return

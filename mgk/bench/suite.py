@@ -1,4 +1,4 @@
-"""Parts of `mgk bench`: implementations and shapes of each, the check before timing, and the rows of results."""
+"""Parts of `mgk bench`: their implementations and shapes, the check before timing, and the result rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mgk.bench.implementations import (
 )
 from mgk.training import results
 
-# Columns beyond those of all results: pass, mask, head width, H of the shape, device and eager time relative to the
-# best SDPA with H heads in the same run (em: to the layer without EM), and Triton's version.
+# Columns in addition to those of all results: pass, mask, head width, H of the shape, device and eager time relative to
+# the best SDPA with H heads in the same run (em: relative to the layer without EM), and Triton's version.
 EXTRA_COLUMNS = ("pass", "causal", "head_dim", "full_heads", "ratio", "eager_ratio", "triton")
 
 Record = dict[str, Any]
@@ -48,7 +48,7 @@ DECODING_SHAPES = (Shape(16, 8, 32768, 64, False, 1), Shape(8, 16, 32768, 128, F
 LINEAR_SHAPE = (2, 8, 64)
 WHOLE_SHAPES = (Shape(32, 8, 2048, 32, False), Shape(32, 8, 4096, 32, False))
 LENGTHS = tuple(4096 << n for n in range(6))
-# Longest sequence on which SDPA is timed beside linear attention: its time is quadratic.
+# Maximum length at which SDPA, whose time is quadratic, is timed as the baseline of linear attention.
 MAX_SDPA_LENGTH = 32768
 EM_SHAPES = (Shape(8, 8, 4096, 64, False), Shape(8, 8, 4096, 64, True))
 CPU_SHAPES = (Shape(1, 4, 512, 32, False), Shape(1, 4, 512, 32, True))
@@ -74,7 +74,7 @@ class BenchmarkConfig:
         Args:
             variants: Default variants of the part.
             shapes: Shapes of the part.
-            linear: Whether the part measures linear attention; variants of the other kind are left out.
+            linear: Whether the part measures linear attention; variants of the other kind are skipped.
         """
         parsed = [parse_variant(text) for text in self.variants or variants]
         parsed = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
@@ -91,7 +91,7 @@ class BenchmarkConfig:
 def result_row(
     task: str, implementation: Implementation, shape: Shape, which: str, metric: str, value: float, **more: Any
 ) -> Record:
-    """Return a row of results/attention.csv; `which` is the pass, `more` are further columns."""
+    """Return a row of results/attention.csv; `which` is the pass, `more` holds additional columns."""
     return {
         "recipe": "bench", "task": task, "dataset": "random normal", "variant": implementation.variant,
         "components": implementation.components, "heads": implementation.heads, "kv_heads": implementation.kv_heads,
@@ -113,9 +113,9 @@ def _check(task: tuple[Implementation, Shape, str, torch.dtype]) -> list[str]:
 
 
 def select_correct(config: BenchmarkConfig, parts: dict[str, ByShape]) -> tuple[dict[str, ByShape], list[str]]:
-    """Check outputs and gradients of all implementations, so that only correct ones are timed.
+    """Check the outputs and gradients of all implementations and select the correct ones.
 
-    On a GPU many processes check at once: compiling the kernels takes most of the time, and Triton caches them on disk.
+    On a GPU the checks run in many processes: compilation takes most of the time, and Triton caches kernels on disk.
 
     Args:
         config: Device and data type.
@@ -130,7 +130,7 @@ def select_correct(config: BenchmarkConfig, parts: dict[str, ByShape]) -> tuple[
 
     pairs = [(i, s) for by_shape in parts.values() for s, implementations in by_shape.items() for i in implementations]
     tasks = {key(i, s): (i, s, config.device, config.dtype) for i, s in pairs}
-    # Start with the kernels that compile longest.
+    # Start with the kernels that take longest to compile.
     order = sorted(tasks, key=lambda task: (OPERATORS[task[0].variant].shifted, -task[1]))
     if config.device == "cpu":
         checked = [_check(tasks[task]) for task in order]
@@ -150,7 +150,7 @@ def select_correct(config: BenchmarkConfig, parts: dict[str, ByShape]) -> tuple[
 def _measure(
     config: BenchmarkConfig, implementation: Implementation, shape: Shape, **options: Any
 ) -> dict[str, timing.Timing]:
-    """Measure an implementation; log the error and return nothing if it fails on the shape."""
+    """Time an implementation; if it fails on the shape, log the error and return an empty dict."""
     try:
         case = make_case(implementation, shape, config.device, config.dtype, gradients=options.get("backward", True))
         return timing.measure_time(case, config.device, **options)
@@ -176,8 +176,8 @@ def time_shape(
         config: Device and data type.
         task: Value of the task column.
         shape: The shape.
-        baselines: Implementations whose best time is the unit of the ratios.
-        compared: Further implementations.
+        baselines: Implementations whose best time is the denominator of the ratios.
+        compared: Other implementations to time.
         **options: Options of `timing.measure_time`.
     """
     timings = {i: _measure(config, i, shape, **options) for i in [*baselines, *compared]}
@@ -218,7 +218,7 @@ def measure_speed(config: BenchmarkConfig, implementations: ByShape) -> Iterator
 
 
 def measure_flex(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
-    """Time FlexAttention expressing sMGK against SDPA with H heads."""
+    """Time sMGK expressed in FlexAttention against SDPA with H heads."""
     for shape, selected in implementations.items():
         baselines = _sdpa(shape.heads, shape.heads, _fast_sdpa(config))
         yield from time_shape(config, "speed", shape, baselines, selected)
@@ -365,7 +365,7 @@ CPU_PARTS = ("speed",)
 
 
 def environment(config: BenchmarkConfig, command: str) -> Record:
-    """Return the columns that all rows of a run share."""
+    """Return the columns shared by all rows of a benchmark run."""
     version = results.version_of("triton") or ""
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[config.dtype]
     return {"dtype": name, "triton": version, "command": command, **results.environment()}

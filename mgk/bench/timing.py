@@ -1,4 +1,4 @@
-"""Time and memory of a call, forward and with all gradients. Times are medians in milliseconds after a warm-up."""
+"""Time and peak memory of a forward, and of a forward and backward. Times are medians in ms after a warm-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from mgk.bench.implementations import BenchmarkCase
 
 PASSES = ("forward", "forward+backward")
-# Time budget of the repeats of one median, and limits of their number.
+# Time budget for the repeats of one median, and limits on their number.
 BUDGET_MS, MIN_REPEATS, MAX_REPEATS = 100.0, 5, 30
 
 
@@ -105,8 +105,8 @@ def measure_time(case: BenchmarkCase, device: str, backward: bool = True, graph:
     Args:
         case: The call to measure.
         device: "cuda" or "cpu".
-        backward: Also measure the backward pass.
-        graph: Measure device times by CUDA graph replay.
+        backward: Whether to measure forward and backward too.
+        graph: Whether to measure device times by CUDA graph replay.
 
     Returns:
         Timings by pass.
@@ -136,7 +136,7 @@ def measure_memory(case: BenchmarkCase) -> dict[str, Memory]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        outputs = function()  # alive until the peak is read: outputs and gradients are subtracted from it
+        outputs = function()  # kept alive until the peak is read: outputs and gradients are subtracted from it
         torch.cuda.synchronize()
         peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         measured[name] = Memory((peak - before) / 2**20, (peak - after) / 2**20)

@@ -151,7 +151,7 @@ def test_small_memory_gives_the_same_results(variant):
 
 
 def test_too_little_memory_is_an_error():
-    with pytest.raises(ValueError, match="memory is too little to rank a matrix of 30 × 30"):
+    with pytest.raises(ValueError, match="memory is too small to rank a 30 × 30 matrix"):
         analyse(model_of(), samples(), memory=10_000)
 
 

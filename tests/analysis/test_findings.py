@@ -82,7 +82,7 @@ def test_layers_with_equal_rounded_numbers_are_not_ranked():
     fewer, more = (one.similarity.different["maps"] / 2 for one in (second, first))
     assert more - fewer > findings.EQUAL_LAYERS
     _, sentences = describe(first, second)
-    assert "The layers hardly differ: 1.1 of 2 heads are different in each." in sentences
+    assert "The layers hardly differ: 1.1 of 2 heads are different in each layer." in sentences
 
 
 def test_equal_costs_are_not_called_fewer():

@@ -65,7 +65,7 @@ def test_options_reach_the_analysis(run, tmp_path, expect_error):
     assert run_analyze(*options, "--split", "dev").exception is None
     assert "2 examples of tiny, dev" in (run / "analysis" / "report.html").read_text()
     expect_error("must be one of", *options, "--split", "nothing")
-    expect_error("memory is too little to rank a matrix", *options, "--memory", "1e-5")
+    expect_error("memory is too small to rank a", *options, "--memory", "1e-5")
 
 
 def test_equal_runs_get_different_names(run, tmp_path):
@@ -116,7 +116,7 @@ def test_language_model_on_its_data_and_on_text(tmp_path, monkeypatch, expect_er
 def test_errors_of_runs_are_one_line(run, tmp_path, expect_error):
     expect_error("is not a run directory (no run.json)", tmp_path / "nowhere")
     expect_error("give one or more run directories, or --hf MODEL")
-    expect_error("--text does not fit this model, whose task has no text", run, "--text", "some text of mine")
+    expect_error("--text is not supported by this model, whose task has no text", run, "--text", "some text of mine")
     expect_error("--images requires --hf", run, "--images", "x.png")
     expect_error("--memory must be more than 0", run, "--memory", "0")
     ids = tmp_path / "ids.txt"

@@ -1,1 +1,1 @@
-"""The report of an analysis: HTML page, figures, tables and findings in sentences."""
+"""Report of an analysis: HTML page, figures, tables and findings in sentences."""

@@ -35,7 +35,7 @@ def read_metrics(path: Path, name: str) -> list[Curve]:
 
     Args:
         path: A CSV file with the columns of metrics.csv.
-        name: The name of the run in the curves.
+        name: Name of the run, stored in the curves.
     """
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -48,7 +48,7 @@ def read_metrics(path: Path, name: str) -> list[Curve]:
             fail(str(path), f"is damaged: line {number + 2} does not hold numbers under the column names")
         for metric, value in values.items():
             curve = curves.setdefault((row["split"], metric), Curve(name, row["split"], metric, [], []))
-            # NaN: evaluated without this metric, as the loss at the last step.
+            # NaN means that the metric was not evaluated at this step.
             if value == value:
                 curve.steps.append(step)
                 curve.values.append(value)

@@ -27,7 +27,7 @@ STYLES: dict[Any, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "font.size": 9,
-    # Text stays text in SVG files, and equal figures give equal files.
+    # Keep text as text in SVG files, and make the files reproducible.
     "svg.fonttype": "none",
     "svg.hashsalt": "mgk",
 }
@@ -101,7 +101,7 @@ def spread(depth: int, most: int) -> list[int]:
 def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> list[str]:
     """Draw histograms of ranks (above) and effective ranks (below), one column per layer.
 
-    Fig. 2 right and 6 of the paper. Of deep models only some layers are drawn.
+    Fig. 2 right and 6 of the paper. At most `MAX_RANK_LAYERS` layers are drawn.
 
     Args:
         analyses: Analyses by model name.
@@ -135,7 +135,7 @@ def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> lis
 
 
 def draw_similarity(analysis: Analysis, model: str, directory: Path, name: str) -> list[str]:
-    """Draw the similarity of the heads of each layer, similar heads next to each other.
+    """Draw the similarity of the heads of each layer, with similar heads adjacent.
 
     Args:
         analysis: The analysis.
@@ -197,11 +197,11 @@ def draw_costs(
     """Draw FLOPs (left) and parameters (right): Fig. 3 and 7 of the paper.
 
     Args:
-        lines: By name, points of each line: abscissa and cost.
+        lines: Points of each line, (x, cost), by the name of the line.
         directory: Folder of the files.
         name: File name without extension.
         title: Title of the figure.
-        label: Label of the abscissa.
+        label: Label of the x axis.
 
     Returns:
         The names of the files.

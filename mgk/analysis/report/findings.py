@@ -1,4 +1,4 @@
-"""Findings of an analysis as sentences: redundancy of the heads, and savings with fewer heads."""
+"""Findings of an analysis in sentences: redundancy of the heads, and savings with fewer heads."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mgk.analysis.analyse import Analysis
 from mgk.analysis.flops import ModelCost, PerHead
 from mgk.analysis.layer import Layer
 
-# Least share of effectively different heads, and the grade it gets.
+# Minimum share of effectively different heads for each grade.
 GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))
 
-# Below this share of different maps, heads count as redundant.
+# Heads count as redundant below this share of different maps.
 FEW_DIFFERENT = 0.6
-# Share of heads by which outputs must differ more than maps to be mentioned.
+# Margin, as a share of the heads, by which outputs must be more diverse than maps to be mentioned.
 OUTPUT_MARGIN = 0.15
 # Layers whose shares of different heads differ by less than this count as equal.
 EQUAL_LAYERS = 0.02
-# A head whose removal changes fewer predictions than this share hardly matters.
+# A head is negligible if its removal changes a smaller share of the predictions.
 NEGLIGIBLE = 0.01
-# Components with a smaller share of their head's attention are hardly used.
+# A component is hardly used if its share of the head's attention is smaller.
 HARDLY_USED = 0.05
 
 
@@ -63,8 +63,8 @@ def sentences(
         )
     if several:
         findings.append(
-            "This measures similarity, not accuracy: similar heads can often be removed, but only training the smaller "
-            "model shows the loss."
+            "These numbers measure similarity, not accuracy: similar heads can often be removed, but only training the "
+            "smaller model shows the cost in accuracy."
         )
     return [sentence for sentence in findings if sentence]
 
@@ -81,10 +81,10 @@ def _layers(analysis: Analysis) -> str:
     (low, a, fewest), (high, b, most) = min(shares)[:3], max(shares)[:3]
     lowest, highest = (f"{layer.similarity.different['maps']:.1f} of {layer.heads}" for layer in (fewest, most))
     if high - low < EQUAL_LAYERS:
-        return f"The layers do not differ: {100 * low:.0f} % of the heads are different in each."
+        return f"The layers do not differ: {100 * low:.0f} % of the heads are different in each layer."
     # Differences below the printed precision are ties.
     if lowest == highest:
-        return f"The layers hardly differ: {lowest} heads are different in each."
+        return f"The layers hardly differ: {lowest} heads are different in each layer."
     return f"The heads are most similar in layer {a + 1} ({lowest} different), least in layer {b + 1} ({highest})."
 
 
@@ -92,9 +92,9 @@ def _outputs(analysis: Analysis) -> str:
     outputs, maps = analysis.different.get("outputs"), analysis.different["maps"]
     if outputs is None:
         return ""
-    finding = f"This compares attention maps; by their outputs (CKA), {outputs:.1f} heads are different"
+    finding = f"The headline compares attention maps; by their outputs (CKA), {outputs:.1f} heads are different"
     if maps < FEW_DIFFERENT * analysis.heads and outputs - maps > OUTPUT_MARGIN * analysis.heads:
-        return f"{finding}: heads with similar maps read different values. They could share a map."
+        return f"{finding}. Heads with similar maps produce different outputs, so they could share a map."
     return f"{finding}."
 
 
@@ -130,8 +130,8 @@ def _ranks(layers: Sequence[Layer]) -> str:
         return ""
     finding = f"The median rank of the attention matrices is {100 * min(shares):.0f} %"
     if round(100 * max(shares)) == round(100 * min(shares)):
-        return f"{finding} of the highest possible."
-    return f"{finding} to {100 * max(shares):.0f} % of the highest possible, depending on the layer."
+        return f"{finding} of the maximum."
+    return f"{finding} to {100 * max(shares):.0f} % of the maximum, depending on the layer."
 
 
 def _removal(layers: Sequence[Layer]) -> str:
@@ -170,8 +170,8 @@ def _mixtures(layers: Sequence[Layer]) -> str:
     moved = float(np.mean([mixture.moved.mean() for mixture in mixtures]))
     use = "All mixture components are used" if smallest > HARDLY_USED else "Some mixture components are hardly used"
     return (
-        f"{use} (the smallest share of a head's attention is {100 * smallest:.0f} %); between soft and hard assignment "
-        f"{100 * moved:.0f} % of the attention moves to other keys."
+        f"{use} (the smallest share of a head's attention is {100 * smallest:.0f} %). Switching between soft and hard "
+        f"assignment moves {100 * moved:.0f} % of the attention to other keys."
     )
 
 

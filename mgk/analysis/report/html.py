@@ -1,4 +1,4 @@
-"""The report: one HTML file with style, script, data and images, which opens from disk without a network."""
+"""HTML report: a single file with style, script, data and images, which opens from disk without a network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
 from mgk.analysis.similarity import SAME_GROUP
 
-# Tiles are embedded in the page up to this total size in bytes; larger ones stay files beside it.
+# Tiles are embedded in the page if their total size in bytes is at most this; otherwise they stay separate files.
 MAX_EMBEDDED_BYTES = 12 << 20
 
 
 @dataclass(frozen=True)
 class AnalyzedModel:
-    """A model of the report, its analysis and its costs."""
+    """A model in the report, with its analysis and costs."""
 
     name: str
     about: str  # description of the samples
@@ -46,7 +46,7 @@ def write_report(path: Path, models: list[AnalyzedModel], curves: list[Curve], f
         path: The HTML file.
         models: Models of the report, in order.
         curves: Learning curves of all runs.
-        files: Names of the figures and tables beside the report, which its footer links.
+        files: Names of the figures and tables next to the report, linked in its footer.
         command: Command line, for the footer.
     """
     data = {
@@ -127,7 +127,7 @@ def _map_data(maps: Maps, folder: Path, tiles: Path | None) -> dict[str, Any]:
 
 
 def _tile_sources(maps: Maps, folder: Path, tiles: Path | None) -> list[list[str]]:
-    """Return image sources of each head's tiles: data URIs if all tiles are small enough together, else paths."""
+    """Return image sources of each head's tiles: data URIs if their total size permits, else paths."""
     if tiles is None or not maps.tiles:
         return []
     embedded = sum(file.stat().st_size for file in tiles.glob("*.png")) <= MAX_EMBEDDED_BYTES

@@ -1,4 +1,4 @@
-"""CSV tables beside the report."""
+"""CSV tables that accompany the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = Iterable[Sequence[Any]]
 
 
 def write_csv(path: Path, columns: str, rows: Rows) -> None:
-    """Write a CSV file; floats get six digits.
+    """Write a CSV file with floats rounded to six significant digits.
 
     Args:
         path: The file.
@@ -92,7 +92,7 @@ def _components(analyses: dict[str, Analysis]) -> Rows:
 def write_tables(
     directory: Path, analyses: dict[str, Analysis], costs: dict[str, list[ModelCost]], curves: list[Curve]
 ) -> list[str]:
-    """Write one CSV file per kind of result; tables without rows are left out.
+    """Write one CSV file per kind of result; tables without rows are omitted.
 
     Args:
         directory: Folder of the files.

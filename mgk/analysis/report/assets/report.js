@@ -99,7 +99,7 @@ function drawTile() {
 function drawMaps() {
   const maps = layer().maps;
   const size = `${maps.queries} queries (down) × ${maps.keys} keys (across)`;
-  const pooled = maps.factor > 1 ? ` One pixel is the ${state.pooling} of ${maps.factor} × ${maps.factor} pairs; the full resolution of one part is shown beside it.` : " One pixel per pair.";
+  const pooled = maps.factor > 1 ? ` One pixel is the ${state.pooling} of ${maps.factor} × ${maps.factor} pairs; one part is also shown at full resolution.` : " One pixel per pair.";
   at("maps-about").textContent = `First sample: ${size}.${pooled}`;
   at("pooling-choice").hidden = maps.factor === 1;
   at("map-title").textContent = `Layer ${state.layer + 1}, head ${state.head + 1}`;
@@ -161,7 +161,7 @@ function drawRanks() {
   draw("ranks", ranks.rank, "histogram of ranks");
   draw("effective", ranks.effective, "histogram of effective ranks");
   const median = [...scaled(ranks.rank)].sort((a, b) => a - b)[Math.floor(ranks.rank.length / 2)];
-  at("ranks-about").textContent = `Rank: the number of singular values above ${model().threshold.toExponential()}. ${ranks.rank.length} matrices of layer ${state.layer + 1}, ${sameSize ? `of size ${high}` : "in per cent of the matrix's size"}; median ${sameSize ? median : short(median)}${sameSize ? "" : " %"}.`;
+  at("ranks-about").textContent = `Rank: the number of singular values above ${model().threshold.toExponential()}. ${ranks.rank.length} matrices of layer ${state.layer + 1}, ${sameSize ? `of size ${high}` : "in per cent of the matrix size"}; median ${sameSize ? median : short(median)}${sameSize ? "" : " %"}.`;
 }
 
 function drawMixture() {
@@ -211,7 +211,7 @@ function drawCosts() {
   const style = { logarithmic: true, zero: true, across: "heads" };
   fill("flops", lines(series("flops"), { ...style, label: "FLOPs against heads" }), names);
   fill("params", lines(series("params"), { ...style, label: "parameters against heads" }), names.cloneNode(true));
-  at("flops-about").textContent = `FLOPs of one forward at ${length} tokens, counted on the meta device.`;
+  at("flops-about").textContent = `FLOPs of one forward pass at ${length} tokens, counted on the meta device.`;
   const change = (value, base) => {
     if (!base) return "";
     const rounded = Math.round((100 * (value - base)) / base);
@@ -278,16 +278,16 @@ function pick(change) {
 
 function notes() {
   const entries = [
-    ["Effectively different", "From 1 (all heads identical) to the number of heads (all different): the exponential of the entropy of the eigenvalues of the similarity matrix divided by the number of heads. For the model, the sum over layers."],
-    ["Jensen–Shannon", "Divergence of two heads' rows as distributions, in bits: 0 identical, 1 disjoint; the mean over rows and samples. Rows with a single visible key are left out."],
-    ["CKA", "Centred kernel alignment of two heads' outputs over all tokens: 1 for outputs that are equal up to rotation and scale. It is too high for few tokens."],
-    ["Rank", "The number of singular values above the threshold. Weights are recomputed in double precision; padding is left out."],
+    ["Effectively different", "Effective number of different heads, from 1 (all identical) to the number of heads (all different): the exponential of the entropy of the eigenvalues of the similarity matrix divided by the number of heads. For the model, the sum over layers."],
+    ["Jensen–Shannon", "Divergence between the rows of two heads' maps as distributions, in bits: 0 identical, 1 disjoint; the mean over rows and samples. Rows with a single visible key are excluded."],
+    ["CKA", "Centred kernel alignment of two heads' outputs over all tokens: 1 for outputs that are equal up to rotation and scale. It is biased upwards with few tokens."],
+    ["Rank", "The number of singular values above the threshold. Weights are recomputed in double precision; padding is excluded."],
     ["Colours", "The weight of a pair on a logarithmic scale from a tenth of 1/keys to 1, the same for all heads, layers and models."],
     ["Share of attention", "The responsibility of a component of a key for a query (Eq. 11 of the paper), weighted by the attention of the pair. The hard choice is the nearest component, without prior (Eq. 12)."],
   ];
   fill("notes", ...definitions(entries));
   const links = DATA.files.flatMap((name, n) => [n ? ", " : "", make("a", { href: name }, name)]);
-  fill("footer", make("p", {}, `mgk ${DATA.version} · ${DATA.command}`), ...(links.length ? [make("p", {}, "Files beside this page: ", ...links)] : []));
+  fill("footer", make("p", {}, `mgk ${DATA.version} · ${DATA.command}`), ...(links.length ? [make("p", {}, "Other files in this directory: ", ...links)] : []));
 }
 
 function theme() {
