@@ -1,4 +1,4 @@
-"""Time of ranking attention matrices: many of 1,024 × 1,024, and one of 4,000 × 4,000. Appends to a CSV file.
+"""Time the ranking of attention matrices, many of 1,024 × 1,024 and one of 4,000 × 4,000; append to a CSV file.
 
     python benchmarks/analysis.py                                        # on a GPU: 1,000 matrices
     python benchmarks/analysis.py --matrices 4 --size 256 --large 512    # small, on any machine
@@ -41,18 +41,18 @@ def clock(device: torch.device) -> float:
 
 
 def check_ranks(size: int, device: torch.device) -> None:
-    """Compare the ranks of a matrix with a sink and of one without with their singular values."""
+    """Check the ranks of a matrix with a sink and of one without against their singular values."""
     matrices = random_attention(2, size, device, 0)
     expected = (torch.linalg.svdvals(matrices) > THRESHOLD).sum(-1)
     ranks = spectra(matrices).rank
     if not torch.equal(ranks, expected):
-        raise SystemExit(f"ranks {ranks.tolist()} instead of {expected.tolist()}: nothing is timed")
+        raise SystemExit(f"ranks are {ranks.tolist()} instead of {expected.tolist()}; nothing was timed")
 
 
 def time_ranking(
     count: int, size: int, device: torch.device, memory: int, limit: float, streams: int
 ) -> tuple[float, int, float]:
-    """Return the seconds spent, the number of matrices (fewer than `count` after `limit` s), and their mean rank."""
+    """Return the time in seconds, the number of matrices (fewer than `count` after `limit` s) and their mean rank."""
     batch = max(1, min(max_matrices(size, size, memory), count))
     done, total, spent = 0, 0.0, 0.0
     while done < count and spent < limit:
@@ -81,7 +81,7 @@ def fastest_streams(size: int, device: torch.device) -> int:
 
 def main() -> None:
     """Run the benchmark and append its results."""
-    parser = argparse.ArgumentParser(description="Time of ranking attention matrices.")
+    parser = argparse.ArgumentParser(description="Time the ranking of attention matrices.")
     parser.add_argument("--matrices", type=int, default=1000)
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--large", type=int, default=4000)

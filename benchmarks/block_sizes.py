@@ -1,12 +1,12 @@
-"""Time one kernel with several block sizes: the measurements behind mgk/kernels/mixture/block_sizes.py.
+"""Time one kernel with several block sizes: the source of the tables in mgk/kernels/mixture/block_sizes.py.
 
     python benchmarks/block_sizes.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
     python benchmarks/block_sizes.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
     python benchmarks/block_sizes.py --candidates
 
-A block is the fields of BlockConfig: block_m, block_n, num_warps, num_stages, maxnreg (0: chosen by the compiler) and a
-sum of flags: 1 operand_in_registers, 2 component_gemm (shifted keys) or per_component (independent keys), 4 tma_rows.
-For decoding, the fields of DecodeConfig. "table" stands for the entry of the tables.
+A block lists the fields of BlockConfig: block_m, block_n, num_warps, num_stages, maxnreg (0: chosen by the compiler)
+and a sum of flags: 1 operand_in_registers, 2 component_gemm (shifted keys) or per_component (independent keys), 4
+tma_rows. For decoding, it lists the fields of DecodeConfig. "table" stands for the entry of the tables.
 
 Medians in bf16, with registers and spills, are appended to results/blocks.csv. If "table" comes first, a block with
 different results is not timed. `--candidates` measures all of CANDIDATES, `--part K/N` one part of N. `--compile` only
@@ -43,7 +43,7 @@ KERNELS = {
     "decode": ("decode_row", ""),
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
-MAX_DIFFERENCE = 0.03  # between the results of two blocks in bf16
+MAX_DIFFERENCE = 0.03  # maximum relative difference between the results of two blocks in bf16
 Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, int]]
 
 
@@ -138,7 +138,7 @@ def parse_block(case: Case, text: str) -> BlockConfig | DecodeConfig | None:
 
 
 def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list[Launch], tuple[Tensor, ...]]:
-    """Run a call with this block; return the launches of the first path of the kernel, and the results of the call."""
+    """Run a call with this block; return the launches of the kernel's first path, and the results of the call."""
     name, pass_ = KERNELS[case.kernel]
     recorded: list[Launch] = []
 
@@ -170,7 +170,7 @@ _expected: dict[Case, tuple[Tensor, ...]] = {}
 
 
 def difference(case: Case, results: tuple[Tensor, ...], is_table: bool) -> float:
-    """Return the largest difference from the results with the tables' block, relative to the largest number."""
+    """Return the largest difference from the results with the tables' block, relative to their maximum."""
     if is_table:
         _expected[case] = results
     pairs = [(x.float(), y.float()) for x, y in zip(results, _expected.get(case, results), strict=True) if x.numel()]
@@ -179,7 +179,7 @@ def difference(case: Case, results: tuple[Tensor, ...], is_table: bool) -> float
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, launches_per_graph: int = 5) -> float:
-    """Return the median time of one launch, of several in a CUDA graph: a small kernel ends before the next launch."""
+    """Return the median time of a launch, from several in one CUDA graph: small kernels end before the next launch."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -198,11 +198,11 @@ def median_ms(run: Callable[[], object], repeats: int = 7, launches_per_graph: i
 
 
 def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row per launch of the kernel, none if the block does not fit the GPU or gives other results."""
+    """Yield a row per launch of the kernel; none if the block does not fit the GPU or its results are wrong."""
     block = parse_block(case, text)
     try:
         recorded, results = launches(case, block)
-    except Exception as error:  # out of resources or a compiler failure: go on with the other blocks
+    except Exception as error:  # out of resources or a compiler failure: continue with the other blocks
         print(f"{case.variant} M {case.components} {case.kernel} {text}: {str(error).splitlines()[0][:100]}")
         return
     if not compile_only and (distance := difference(case, results, block is None)) > MAX_DIFFERENCE:

@@ -5,7 +5,7 @@
 
 Operators are called as usual, but kernels are compiled and not launched. Without options: all operators, dtypes,
 widths, components and features (hours). Prints registers, bytes of local memory (spills) and shared memory of each
-kernel; at the end, the kernels that do not compile or do not fit. Exits with 1 if there are such.
+kernel; at the end, the kernels that do not compile or do not fit. Exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Call(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """The resources of a compiled kernel, or why it did not compile."""
+    """Resources of a compiled kernel, or the reason why it did not compile."""
 
     name: str
     registers: int = 0
@@ -99,7 +99,7 @@ def kernels(call: Call, arch: int) -> list[Kernel]:
         try:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
             compiled_kernels.append(Kernel(name, *_usage(compiled.asm["cubin"]), compiled.metadata.shared))
-        except Exception as error:  # a compiler failure: go on with the other kernels
+        except Exception as error:  # a compiler failure: continue with the other kernels
             compiled_kernels.append(Kernel(name, failure=str(error).strip().splitlines()[-1][:150]))
 
     launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, _compiled={})

@@ -1,6 +1,6 @@
 """Measure speed and memory on the CPU against SDPA and a naive eager attention.
 
-    python benchmarks/cpu.py            every measurement, appended to results/cpu.csv
+    python benchmarks/cpu.py            all measurements, appended to results/cpu.csv
     python benchmarks/cpu.py --quick    short lengths, printed only (unless --out names a file)
 
 B 1, H 4, M 2, D 64, fp32. Three suites:
@@ -167,7 +167,7 @@ def measure_times(names: Sequence[str], n: int, causal: bool, backward: bool, bu
 def status_mb(field: str) -> float:
     """Return VmRSS (current) or VmHWM (peak) of this process in MB.
 
-    getrusage does not serve: its peak is inherited from the parent process.
+    The peak of getrusage is inherited from the parent process, so it cannot be used.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
@@ -176,7 +176,7 @@ def status_mb(field: str) -> float:
 
 
 def peak_memory_here(name: str, n: int, causal: bool, backward: bool) -> float:
-    """Return the MB that one call takes beyond its inputs. Run it in a fresh process."""
+    """Return the peak memory of one call beyond its inputs, in MB. Call this in a fresh process."""
     implementation = IMPLEMENTATIONS[name]
     run_once(implementation, 64, causal, backward, SEED)
     x = implementation.inputs(n, SEED + 1, backward)
@@ -232,7 +232,7 @@ class Results:
             with path.open(newline="") as file:
                 reader = csv.DictReader(file)
                 if reader.fieldnames != COLUMNS:
-                    sys.exit(f"{path} has columns other than those of this benchmark: move it away first")
+                    sys.exit(f"{path} does not have the columns of this benchmark: move it away first")
                 self.rows = list(reader)
         self.constant = {
             "recipe": "benchmark-cpu",

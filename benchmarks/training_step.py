@@ -1,4 +1,4 @@
-"""Measure time and memory of a training step of the Long Range Arena encoder for several models.
+"""Measure the time and memory of a training step of the Long Range Arena encoder for several models.
 
     python benchmarks/training_step.py --length 4096 --batch 32 --rows softmax:8,smgk:4
 

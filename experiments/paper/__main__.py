@@ -13,7 +13,7 @@ from mgk._core.validation import number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
 
-# Child processes (trainings, analyses) load the tasks and recipes of this package through MGK_PLUGINS.
+# Child processes (training runs, analyses) load the tasks and recipes of this package through MGK_PLUGINS.
 PLUGIN = "experiments.paper"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -21,26 +21,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def evidence(
-    results: Annotated[Path, typer.Option(help="Folder of the measurements.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Results directory.")] = Path("results"),
     page: Annotated[
-        Path, typer.Option(help="Page whose marked parts are generated; created if it does not exist.")
+        Path, typer.Option(help="Page whose marked parts are regenerated; created if it does not exist.")
     ] = Path("docs/evidence.md"),
     figures: Annotated[
-        Path | None, typer.Option(help="Folder of the figures; default: figures/ beside the page.")
+        Path | None, typer.Option(help="Directory for the figures; default: figures/ next to the page.")
     ] = None,
     run: Annotated[
-        bool, typer.Option("--run", help="First run the planned experiments that results/ lacks (hours on a GPU).")
+        bool, typer.Option("--run", help="First run the planned experiments without results (hours on a GPU).")
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --run: concurrent trainings (default: 1, on a GPU 4).")
+        int | None, typer.Option(min=1, help="With --run: concurrent training runs; default: 4 on a GPU, otherwise 1.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="With --run: stop after this time; the same command continues.")
     ] = None,
     data_dir: DataDir = None,
-    runs: Annotated[Path, typer.Option(help="With --run: folder of the run directories.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="With --run: parent directory of the run directories.")] = Path("runs"),
 ) -> None:
-    """Compare results/ with the claims of the paper: tables, intervals, verdicts, figures."""
+    """Compare the results with the claims of the paper: tables, intervals, verdicts and figures."""
     from experiments.paper import run_missing
     from experiments.paper.evidence_page import empty, fill, gather
     from mgk._core.io import write_atomically
@@ -59,7 +59,7 @@ def evidence(
     text = page.read_text(encoding="utf-8") if page.exists() else empty(generated.texts)
     filled = fill(text, generated.texts)
     if generated.excluded:
-        print(f"Excluded because of other settings than the recipe's: {', '.join(generated.excluded)}", file=sys.stderr)
+        print(f"Excluded, settings differ from the recipe: {', '.join(generated.excluded)}", file=sys.stderr)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, filled)
     for picture in generated.pictures:

@@ -1,8 +1,8 @@
-"""Tables and plot of results/attention.csv: the operators with H/2 heads against the best SDPA with H, and the goals.
+"""Tables and plot of results/attention.csv: operators with H/2 heads against the best SDPA with H heads, and goals.
 
     python -m experiments.paper.attention_report        writes results/attention.md and results/attention.png
 
-The last measurement of each case counts. Measurements on a CPU are left out.
+Only the latest measurement of each case on a GPU is used.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def draw_linear(axis: Axes, rows: list[Record]) -> None:
 
 
 def draw(rows: list[Record], path: Path) -> None:
-    """Draw speed and, with several lengths, linear attention to a PNG file."""
+    """Draw the speed and, if there are several lengths, linear attention to a PNG file."""
     linear = len({row["length"] for row in select(rows, "linear")}) > 1
     figure, axes = pyplot.subplots(1, 2 + linear, figsize=(11 + 4 * linear, 4.2), constrained_layout=True)
     for axis, which in zip(axes, PASSES, strict=False):
@@ -194,7 +194,7 @@ def draw(rows: list[Record], path: Path) -> None:
 
 
 def main() -> None:
-    """Write table and plot."""
+    """Write the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("results"))
     folder = parser.parse_args().results

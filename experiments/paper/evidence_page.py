@@ -1,8 +1,9 @@
-"""The page of evidence: parts between markers are generated from results/, the rest is written by hand."""
+"""The evidence page: parts between markers are generated from results/, the rest is written by hand."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from mgk._core.validation import fail
 from mgk.training import results as files
 
 MARKED = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+WIDTH = 132  # characters per line of generated sentences
 
 Record = dict[str, str]
 
@@ -29,11 +31,11 @@ class Evidence:
 
     texts: dict[str, str]
     pictures: list[Picture]
-    excluded: list[str]  # trainings with other settings than their recipe's
+    excluded: list[str]  # runs whose settings differ from their recipe
 
 
 def gather(results: Path) -> Evidence:
-    """Compute all texts and figures from a results folder."""
+    """Compute all texts and figures from a results directory."""
     measured = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
     rows, excluded = split_by_settings(measured, [item.recipe for item in plan.EXPERIMENTS])
     experiments = [ExperimentResults(item, read_recipe(rows, item.recipe, results)) for item in plan.EXPERIMENTS]
@@ -71,11 +73,14 @@ def _describe_excluded(names: list[str]) -> list[str]:
 
 
 def _join(texts: Iterable[str]) -> str:
-    return "\n\n".join(texts) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+    """Join texts with blank lines; sentences are wrapped, tables are not."""
+    lines = "\n\n".join(texts).splitlines()
+    wrapped = [line if line.startswith("|") else textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in lines]
+    return "\n".join(wrapped) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
 
 
 def headline(item: ExperimentResults, rows: list[Record]) -> str:
-    """Format the largest baseline of a task and the models with half its heads."""
+    """Format the largest baseline of a task, and the models with half its heads, as a table."""
     results, full = item.results, item.rows[0]
     judged = {verdict.first: verdict for verdict in quality.judge_half(item) if verdict.second == full}
     judged = {row: verdict for row, verdict in judged.items() if verdict.difference}
@@ -108,7 +113,7 @@ def half(experiments: list[ExperimentResults]) -> str:
         if passed:
             texts[-1] += (
                 f" But {baseline} with half the heads passes the same rule on {', '.join(passed)}: "
-                "these tasks do not show that the mixture was needed."
+                "these tasks do not show that the mixture is needed."
             )
     tables = [quality.table(item, judged[item.title]) for item in experiments if judged[item.title]]
     keys = {item.title: results for item in experiments if (results := quality.judge_half_keys(item))}
@@ -180,7 +185,7 @@ def summary(
 ) -> str:
     """Format all verdicts by claim and task.
 
-    Parentheses hold the number of measured pairs of those planned, and the counts of verdicts where they differ.
+    Parentheses hold the number of measured and of planned pairs, and the counts of verdicts if they differ.
     """
     half = {item.title: quality.judge_half(item) for item in experiments}
     same = {item.title: quality.judge_same(item) for item in experiments}

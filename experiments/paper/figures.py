@@ -1,4 +1,4 @@
-"""Figures of the trainings: curves, final results of each seed, differences."""
+"""Figures of the training runs: learning curves, final results of each seed, and differences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PANELS_PER_LINE = 4
 
 @dataclass(frozen=True)
 class Picture:
-    """The plotted numbers and the function that draws them."""
+    """A figure: its numbers and the function that draws them."""
 
     name: str
     data: Any
@@ -68,7 +68,7 @@ def curves(experiments: list[ExperimentResults], results: Path) -> Picture:
 
 
 def endpoints(experiments: list[ExperimentResults]) -> Picture:
-    """Plot the final result of each seed on the largest test set, beside the paper's number."""
+    """Plot the final result of each seed on the largest test set, together with the paper's number."""
     panels = []
     for item in experiments:
         results = item.results
@@ -76,7 +76,7 @@ def endpoints(experiments: list[ExperimentResults]) -> Picture:
             examples = results.runs[0].examples
             split = max(examples, key=lambda name: examples[name])
             dots = [[str(run.row), run.values[split], run.learnt] for run in results.runs if split in run.values]
-            # A stand-in's values belong to another task than the paper's.
+            # Recipes of stand-ins have no `paper` numbers: those belong to the original task.
             numbers = results.recipe.paper
             paper = {str(row): numbers[str(row)] for row in results.rows if numbers.get(str(row)) is not None}
             metric = "accuracy, %" if results.scale.sign > 0 else "perplexity"

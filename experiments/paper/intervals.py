@@ -12,7 +12,7 @@ from mgk.training import predictions
 from mgk.training.config import ModelSpec
 from mgk.training.report import binomial_half_width
 
-# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom; beyond, the last value, which is slightly too wide.
+# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom. Beyond 30 the last value is used, which is slightly wide.
 T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
@@ -53,11 +53,11 @@ class Difference:
     over_seeds: float | None  # half-widths of 95 % intervals; None: unknown
     over_examples: float | None
     counts: tuple[int, int]  # runs compared
-    remark: str = ""  # the reason why the difference is inconclusive in spite of its interval
+    remark: str = ""  # why the difference is inconclusive despite its interval
 
     @property
     def half_width(self) -> float | None:
-        """Half-width of both errors, added as independent ones; None if one is unknown."""
+        """Half-width of the two errors combined as independent errors; None if one is unknown."""
         if self.over_seeds is None or self.over_examples is None:
             return None
         return math.hypot(self.over_seeds, self.over_examples)
@@ -76,7 +76,8 @@ def comparable_runs(
 ) -> tuple[list[TrainedRun], list[TrainedRun], str]:
     """Select the runs to compare, with a remark if the comparison is inconclusive.
 
-    Runs that learnt the task are compared with runs that did; all runs if only one of the two models learnt it.
+    Runs that learnt the task are compared with each other. If only one of the two models learnt it, or neither did,
+    all runs are compared.
     """
     learnt = [run for run in first if run.learnt], [run for run in second if run.learnt]
     late = any(run.late for run in (*learnt[0], *learnt[1]))
@@ -107,7 +108,7 @@ def compare(results: RecipeResults, first: ModelSpec, second: ModelSpec) -> Diff
         for state in states
     ]
     spread = pooled_std(groups)
-    # The deviation is that of runs in the same state; it does not apply to a mean over both states.
+    # The deviation is pooled over runs in the same state, so it does not apply to a mean over both states.
     mixed = any(len({run.learnt for run in side}) > 1 for side in (a, b))
     seeds = None if spread is None or mixed else spread.half_width(len(a), len(b))
     if not remark and spread is None:

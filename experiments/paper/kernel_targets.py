@@ -17,7 +17,7 @@ Record = dict[str, str]
 GOAL_SHAPES = tuple(map(str, SHAPES[:-1]))
 SMALL_SHAPE = str(SHAPES[-1])
 NAMES = {"smgk": "sMGK", "smgk-hard": "sMGK hard", "mgk": "MGK", "mgk-hard": "MGK hard"}
-# Targets of the time with H/2 heads over the best SDPA with H: geometric means, and the maximum over shapes.
+# Targets for the time with H/2 heads relative to the best SDPA with H: geometric means, and maximum over shapes.
 MEANS = {"smgk": (0.68, 0.78), "smgk-hard": (0.65, 0.75), "mgk": (0.95, 1.10), "mgk-hard": (0.85, 1.00)}
 LARGEST = {"smgk": 0.95, "smgk-hard": 0.95, "mgk": 1.30, "mgk-hard": 1.20}
 KEY = (
@@ -88,7 +88,7 @@ def ratios(rows: list[Record], variant: str, which: str, components: str = "2") 
 
 
 def plain_ratios(rows: list[Record], variant: str, which: str) -> dict[str, float]:
-    """Return the ratios of plain calls, with Python and launch overhead."""
+    """Return the time ratios of plain calls, which include Python and launch overhead."""
     measured = select(rows, "speed", which, variant=variant, components="2", backend="triton")
     return {shape_of(row): float(row["eager_ratio"]) for row in measured if row["eager_ratio"]}
 

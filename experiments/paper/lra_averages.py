@@ -1,4 +1,4 @@
-"""Averages over the three tasks of the Long Range Arena, the last column of the paper's Tables 1, 2 and 4."""
+"""Averages over the three tasks of the Long Range Arena: the last column of the paper's Tables 1, 2 and 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planned experiments, and which of them results/ already holds."""
+"""Planned experiments, and which of them have results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Experiment:
     title: str
     recipe: str
     seeds: dict[ModelSpec, int]
-    timed: bool = True  # whether to time each model alone; not if another experiment has the same models and batches
+    timed: bool = True  # time each model in isolation; False if another experiment has the same models and batches
 
 
 def _models(names: str) -> tuple[ModelSpec, ...]:
@@ -73,7 +73,7 @@ EXPERIMENTS = (
 # Recipes for the tasks of Tables 1, 2 and 4, in their order.
 LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-random")
 
-# Figures of the paper: number, subject and required files, relative to the results folder.
+# Figures of the paper: number, subject and required files, relative to the results directory.
 FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("1", "curves on retrieval", ("curves/retrieval-peerread-random-mgk-2-paper-s0.csv",)),
     (
@@ -92,7 +92,7 @@ FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class HeadAnalysis:
-    """An analysis of trained models and its folder in results/."""
+    """An analysis of trained models and its directory in results/."""
 
     recipe: str
     kind: str  # part of the folder's name
@@ -135,7 +135,7 @@ def next_seed(rows: list[dict[str, str]], recipe: str, row: ModelSpec) -> int:
 
 
 def missing_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
-    """Return the planned seeds without results by model; complete models are left out."""
+    """Return the planned seeds without results, by model; complete models are omitted."""
     recipe = config.load_recipe(experiment.recipe)
     missing = {
         row: [seed for seed in range(seeds) if not is_trained(rows, recipe, row, PRESET, seed)]
@@ -145,7 +145,7 @@ def missing_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[Mo
 
 
 def untimed_models(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
-    """Return the models whose solo times are planned and missing."""
+    """Return the models whose times in isolation are planned but missing."""
     recipe = config.load_recipe(experiment.recipe)
     return [
         row
@@ -162,16 +162,16 @@ def trained_models(rows: list[dict[str, str]], experiment: Experiment) -> list[M
 
 def _describe_remaining(rows: list[dict[str, str]], experiment: Experiment) -> str:
     missing = missing_seeds(rows, experiment)
-    trainings = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
+    runs = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
     untimed = [str(row) for row in untimed_models(rows, experiment)]
-    parts = [f"train {', '.join(trainings)}"] if trainings else []
+    parts = [f"train {', '.join(runs)}"] if runs else []
     parts += [f"time {', '.join(untimed)}"] if untimed else []
     return "; ".join(parts) or "nothing"
 
 
 def table(rows: list[dict[str, str]], results: Path) -> str:
     """Format the state of every planned experiment and figure."""
-    lines = [["item", "experiment", "planned trainings run", "models complete", "timed alone", "remaining"]]
+    lines = [["item", "experiment", "finished runs", "complete models", "timed in isolation", "remaining"]]
     for experiment in EXPERIMENTS:
         missing = missing_seeds(rows, experiment)
         planned, remaining = sum(experiment.seeds.values()), sum(map(len, missing.values()))

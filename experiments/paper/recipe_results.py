@@ -1,4 +1,4 @@
-"""Finished trainings in results/, on scales where more is better."""
+"""Finished runs in results/, on scales where higher is better."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ STANDS_FOR = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Scale of a metric: differences are in `unit`, and losses below `margin` count as none."""
+    """Scale of a metric: differences are in `unit`, and a loss below `margin` counts as no loss."""
 
     unit: str
     margin: float
     digits: int
-    sign: float  # of a mean of stored predictions
+    sign: float  # 1 if higher stored predictions are better, -1 if lower ones are
 
     def score(self, value: float) -> float:
         """Convert a displayed value, an accuracy in per cent or a perplexity, to the scale."""
         return value if self.sign > 0 else -100 * math.log(value)
 
 
-# Margins. Points: about the standard error of LRA's own 2,000 test examples of ListOps; the benchmark itself does not
-# show a smaller loss. Per cent of perplexity: the difference between the paper's models.
+# Margins. Points: about the standard error on LRA's own 2,000 test examples of ListOps, which cannot resolve a smaller
+# loss. Per cent of perplexity: the difference between the paper's models.
 SCALES = {
     "classification": Scale("points", 1.0, 2, 1.0),
     "language-model": Scale("100 × nats per token", 1.0, 2, -1.0),
@@ -57,7 +57,7 @@ SCALES = {
 
 @dataclass
 class TrainedRun:
-    """One finished training."""
+    """One finished run."""
 
     row: ModelSpec
     seed: int
@@ -65,7 +65,7 @@ class TrainedRun:
     examples: dict[str, int] = field(default_factory=dict)
     majority: dict[str, float] = field(default_factory=dict)  # per cent of the most frequent class, by split
     left_at: int | None = None  # the step at which it left the task's plateau; 0: never; None: no plateau
-    late: bool = False  # left it in the last tenth of its steps
+    late: bool = False  # whether it left the plateau in the last tenth of its steps
     setup: str = ""
     params: int = 0
     flops: int = 0
@@ -112,7 +112,7 @@ class RecipeResults:
         return [array for key in keys if (array := predictions.read(self.results, key)) is not None]
 
     def paper(self, row: ModelSpec) -> float | None:
-        """Return the paper's number as displayed; for a stand-in that of the original task."""
+        """Return the paper's number as displayed; for a stand-in, that of the original task."""
         name = STANDS_FOR.get(self.recipe.name)
         numbers = recipes.load_recipe(name).paper if name else self.recipe.paper
         return numbers.get(str(row))
@@ -138,7 +138,7 @@ def changed_settings(line: dict[str, str], recipe: Recipe) -> str:
 
 
 def split_by_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """Drop rows of these recipes that have other settings; return the rest and the names of those dropped."""
+    """Drop rows whose settings differ from their recipe; return the other rows and the names of the dropped runs."""
     known = {name: recipes.load_recipe(name) for name in names}
     selected, dropped = [], dict[str, None]()
     for row in rows:
@@ -152,12 +152,12 @@ def split_by_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple
 
 
 def read_recipe(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
-    """Collect the trainings of a recipe.
+    """Collect the runs of a recipe.
 
     Args:
-        rows: Rows of all results files, without those that have other settings than their recipe.
+        rows: Rows of all results files, without those whose settings differ from their recipe.
         name: Name of the recipe.
-        results: Folder of the results, for stored predictions.
+        results: Results directory, for stored predictions.
     """
     recipe = recipes.load_recipe(name)
     metric = metric_format(recipe)

@@ -1,4 +1,4 @@
-"""Run the planned experiments that results/ lacks: trainings, then analyses, then times."""
+"""Run the planned experiments without results: training runs, then analyses, then timings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mgk.training.sweep import filter_rows, train_job
 from mgk.training.trainer import Run
 
 Progress = Callable[[str, int, int], None]
-# No command is started with fewer seconds left.
+# No command is started if fewer seconds remain.
 MIN_SECONDS = 1.0
 
 
@@ -30,7 +30,7 @@ def read_results(folder: Path) -> list[dict[str, str]]:
 
 
 def train_jobs(seeds: dict[str, list[tuple[ModelSpec, int]]], out: Path, runs: Path, data: Path) -> list[Job]:
-    """Make a job per model and seed of each recipe, large models first: the last jobs to start are short."""
+    """Make a job per model and seed of each recipe, large models first, so that the last jobs to start are short."""
     jobs: list[tuple[int, Job]] = []
     for name, models in seeds.items():
         recipe = config.load_recipe(name)
@@ -44,7 +44,7 @@ def train_jobs(seeds: dict[str, list[tuple[ModelSpec, int]]], out: Path, runs: P
 
 
 def preflight_error(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
-    """Return why results cannot be added to a recipe (missing or different data), or None."""
+    """Return the reason why results cannot be added to a recipe (missing or different data), or None."""
     recipe = config.load_recipe(name)
     task = tasks.get_task(recipe.task)
     try:
@@ -54,15 +54,15 @@ def preflight_error(name: str, rows: list[dict[str, str]], data: Path, progress:
     for row in dict.fromkeys(row for item in plan.EXPERIMENTS if item.recipe == name for row in item.seeds):
         setups = {line["setup"] for line in filter_rows(rows, recipe, row, PRESET, None) if line.get("setup")}
         if setups - {Run(recipe, row, PRESET, 0, data, Path()).setup(task)}:
-            return f"{name}: the results of {row} come from other data or settings than {data} and the recipe"
+            return f"{name}: the results of {row} were computed with data or settings other than {data} and the recipe"
     return None
 
 
 def seeds_to_train(rows: list[dict[str, str]], out: Path, runs: Path) -> dict[str, list[tuple[ModelSpec, int]]]:
     """Return models and seeds to train by recipe.
 
-    These are the missing seeds of the experiments, and one more seed of each model to be analysed whose run directory
-    does not exist: results are kept, weights are not.
+    These are the missing seeds of the experiments, and one additional seed of each model to be analysed whose run
+    directory does not exist: the repository stores results but not weights.
     """
     seeds: dict[str, list[tuple[ModelSpec, int]]] = {}
     for experiment in plan.EXPERIMENTS:
@@ -78,13 +78,13 @@ def seeds_to_train(rows: list[dict[str, str]], out: Path, runs: Path) -> dict[st
 
 
 def followup_commands(out: Path, runs: Path, updated: set[str], skipped: set[str]) -> Iterator[list[str]]:
-    """Yield the commands of `mgk` that follow the trainings: analyses, then times and tables.
+    """Yield the `mgk` commands that follow the training runs: analyses, then timings and tables.
 
     Args:
-        out: Results folder.
-        runs: Folder of the run directories; analyses need the weights in it.
-        updated: Recipes with new trainings, whose tables are written again.
-        skipped: Recipes to leave out.
+        out: Results directory.
+        runs: Parent directory of the run directories; analyses need the weights in it.
+        updated: Recipes with new runs, whose tables are written again.
+        skipped: Recipes to skip.
     """
     for analysis in plan.ANALYSES:
         if analysis.is_done(out):
@@ -107,14 +107,14 @@ def followup_commands(out: Path, runs: Path, updated: set[str], skipped: set[str
 def run(out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | None, progress: Progress) -> list[str]:
     """Run the remaining experiments and return descriptions of the failures.
 
-    The trainings of all experiments share one queue, which keeps all `jobs` busy until the last one.
+    The runs of all experiments share one queue, so that `jobs` runs are in progress until the queue is empty.
 
     Args:
-        out: Results folder.
-        runs: Folder of the run directories.
+        out: Results directory.
+        runs: Parent directory of the run directories.
         data: Data directory.
-        jobs: Concurrent trainings; None for the default.
-        minutes: Time limit; None for none.
+        jobs: Number of concurrent runs; None for the default.
+        minutes: Time limit; None for no limit.
         progress: Callback for the preparation of data.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -142,7 +142,7 @@ def run(out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | No
             if _run_command([sys.executable, "-m", "mgk", *command]):
                 failed.append(f"mgk {' '.join(followup)}")
     if time.monotonic() + MIN_SECONDS >= end:
-        print(f"{minutes:g} minutes are over. Run the same command again to continue.", file=sys.stderr)
+        print(f"Stopped after {minutes:g} minutes. Run the same command again to continue.", file=sys.stderr)
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Speed: time with half the heads over the fastest softmax attention with all of them, by operator and model."""
+"""Speed: time with half the heads relative to the fastest softmax attention with all heads, by operator and model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mgk.training.results import latest
 
 Record = dict[str, str]
 Ratio = float | None
-LINEAR_LENGTH = "16384"  # of causal linear attention
-LENGTHS = ("4096", "256")  # of the language model
+LINEAR_LENGTH = "16384"  # sequence length of causal linear attention
+LENGTHS = ("4096", "256")  # sequence lengths of the language model
 PLAIN, CAPTURED = "tokens_per_second_plain", "tokens_per_second"
 
 
@@ -44,7 +44,7 @@ def sentence(rows: list[Record]) -> str:
     softmax = f" Softmax with half the heads takes {' and '.join(control)}." if control else ""
     return (
         f"{setting}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
-        f"fastest softmax attention in PyTorch with all of them, and **{both:.2f}** with all gradients "
+        f"fastest softmax attention in PyTorch with all heads, and **{both:.2f}** with all gradients "
         f"(geometric means of {len(kernel_targets.GOAL_SHAPES)} shapes,\non the device).{softmax}"
     )
 
@@ -122,7 +122,7 @@ def _small(rows: list[Record]) -> SpeedRow:
 
 
 def _against_best(rows: list[Record], task: str, variant: str, title: str, length: str | None = None) -> list[SpeedRow]:
-    """Return a row per head width of a suite of `mgk bench`, relative to the best SDPA."""
+    """Return a row per head width of a part of `mgk bench`, relative to the best SDPA."""
     columns = {} if length is None else {"length": length}
     lines = []
     for width in dict.fromkeys(row["head_dim"] for row in kernel_targets.select(rows, task, **columns)):

@@ -12,9 +12,9 @@ from experiments.paper.recipe_results import SCALES
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "undecided", "not measured yet"
 ALL = (HOLDS, SO_FAR, FAILS, OPEN, MISSING)
-# Tolerances of a ratio. Two measurements of the same training step differed by up to 4.5 %, of its memory by 13 %, and
-# a ratio has two; an operator is timed beside its peer. Steps under SHORT milliseconds differed by up to 25 %: they are
-# bound by launches and the host.
+# Tolerances of a ratio. Two measurements of the same training step differed by up to 4.5 %, and of its memory by 13 %;
+# a ratio has two measurements. An operator is timed in the same run as its baseline. Steps under SHORT milliseconds
+# differed by up to 25 %: they are bound by kernel launches and the host.
 TIMING, STEPS, SHORT_STEPS, MEMORY = 0.03, 0.06, 0.25, 0.2
 SHORT = 1.6
 
@@ -30,7 +30,7 @@ def better(difference: Difference | None) -> str:
 
 
 def narrows(difference: Difference | None, gap: Difference | None) -> tuple[str, str]:
-    """Judge whether a mixture of linear attention narrows the gap to softmax; return verdict and remark."""
+    """Judge whether a mixture of linear attention narrows the gap to softmax; return the verdict and a remark."""
     if difference is None or gap is None:
         return MISSING, ""
     if gap.remark or gap.low is None or gap.low <= 0:
@@ -70,7 +70,7 @@ def overall(verdicts: Sequence[str]) -> str:
 
 
 def format_counts(verdicts: Sequence[str]) -> str:
-    """Format how many pairs hold and how many do not; the others are undecided."""
+    """Format the numbers of pairs that hold and that do not; the others are undecided."""
     counts = Counter(verdicts)
     words = {HOLDS: ("holds", "hold"), FAILS: ("does not", "do not")}
     return ", ".join(

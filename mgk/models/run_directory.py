@@ -23,7 +23,7 @@ class RunDirectory:
         metrics: metrics.csv, metrics over the steps.
         checkpoint: last.ckpt, the checkpoint that a resumed run loads.
         best_model: best/, the weights with the best metric on the development set.
-        result: result.json, the rows of results of the finished run.
+        result: result.json, the result rows of the finished run.
         log: log.txt, the output of a run that a sweep has started.
         lock: .run.lock, locked by the process that trains.
         tensorboard: tensorboard/, the curves that TensorBoard reads.

@@ -1,4 +1,4 @@
-"""The claim about cost: counted parameters and FLOPs, measured times and memory."""
+"""Claim about cost: counted parameters and FLOPs, measured times and memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MEASURED = dict(zip(SOLO_METRICS, ("training step", "inference", "memory of the 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Costs of a model by name; missing ones were not measured."""
+    """Costs of a model by name; costs that were not measured are absent."""
 
     row: ModelSpec
     values: dict[str, float]
 
 
 def experiment_costs(item: ExperimentResults, rows: list[dict[str, str]]) -> list[RowCost]:
-    """Read counts from the trainings and times from models timed alone on the machine."""
+    """Read parameters and FLOPs from the runs, and times and memory from models timed in isolation."""
     costs = []
     for row in item.results.rows:
         run = item.results.runs_of(row)[0]
@@ -116,7 +116,7 @@ def machine(rows: list[dict[str, str]]) -> str:
 
 
 def operator_table(rows: list[dict[str, str]]) -> str:
-    """Format the operator's time with H/2 heads over the best SDPA with H, geometric means."""
+    """Format the geometric means of the operator's time with H/2 heads relative to the best SDPA with H."""
     measured = [
         row
         for row in kernel_targets.select(kernel_targets.on_gpu(rows), "speed", backend="triton")

@@ -1,4 +1,4 @@
-"""The claim about heads: higher ranks and less similar heads, from the tables that `mgk analyze` writes."""
+"""Claim about heads: higher ranks and less similar heads, from the tables that `mgk analyze` writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeadStats:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-# Measurement, its table and the value of a line; the paper claims higher values for mixtures.
+# Measure: its table, and the value of a line. The paper claims higher values for mixtures.
 MEASURES: dict[str, tuple[str, Callable[[dict[str, str]], float]]] = {
     "rank, % of full": ("ranks.csv", lambda line: 100 * float(line["rank"]) / float(line["size"])),
     "effective rank, % of full": ("ranks.csv", lambda line: 100 * float(line["effective_rank"]) / float(line["size"])),
@@ -73,7 +73,7 @@ def compare(models: list[HeadStats], first: ModelSpec, second: ModelSpec, measur
 
 
 def judge(models: list[HeadStats]) -> list[tuple[ModelSpec, ModelSpec, str, Difference, str]]:
-    """Compare mixtures with baselines that have the same number of heads, and twice as many."""
+    """Compare mixtures with baselines that have the same number of heads, and with those that have twice the number."""
     comparisons = []
     rows = list(dict.fromkeys(stats.row for stats in models))
     for mixture in rows:

@@ -1,6 +1,7 @@
 """Claims about quality, pair by pair.
 
-Half the heads suffice; the same heads are better; MLK narrows the gap; a hard assignment is as good.
+Half the heads suffice; mixtures are better with the same number of heads; MLK narrows the gap; hard assignment is as
+good as soft.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from mgk.training.sweep import metric_format
 # Baseline of each mixture, and names of the two families of attention.
 BASELINES = {"mgk": "softmax", "smgk": "softmax", "mlk": "linear", "smlk": "linear"}
 FAMILIES = {"softmax": "softmax to MGK", "linear": "linear to MLK"}
-# Table 4: other ways to learn a mixture, and the soft one by gradient descent that each is compared with. The paper
-# claims only for the first that it is as good.
+# Table 4: other ways to learn a mixture, and the soft mixture learned by gradient descent that each is compared with.
+# The paper claims that only the first is as good.
 LEARNING = {"smgk-hard": "smgk", "smgk-em": "smgk", "mgk-hard": "mgk", "mgk-em": "mgk"}
 CLAIMED_LEARNING = "smgk-hard"
 
@@ -33,7 +34,7 @@ class ExperimentResults:
 
     @property
     def rows(self) -> list[ModelSpec]:
-        """Models that are planned or run."""
+        """Models that are planned or have results."""
         return list(dict.fromkeys((*self.experiment.seeds, *self.results.rows)))
 
     @property
@@ -61,7 +62,7 @@ class Verdict:
 
 
 def judge_half(item: ExperimentResults) -> list[Verdict]:
-    """Compare mixtures with half the heads with their baselines; baselines with half the heads are controls."""
+    """Compare mixtures with half the heads with their baselines. Baselines with half the heads are controls."""
     rows = [row for row in item.rows if row.kv_heads is None]
     return _judge_suffices(
         item, [(row, ModelSpec(BASELINES.get(row.variant, row.variant), 2 * row.heads)) for row in rows]
@@ -69,7 +70,7 @@ def judge_half(item: ExperimentResults) -> list[Verdict]:
 
 
 def judge_half_keys(item: ExperimentResults) -> list[Verdict]:
-    """Compare models with all query heads and half the key heads with the baselines with all; not in the paper."""
+    """Compare models with half the key heads with the baselines with all; this is not in the paper."""
     rows = [row for row in item.rows if row.kv_heads is not None and 2 * row.kv_heads == row.heads]
     return _judge_suffices(item, [(row, ModelSpec(BASELINES.get(row.variant, row.variant), row.heads)) for row in rows])
 
@@ -86,7 +87,7 @@ def _judge_suffices(item: ExperimentResults, pairs: list[tuple[ModelSpec, ModelS
 
 
 def judge_same(item: ExperimentResults) -> list[Verdict]:
-    """Compare mixtures with their baselines of the same heads and key heads."""
+    """Compare mixtures with the baselines that have the same numbers of heads and key heads."""
     judged = []
     for first in item.rows:
         second = ModelSpec(BASELINES.get(first.variant, ""), first.heads, first.kv_heads)
@@ -232,7 +233,7 @@ def format_learnt(runs: list[TrainedRun]) -> str:
 
 
 def format_cell(judged: list[str]) -> str:
-    """Format the overall verdict, the number of measured pairs, and their counts where they differ."""
+    """Format the overall verdict, the number of measured pairs, and the counts of verdicts if they differ."""
     if not judged:
         return "–"
     measured = [verdict for verdict in judged if verdict != verdicts.MISSING]
@@ -241,7 +242,7 @@ def format_cell(judged: list[str]) -> str:
 
 
 def group_by_verdict(judged: dict[str, list[str]]) -> str:
-    """List the tasks of each overall verdict."""
+    """List the tasks by overall verdict."""
     tasks: dict[str, list[str]] = {}
     for task, results in judged.items():
         tasks.setdefault(verdicts.overall(results), []).append(task)

@@ -1,1 +1,1 @@
-"""Stand-in for the Retrieval task of the Long Range Arena (AAN), made from PeerRead."""
+"""Stand-in for the Retrieval task of the Long Range Arena (AAN), built from PeerRead."""

@@ -14,11 +14,11 @@ from mgk.tasks.base import Array
 WORD = re.compile(r"[a-z]{3,}")
 CAPITALISED = re.compile(r"\b[A-Z][A-Za-z\-]{2,}")
 MAX_WORDS = 8192
-MIN_DOCUMENTS = 3  # that contain a word
-MAX_SHARE = 0.1  # of the documents; more frequent words are not specific to a topic
-LEVELS = 2048  # of a weight: products of unit vectors stay below 2²⁴, where float32 adds integers exactly
-OPENING = 1500  # characters that contain the names of the authors
-RARE_SHARE = 0.01  # of the documents, at most, that contain a rare name
+MIN_DOCUMENTS = 3  # minimum number of documents that contain a word
+MAX_SHARE = 0.1  # maximum share of documents; more frequent words are not specific to a topic
+LEVELS = 2048  # integer levels of a weight: dot products stay below 2²⁴, where float32 adds integers exactly
+OPENING = 1500  # number of characters at the start, which contain the names of the authors
+RARE_SHARE = 0.01  # maximum share of documents that contain a rare name
 MAX_YEARS = 6
 
 
@@ -76,8 +76,8 @@ def string_features(
 ) -> Callable[[Array, Array], Array]:
     """Return a function that computes the features of pairs [n] and [n].
 
-    The features measure whether one text contains the title words of the other, rare names of its opening, or its year.
-    They do not depend on the order of the two papers.
+    The features measure whether one text contains the title words of the other, rare names from its opening, or its
+    year. They do not depend on the order of the two papers.
     """
     bags = [set(re.findall(r"[a-z]+|\d{4}", text.lower())) for text in texts]
     documents: Counter[str] = Counter()

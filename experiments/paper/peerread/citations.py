@@ -38,7 +38,7 @@ WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 class TitleIndex:
-    """Titles, which are recognised in texts regardless of case and punctuation."""
+    """Index of titles, for finding them in texts regardless of case and punctuation."""
 
     def __init__(self, titles: Iterable[str]) -> None:
         self.by_start: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}

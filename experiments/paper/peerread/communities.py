@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-SWEEPS = 20  # at most, over all nodes
+SWEEPS = 20  # maximum number of passes over all nodes
 
 
 def find_communities(links: Iterable[tuple[int, int]], order: Sequence[bytes], resolution: int = 1) -> dict[int, int]:

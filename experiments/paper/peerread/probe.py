@@ -1,4 +1,4 @@
-"""Probe why models stay at chance on the PeerRead pairs: train simpler models on the same bytes.
+"""Investigate why models stay at chance on the PeerRead pairs by training simpler models on the same bytes.
 
     python -m experiments.paper.peerread.probe --data-dir DIR        about a quarter of an hour on one core
 
@@ -39,7 +39,7 @@ from mgk.training.data import DeviceDataset, EpochPermutation
 from mgk.training.module import SCHEDULERS
 
 RECIPE, TASK = "retrieval-probe", "retrieval-peerread"
-HASH_BUCKETS = 4096  # of n-grams with n > 1
+HASH_BUCKETS = 4096  # number of buckets for n-grams with n > 1
 TEST_SPLITS = ("dev", "test")
 MEMORISED_SPLIT = "these pairs"
 # Learning rate, steps and n.
@@ -152,7 +152,7 @@ def train(model: nn.Module, loss_of: Callable[[Tensor], Tensor], count: int, con
         model: Model whose parameters are trained.
         loss_of: Function that computes the loss of a batch from the indices of its pairs.
         count: Number of training pairs.
-        config: Settings of the training.
+        config: Training settings.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.0)
     schedule = SCHEDULERS[config.schedule](optimizer, config)
@@ -235,8 +235,8 @@ PROBES: dict[str, Callable[[Pairs], Iterator[Measurement]]] = {
 def main() -> None:
     """Run the probes and append their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder of the data")
-    parser.add_argument("--results", type=Path, default=Path("results") / f"{RECIPE}.csv", help="file of the results")
+    parser.add_argument("--data-dir", type=Path, required=True, help="data directory")
+    parser.add_argument("--results", type=Path, default=Path("results") / f"{RECIPE}.csv", help="results file")
     parser.add_argument("--only", default=",".join(PROBES), help="probes, separated by commas (default: all)")
     options = parser.parse_args()
     pairs = Pairs(options.data_dir)

@@ -1,14 +1,16 @@
-"""Retrieval from PeerRead: whether one paper cites another. A stand-in for LRA's AAN, not to be reported as AAN.
+"""Retrieval from PeerRead: predict whether one paper cites another.
+
+A stand-in for LRA's AAN; its results must not be reported as AAN.
 
 - No paper is in two splits.
-- Half of the pairs are citations (positives). Each has a negative, a pair without a citation.
+- Half of the pairs are citations (positives). Each positive has a matching negative, a pair without a citation.
 - Half of the negatives are hard: as similar in topic as the citation, as far as the other rules allow. The easier form
   of the task has no hard negatives.
-- A paper is in as many positives as negatives, and the years are matched, so that neither the number of citations nor
-  the age of a paper predicts the label.
+- Each paper occurs equally often in positives and negatives, and the years are matched, so that neither the number of
+  citations nor the age of a paper predicts the label.
 - Citations are removed from the texts, and the order of the two papers is random.
 
-The metadata has the number of dropped links, the similarity of the pairs, and the accuracy of simple baselines.
+The metadata records the number of dropped links, the similarity of the pairs, and the accuracy of simple baselines.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from mgk.tasks.data_cache import Progress
 
 DOCS, LINKS = "docs.jsonl", "citation_links.tsv"
 REMEDY = (
-    "make it from allenai/PeerRead (docs.jsonl: one JSON object per line with key, year and text, which begins with "
+    "create it from allenai/PeerRead (docs.jsonl: one JSON object per line with key, year and text, which begins with "
     "the title; citation_links.tsv: one line per citation with key, tab, cited key)"
 )
 KINDS = {"citations": 0, "hard": 1, "random": 2}
 CITATION, HARD, RANDOM = KINDS.values()
 RESOLUTION = 4  # gives 397 communities of PeerRead, 50 of them with 50 to 266 papers
 MAX_YEARS = 1  # between the cited papers of a link and of its negative
-SWEEPS = 5  # at most, over all links
+SWEEPS = 5  # maximum number of passes over all links
 YEARS_COST, FORBIDDEN_COST = 2.0**30, 2.0**40  # well above any difference of similarities
 
 Link = tuple[int, int]  # citing paper, cited paper
@@ -283,7 +285,7 @@ class PeerRead(Task):
     papers: int = 6_430
     links: int = 17_925  # pairs of papers with a citation in at least one direction
     hard: bool = True  # half of the negatives are as similar in topic as citations
-    version: int = 1  # of the conversion to examples
+    version: int = 1  # version of the conversion to examples
 
     def files(self, data_dir: Path) -> list[str]:
         files = [f"peerread/{DOCS}", f"peerread/{LINKS}"]
@@ -343,7 +345,7 @@ class PeerRead(Task):
         return metadata
 
 
-# Easier form: no hard negatives, and only the first 1,000 bytes, which are title and abstract.
+# Easier form: no hard negatives, and only the first 1,000 bytes (title and abstract).
 PEERREAD_RANDOM = PeerRead(
     name="retrieval-peerread-random", dataset="peerread, random negatives", max_length=1000, hard=False
 )

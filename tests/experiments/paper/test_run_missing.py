@@ -150,7 +150,9 @@ def test_missing_data_is_reported(harness, monkeypatch):
 def test_nothing_is_added_to_results_of_other_data(harness):
     record(harness.results, "listops", "softmax:8", 0, 0.36, left=500, setup="of other data")
     [reason] = run(harness)
-    assert reason == "listops: the results of softmax:8 come from other data or settings than data and the recipe"
+    assert (
+        reason == "listops: the results of softmax:8 were computed with data or settings other than data and the recipe"
+    )
     assert harness.commands == harness.trained == []
 
 
@@ -181,6 +183,6 @@ time.sleep(60)
 def test_time_limit_stops_the_run(harness, capsys):
     run(harness, minutes=1e-9)
     assert harness.commands == harness.trained == []
-    assert "minutes are over" in capsys.readouterr().err
+    assert "Stopped after" in capsys.readouterr().err
     run(harness, minutes=5)
     assert harness.commands[-1][-2:] == ["--minutes", "5.00"]
