@@ -22,8 +22,8 @@ BLOCKED = re.compile(
     nobody | somebody | someone | anybody | whoever | whomever | looks?\ on | is\ told | are\ told | was\ told | told |
     heard | is\ no\ (?:run|folder|file|YAML|JSON|directory|number|tensor|model|checkpoint|language\ model|setting) |
     so\ many\ of | in\ company | by\ the\ shortest\ way |
-    trainings | (?:rows?|files?|folders?)\ of\ (?:the\ )?results\b(?!/|\ files?) | nats\ a\ token | (?:has|had)\ no\ meaning |
-    out\ of\ memory\ beside |
+    trainings | (?:rows?|files?|folders?)\ of\ (?:the\ )?results\b(?!/|\ files?) | nats\ a\ token |
+    (?:has|had)\ no\ meaning | out\ of\ memory\ beside |
     who\ (?:asks|sets|set|has|looks|wants|leaves) |
     knows\ better | is\ wanted | are\ wanted | was\ wanted | is\ asked\ for | was\ asked\ for | asked\ for
     )\b""",
