@@ -83,7 +83,7 @@ def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_file(option: str, path: Path, extra: Sequence[str] = ()) -> None:
-    """Raise a ValueError unless rows can be appended: to a file of results, an empty file or a new one.
+    """Raise a ValueError unless rows can be appended: to a results file, an empty file or a new one.
 
     Symbolic links are followed.
 
@@ -141,8 +141,8 @@ def _lock_file(path: Path) -> Path:
 
 
 def _foreign_content(path: Path, columns: Sequence[str]) -> str:
-    """Return why a file with contents is not one of results with these columns; empty if it is one."""
-    reason = "is not a file of results"
+    """Return why a non-empty file is not a results file with these columns; empty if it is one."""
+    reason = "is not a results file"
     try:
         with path.open(newline="", encoding="utf-8") as file:
             # Limited, because the file may be anything.

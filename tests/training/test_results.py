@@ -112,11 +112,11 @@ def linked_lock(path):
 
 
 REFUSED = {
-    text_file: "is not a file of results",
-    other_csv: "is not a file of results",
+    text_file: "is not a results file",
+    other_csv: "is not a results file",
     foreign_columns: "has the columns of another kind of results (speed)",
     damaged_file: "is damaged",
-    binary_file: "is not a file of results",
+    binary_file: "is not a results file",
     read_only_file: "is read-only: make it writable",
     os.mkfifo: "is not a regular file",
     Path.mkdir: "is a directory",

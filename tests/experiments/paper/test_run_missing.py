@@ -1,4 +1,4 @@
-"""Test that missing experiments run once: trainings, then analyses, then times."""
+"""Test that missing experiments run once: training runs, then analyses, then times."""
 
 import sys
 import time
@@ -26,7 +26,7 @@ def finish(directory):
 
 @pytest.fixture
 def harness(tmp_path, monkeypatch):
-    """Plan two models of ListOps and their analysis with fake trainings and commands; rows in `broken` fail."""
+    """Plan two models of ListOps and their analysis with fake runs and commands; rows in `broken` fail."""
     monkeypatch.chdir(tmp_path)
     two = {BASELINE: 2, MIXTURE: 1}
     monkeypatch.setattr(plan, "EXPERIMENTS", (plan.Experiment(1, "two", "listops", two),))
@@ -70,7 +70,7 @@ def run(harness, jobs=None, minutes=None):
     return run_missing.run(harness.results, harness.runs, Path("data"), jobs, minutes, lambda *_: None)
 
 
-def test_trainings_come_first_then_analyses_then_times(harness):
+def test_training_comes_first_then_analyses_then_times(harness):
     record(harness.results, "listops", "softmax:8", 0, 0.36, left=500)
     assert run(harness, 3) == []
     assert harness.trained == [("softmax:8", 1), ("smgk:4", 0)]
