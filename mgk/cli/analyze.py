@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import os
 import shlex
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -150,11 +153,15 @@ class _InputOptions:
 def _read_text(text: str) -> str:
     """Return the contents of the file `text`, or `text` itself if it does not name a file."""
     try:
-        if Path(text).is_file():
+        # os.path.isfile and Path.is_file hide some errors.
+        if stat.S_ISREG(os.stat(text).st_mode):
             return Path(text).read_text(encoding="utf-8")
-    except OSError:
-        # Too long for a file name.
-        return text
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EINVAL):
+            return text
+        raise ValueError(f"--text: {text} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: {text} is not UTF-8 text") from error
     if Path(text).suffix and not any(character.isspace() for character in text):

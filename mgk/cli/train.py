@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -122,7 +121,7 @@ def train(
 
         # A run that had already finished keeps the times and the memory measured during training.
         is_finished = run.files.result.exists() and not checkpoints.steps
-        rows = json.loads(run.files.result.read_text()) if is_finished else evaluate_run(run, task, module, checkpoints)
+        rows = run.files.read_result() if is_finished else evaluate_run(run, task, module, checkpoints)
         objective = module.objective
         if results_file is not None:
             _append_results(results_file, rows, run, task, objective, is_default=loaded == unchanged)

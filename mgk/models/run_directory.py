@@ -67,6 +67,13 @@ class RunDirectory:
             raise ValueError(f"{self.description} is damaged: it has no {', '.join(missing)}; {REMEDY}")
         return dict(description)
 
+    def read_result(self) -> list[dict[str, Any]]:
+        """Read the rows of result.json; raise a ValueError if it is damaged."""
+        try:
+            return list(json.loads(self.result.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.result} is damaged: {error}; remove it to evaluate the model again") from None
+
     def existing_best_model(self) -> Path:
         """Return `best_model`, or raise a ValueError if the run stopped before its first evaluation."""
         if not self.best_model.exists() and self.checkpoint.exists():

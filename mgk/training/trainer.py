@@ -155,7 +155,7 @@ def _write_description(run: Run, task: Any, resume: bool) -> None:
     if checkpoint.exists() and not resume:
         raise ValueError(f"{run.directory} already holds a run: pass --resume auto to continue it, or another --out")
     if checkpoint.exists():
-        _check_same_settings(run.directory, json.loads(run.files.description.read_text()), description)
+        _check_same_settings(run.directory, run.files.read_description(), description)
         _check_readable(checkpoint)
     # Read by later commands. Added after the comparison, because the data may be moved between starts.
     description["data_dir"] = str(run.data_dir.resolve())

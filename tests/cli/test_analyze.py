@@ -1,6 +1,8 @@
 """`mgk analyze`: inputs, options and messages."""
 
+import errno
 import json
+import operator
 import signal
 import sys
 
@@ -204,3 +206,19 @@ def test_errors_of_transformers_models_are_one_line(gpt2, tmp_path, expect_error
     weights = tmp_path / "mamba" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     expect_error("cannot be loaded", "--hf", tmp_path / "mamba", "--ids", ids)
+
+
+@pytest.mark.parametrize("call", ["os.stat", "pathlib.Path.read_text"])
+def test_unreadable_text_file_is_an_error(run, tmp_path, monkeypatch, expect_error, call):
+    """The calls are replaced because root may read every file."""
+    file = tmp_path / "notes"
+    file.write_text("some text of mine")
+    function = operator.attrgetter(call.partition(".")[2])(sys.modules[call.partition(".")[0]])
+
+    def deny(path, *arguments, **options):
+        if str(path) == str(file):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return function(path, *arguments, **options)
+
+    monkeypatch.setattr(call, deny)
+    expect_error(f"--text: {file} cannot be read: Permission denied", run, "--text", file)

@@ -96,6 +96,14 @@ def test_repeated_finished_run_appends_its_results_once(finished, tmp_path):
     assert [row["metric"] for row in results.read([file])] == ["accuracy", "accuracy", "best_step"]
 
 
+def test_damaged_result_of_a_finished_run_is_named(finished):
+    run, _ = finished
+    (run / "result.json").write_text("")
+    result = CliRunner().invoke(commands.app, ["train", "listops", "--resume", "auto", "--out", str(run)])
+    assert isinstance(result.exception, ValueError)
+    assert f"{run / 'result.json'} is damaged: " in str(result.exception)
+
+
 def test_learning_curve_is_stored_beside_the_results(finished, tmp_path):
     run, out = finished[0], tmp_path / "out"
     command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(out / "results.csv")]

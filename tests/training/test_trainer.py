@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -231,6 +232,16 @@ def test_environment_lists_every_start_of_a_run(tmp_path, monkeypatch):
     RunDirectory(tmp_path).environment.write_text("[")
     with pytest.raises(ValueError, match=r"environment.json is damaged: .*; remove it"):
         fit_tiny(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
+def test_damaged_description_is_named_on_resume(tmp_path, content):
+    files = RunDirectory(tmp_path)
+    torch.save({}, files.checkpoint)
+    files.description.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"{files.description} is damaged: ")):
+        fit_tiny(tmp_path, resume=True)
+    assert files.description.read_text() == content
 
 
 def test_damaged_checkpoint_reports_one_line(tmp_path):
