@@ -395,9 +395,8 @@ class Attention(nn.Module):
         """
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
-        # A projection may have been replaced by a quantised module. If all were, they compute in the default dtype.
-        tensors = [*self.parameters(), *self.buffers(), torch.empty(0)]
-        like = next(x for x in tensors if x.is_floating_point()).to(tensors[0].device)
+        # Projections may have been replaced by quantised modules. If all were, they compute in the default dtype.
+        like = next(x for x in (*self.parameters(), *self.buffers(), torch.empty(0)) if x.is_floating_point())
         sizes = (batch_size, self.num_kv_heads)
         if self.is_linear:
             empty = like.new_zeros(*sizes, 0, self.head_dim).detach()

@@ -23,6 +23,11 @@ def safe_softmax(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return logits.softmax(dim).masked_fill(empty, 0), logits.logsumexp(dim).masked_fill(empty.squeeze(dim), -math.inf)
 
 
+def squared_norms(x: Tensor) -> Tensor:
+    """Return |x|² over the last dimension, at most the largest number: masked padding times τ = 0 stays 0."""
+    return (x * x).sum(-1).clamp(max=torch.finfo(x.dtype).max)
+
+
 def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
     """Compute P(t_j = 1 | q_i), Eq. 4–5, for keys that are Gaussians N(k_j, σ_j²I) with priors π_j.
 
@@ -81,9 +86,9 @@ def component_logits(
         # The rounding of a GEMM depends on strides and on the alignment of memory: each component gets its own copy.
         parts = [part.clone(memory_format=torch.contiguous_format) for part in keys.unbind(-3)]
         products = torch.stack([query @ part.transpose(-1, -2) for part in parts], -3)
-        key_norm = torch.stack([part.square().sum(-1) for part in parts], -2)
+        key_norm = torch.stack([squared_norms(part) for part in parts], -2)
     else:
-        products, key_norm = query.unsqueeze(-3) @ keys.transpose(-1, -2), keys.square().sum(-1)
+        products, key_norm = query.unsqueeze(-3) @ keys.transpose(-1, -2), squared_norms(keys)
     products, query_norm = products.transpose(-3, -2), query.square().sum(-1)  # [B, H, L, M, S], [B, H, L]
     if scale.dim() < 2 or scale.shape[-2:] == (1, 1):
         logits = scale.unsqueeze(-1) * (products - (0.5 * tau * key_norm).unsqueeze(-3))
@@ -134,7 +139,9 @@ def mixture_attention(
     if hard:
         logits = logits.amax(-2, keepdim=True)
     if bias is not None:
-        logits = logits + bias.unsqueeze(-2)
+        bias = bias.unsqueeze(-2)
+        # Filled too, in case the logit of masked padding overflowed.
+        logits = (logits + bias).masked_fill(bias == -math.inf, -math.inf)
     if allowed is not None:
         logits = logits.masked_fill(~allowed.unsqueeze(-2), -math.inf)
     joint, lse = safe_softmax(logits.flatten(-2), -1)

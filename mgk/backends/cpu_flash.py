@@ -18,6 +18,7 @@ from torch import Tensor
 from mgk._core.calls import MixtureCall
 from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, repeat_heads
 from mgk._core.precision import compute_dtype, without_autocast
+from mgk.equations import squared_norms
 from mgk.kernels.autograd import raise_no_double_backward
 
 # Queries per call of the flash kernel with an explicit mask, which is [B, H, TILE, S].
@@ -83,7 +84,7 @@ def add_logit_features(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, T
     scale = torch.as_tensor(call.scale, dtype=dtype, device=query.device)
     tau = torch.as_tensor(call.tau, dtype=dtype, device=query.device).reshape(1, -1, 1, 1)
     log_prior = -math.log(call.components) if call.log_prior is None else call.log_prior.to(dtype)
-    key_term = log_prior - 0.5 * tau * scale * keys.square().sum(-1)  # [B, Hk, M, S]
+    key_term = log_prior - 0.5 * tau * scale * squared_norms(keys)  # [B, Hk, M, S]
     key_term = key_term.clamp(min=MASK_VALUE).unsqueeze(-1)
     ones = torch.ones_like(query[..., :1])
     if call.equal_scale:

@@ -223,6 +223,36 @@ def test_empty_batch_gives_empty_output(op, backend):
         assert finite_gradients(out, tensors)
 
 
+@pytest.mark.parametrize("mask", ["key", "pair", "float", "causal"])
+@pytest.mark.parametrize("similarity", ["dot", "tau", "gaussian", 0.5], ids=str)
+@pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
+@pytest.mark.parametrize("op", ["mgk", "smgk"])
+def test_large_masked_keys_change_nothing(op, backend, assignment, similarity, mask):
+    """Keys whose squared norm overflows in fp32 and which no query attends to: equal outputs and gradients."""
+    sizes = (2, 2, 7, 5), (2, 2, 3, 9, 5), (2, 2, 9, 4), (2, 3, 5)
+    tensors = [torch.randn(*size) for size in sizes]
+    tau = torch.zeros(2) if similarity == "tau" else similarity
+    parameters = [torch.randn(2, 3, 1), 0.2 + torch.rand(2, 3), *([tau] if similarity == "tau" else [])]
+    attend = (torch.arange(9) < 7).expand(2, 2, 1 if mask == "key" else 7, 9)
+    attn_mask = torch.zeros(attend.shape).masked_fill(~attend, -torch.inf) if mask == "float" else attend
+    options = {"is_causal": True} if mask == "causal" else {"attn_mask": attn_mask}
+    results = []
+    for size in (0.0, 1e20):
+        inputs = [x.clone() for x in tensors]
+        inputs[1][..., 7:, :] = size
+        leaves = [x.clone().requires_grad_() for x in (*inputs, *parameters)]
+        out, lse = call(
+            op, *leaves[:4], log_prior=leaves[4], scale=leaves[5], similarity=leaves[6] if similarity == "tau" else tau,
+            assignment=assignment, backend=backend, return_lse=True, **options,
+        )  # fmt: skip
+        grads = torch.autograd.grad(
+            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() + lse.sum(), leaves, materialize_grads=True,
+            allow_unused=True,
+        )  # fmt: skip
+        results.append((out, lse, *grads))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
 @pytest.mark.parametrize("op", ["mgk", "smgk"])
 def test_no_keys_give_zeros_and_zero_gradients(op, backend, assignment):
