@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 # Seconds that `exclusive` retries before it raises: a process that received a stop signal may still be saving.
 LOCK_TIMEOUT = 10.0
+# Seconds after which a temporary file of another host is taken for that of a killed process.
+ABANDONED = 24 * 3600
 _held: set[Path] = set()  # locks that this process holds through `exclusive`
 
 
@@ -21,12 +24,44 @@ class DataError(ValueError):
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` on success and is removed after an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.mgk-{_host()}-{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_stale_temporaries(directory: Path) -> None:
+    """Remove the temporary files that killed processes left in a directory.
+
+    Files of running processes stay. On other hosts a process cannot be checked: its files stay for a day.
+    """
+    for path in directory.glob(".*.tmp"):
+        match = re.fullmatch(r"\..+\.mgk-(\w+)-(\d+)\.tmp", path.name)
+        if match is None:
+            continue
+        with contextlib.suppress(OSError):
+            is_old = time.time() - path.stat().st_mtime > ABANDONED
+            if is_old if match[1] != _host() else not _is_running(int(match[2])):
+                path.unlink()
+
+
+def _host() -> str:
+    return re.sub(r"\W", "_", platform.node()) or "_"
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        # On Windows, signal 0 would end the process.
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -65,8 +65,10 @@ def train(
     from mgk.training.distributed import shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.runs import run_path
+    from mgk.training.signals import stop_with_parent
     from mgk.training.trainer import STRATEGIES, Run, fit, lock_run
 
+    stop_with_parent()
     unchanged = config.load_recipe(recipe)
     loaded = unchanged.with_settings(apply_steps(recipe, settings, steps))
     default_row = loaded.rows[0] if loaded.rows else ModelSpec("smgk", 4)

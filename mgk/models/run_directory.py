@@ -22,6 +22,7 @@ class RunDirectory:
         environment: environment.json, machine and versions of each start.
         metrics: metrics.csv, metrics over the steps.
         checkpoint: last.ckpt, the checkpoint that a resumed run loads.
+        unfinished_checkpoint: .last.ckpt.tmp, replaces the checkpoint when it is complete.
         best_model: best/, the weights with the best metric on the development set.
         result: result.json, the result rows of the finished run.
         log: log.txt, the output of a run that a sweep has started.
@@ -35,6 +36,7 @@ class RunDirectory:
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.csv"
         self.checkpoint = self.path / "last.ckpt"
+        self.unfinished_checkpoint = self.path / ".last.ckpt.tmp"
         self.best_model = self.path / "best"
         self.result = self.path / "result.json"
         self.log = self.path / "log.txt"

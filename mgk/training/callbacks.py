@@ -135,11 +135,10 @@ class CheckpointCallback(pl.Callback):
         self._last_evaluation = (trainer.global_step, self._clock(module))
 
     def _save_checkpoint(self, trainer: pl.Trainer) -> None:
-        checkpoint = self.files.checkpoint
-        temporary = checkpoint.with_name(f".{checkpoint.name}.tmp")
+        temporary = self.files.unfinished_checkpoint
         trainer.save_checkpoint(temporary, weights_only=False)
         if trainer.is_global_zero:
-            temporary.replace(checkpoint)
+            temporary.replace(self.files.checkpoint)
 
     def _clock(self, module: pl.LightningModule) -> float:
         if module.device.type == "cuda":

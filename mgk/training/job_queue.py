@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec
+from mgk.training.signals import STOP_AT_END_OF_INPUT
 
 # Seconds between two status messages if stderr is not a terminal.
 STATUS_INTERVAL = 30
@@ -93,8 +94,10 @@ class JobQueue:
             job.log_start = log.tell()
             # New session: Ctrl-C in the terminal must not reach the process. Otherwise the signal sent by `stop`
             # would be the second one, which ends a run without saving.
+            # The pipe to the process closes when this process ends in any way; the training then saves and stops.
+            environment = {**(self.environment or os.environ), STOP_AT_END_OF_INPUT: "1"}
             job.process = subprocess.Popen(
-                job.command, stdout=log, stderr=log, env=self.environment, start_new_session=True
+                job.command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         self.running.append(job)
         job.shared = False
@@ -105,6 +108,8 @@ class JobQueue:
         """Return the jobs that have ended since the last call and move the failed ones to `failed` or `retries`."""
         ended = [job for job in self.running if job.process is not None and job.process.poll() is not None]
         self.running = [job for job in self.running if job not in ended]
+        for job in ended:
+            _end_watch(job.process)
         self.retries += [job for job in ended if job.ran_out_of_memory]
         self.failed += [job for job in ended if job.has_failed and not job.ran_out_of_memory]
         return ended
@@ -118,6 +123,8 @@ class JobQueue:
         try:
             for process in processes:
                 process.terminate()
+                # The end of this process must not send a second signal, which ends a training without saving.
+                _end_watch(process)
             for process in processes:
                 process.wait()
         except (KeyboardInterrupt, SystemExit):
@@ -126,6 +133,14 @@ class JobQueue:
                 process.terminate()
             _wait_or_kill(processes)
             raise
+
+
+def _end_watch(process: subprocess.Popen[bytes] | None) -> None:
+    """End the watch of `stop_with_parent` in a process."""
+    if process is not None and process.stdin is not None and not process.stdin.closed:
+        with suppress(OSError):
+            process.stdin.write(b".")
+            process.stdin.close()
 
 
 def _wait_or_kill(processes: list[subprocess.Popen[bytes]]) -> None:

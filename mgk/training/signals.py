@@ -25,8 +25,24 @@ GRACE = 2.0
 # processes, and torchrun forwards it to them.
 SAME_REQUEST = 1.0
 STOPPING = "Stopping after this step and saving. Press Ctrl-C again to quit now."
+# Set by a process that starts trainings: the training stops at the end of its standard input, a pipe from that process.
+STOP_AT_END_OF_INPUT = "MGK_STOP_AT_END_OF_INPUT"
 # SIGHUP is sent when a terminal closes. Windows does not have it.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+
+
+def stop_with_parent() -> None:
+    """Send SIGTERM to this process when the process that started it has ended, if STOP_AT_END_OF_INPUT is set.
+
+    A byte on standard input ends the watch: the parent has sent a signal itself.
+    """
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ.pop(STOP_AT_END_OF_INPUT, ""):
+        threading.Thread(target=watch, daemon=True).start()
 
 
 class SignalListener:

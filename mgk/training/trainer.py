@@ -10,7 +10,8 @@ import platform
 import shlex
 import sys
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 
-from mgk._core.io import exclusive, write_atomically
+from mgk._core.io import exclusive, remove_stale_temporaries, write_atomically
 from mgk._core.validation import one_of
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
@@ -39,6 +41,16 @@ ADDED_SETTINGS = {"token_std": 0.02}
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 # Compiler warnings that need no action.
 IGNORED_WARNINGS = ("Online softmax is disabled", "TensorFloat32 tensor cores")
+
+
+class CheckpointFile(TorchCheckpointIO):
+    """Writes checkpoints directly to their path.
+
+    Lightning writes to a file in $TMPDIR first, which stays there if the process is killed.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint, path)
 
 
 @dataclass(frozen=True)
@@ -86,16 +98,22 @@ class Run:
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def lock_run(run: Run) -> AbstractContextManager[None]:
-    """Return a context in which no other run writes to the run directory; rank 0 holds the lock.
+@contextmanager
+def lock_run(run: Run) -> Iterator[None]:
+    """Lock the run directory and remove temporary files of killed processes; only rank 0 does.
 
     Raises:
         ValueError: Another process trains in the directory.
     """
     if os.environ.get("RANK", "0") != "0":
-        return nullcontext()
+        yield
+        return
     remedy = "wait until it ends, or pass another directory (train --out, compare --runs)"
-    return exclusive(run.files.lock, str(run.directory), remedy)
+    with exclusive(run.files.lock, str(run.directory), remedy):
+        for directory in (run.directory, run.files.best_model):
+            remove_stale_temporaries(directory)
+        run.files.unfinished_checkpoint.unlink(missing_ok=True)
+        yield
 
 
 def fit(
@@ -211,6 +229,7 @@ def _make_trainer(
         log_every_n_steps=LOG_EVERY,
         callbacks=[callback, ProgressBar(settings.steps)],
         enable_checkpointing=False,
+        plugins=[CheckpointFile()],
         enable_model_summary=False,
         enable_progress_bar=False,
         use_distributed_sampler=False,

@@ -80,3 +80,31 @@ def test_second_comparison_in_a_folder_is_refused(tmp_path):
     finally:
         first.send_signal(signal.SIGTERM)
         first.communicate()
+
+
+@pytest.mark.slow
+def test_trainings_of_a_killed_comparison_save_and_end(tmp_path):
+    run = RunDirectory(tmp_path / "runs" / "demo" / "smgk-2-paper-s0")
+    options = ["compare", "demo", "--rows", "smgk:2", "--steps", 10**6, "--set", f"eval_every={10**6}", *SETTINGS]
+    comparison = start(*options, directory=tmp_path)
+    try:
+        wait_for(run.metrics.exists)
+        training = int(run.lock.read_text().split()[1])
+        comparison.kill()
+        comparison.communicate()
+        wait_for(lambda: run.checkpoint.exists() and not is_running(training), 120)
+    finally:
+        comparison.kill()
+        if is_running(training):
+            os.kill(training, signal.SIGKILL)
+    assert "Stopped at step" in run.log.read_text()
+
+
+def is_running(process):
+    """Return whether a process exists and is not a zombie."""
+    try:
+        os.kill(process, 0)
+        stat = Path("/proc", str(process), "stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,8 +1,10 @@
-"""Locks between processes."""
+"""Locks between processes, and temporary files of killed ones."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -62,3 +64,36 @@ def test_lock_has_no_effect_without_file_locks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with io.exclusive(tmp_path / ".run.lock", "a run", "wait"):
         assert io._try_lock(-1)
+
+
+def test_temporary_files_of_ended_processes_are_removed(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    temporaries = {}
+    for process in (ended.pid, os.getppid()):
+        for host, age in ((io._host(), 0), ("other", 0), ("other", 2 * io.ABANDONED)):
+            path = tmp_path / f".run.json.{age}.mgk-{host}-{process}.tmp"
+            path.touch()
+            os.utime(path, (time.time() - age,) * 2)
+            temporaries[path] = age > 0 or (host == io._host() and process == ended.pid)
+    foreign = [
+        tmp_path / name for name in ("run.json", ".notes.tmp", ".a.12.tmp", f"b.mgk-{io._host()}-{ended.pid}.tmp")
+    ]
+    for path in foreign:
+        path.touch()
+    io.remove_stale_temporaries(tmp_path)
+    assert [not path.exists() for path in temporaries] == list(temporaries.values())
+    assert all(path.exists() for path in foreign)
+    io.remove_stale_temporaries(tmp_path / "missing")
+
+
+def test_temporary_file_of_a_killed_process_is_recognised(tmp_path):
+    script = (
+        "import os, signal, sys; from pathlib import Path; from mgk._core.io import replacing\n"
+        "with replacing(Path(sys.argv[1]) / 'run.json') as temporary:\n"
+        "    temporary.touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)])
+    assert len(list(tmp_path.iterdir())) == 1
+    io.remove_stale_temporaries(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -86,8 +89,55 @@ def test_time_limit_terminates_running_jobs_and_leaves_others_waiting(tmp_path):
     assert not queue.failed
 
 
+# A job that, on a signal, counts it in a file and saves for two seconds.
+SAVING = """
+import pathlib, signal, sys, time
+from mgk.training.signals import stop_with_parent
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+signal.signal(signal.SIGTERM, lambda *_: (out / "signals").open("a").write("x"))
+stop_with_parent()
+(out / "started").touch()
+while not (out / "signals").exists():
+    time.sleep(0.1)
+time.sleep(2)
+(out / "saved").touch()
+"""
+QUEUE = """
+import sys
+from pathlib import Path
+from tests.training.test_job_queue import SAVING, make_job, run_jobs
+run_jobs([make_job(Path(sys.argv[1]), 0, SAVING)], max_running=1)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+@pytest.mark.parametrize("numbers", [[signal.SIGKILL], [signal.SIGTERM, signal.SIGKILL]], ids=["kill", "stop-kill"])
+def test_jobs_of_a_killed_queue_save_and_end(tmp_path, numbers):
+    """The jobs receive one signal, also if the queue was stopping them already."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    script = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(1))\n" + QUEUE
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment) as queue:
+        try:
+            for number, file in zip(numbers, ("started", "signals"), strict=False):
+                wait_for_file(tmp_path / file)
+                queue.send_signal(number)
+        finally:
+            queue.kill()
+    wait_for_file(tmp_path / "saved")
+    assert (tmp_path / "signals").read_text() == "x"
+
+
+def wait_for_file(path):
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        time.sleep(0.05)
+
+
 class StubbornProcess:
     """A process that ends after `signals` signals; the first wait without a timeout is interrupted."""
+
+    stdin = None
 
     def __init__(self, signals):
         self.remaining, self.killed, self.interrupted = signals, False, False

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mgk._core.io import replacing
 from mgk.features import FAVOR
 from mgk.models import Classifier, EncoderConfig, load_model
 from mgk.models.run_directory import RunDirectory
@@ -242,6 +243,24 @@ def test_damaged_description_is_named_on_resume(tmp_path, content):
     with pytest.raises(ValueError, match=re.escape(f"{files.description} is damaged: ")):
         fit_tiny(tmp_path, resume=True)
     assert files.description.read_text() == content
+
+
+def test_run_leaves_no_temporary_files_of_a_killed_start(tmp_path, monkeypatch):
+    """A killed start leaves them in the run directory only: nothing is written to $TMPDIR."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    files = RunDirectory(tmp_path)
+    files.best_model.mkdir()
+    files.unfinished_checkpoint.touch()
+    for path in (files.metrics, files.best_model / "model.safetensors"):
+        with replacing(path) as temporary:
+            temporary.touch()
+            temporary.with_name(temporary.name.replace(f"-{os.getpid()}.", f"-{ended.pid}.")).touch()
+    monkeypatch.setattr("tempfile.mkstemp", None)
+    files.metrics.unlink()
+    fit_tiny(tmp_path)
+    assert files.checkpoint.exists()
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_damaged_checkpoint_reports_one_line(tmp_path):
