@@ -172,11 +172,11 @@ def fit_tiny(out: Path, resume: bool = False, **settings):
 @pytest.mark.slow
 def test_resume_needs_the_same_settings_and_data(tmp_path, monkeypatch):
     fit_tiny(tmp_path)
-    with pytest.raises(ValueError, match=r"other settings \(lr, dropout\)|other settings \(dropout, lr\)"):
+    with pytest.raises(ValueError, match=r"different settings \(lr, dropout\)|different settings \(dropout, lr\)"):
         fit_tiny(tmp_path, resume=True, lr=0.5, dropout=0.0)
     with monkeypatch.context() as patched:
         patched.setattr(tiny_training.TinyTask, "checksum", lambda self, data_dir: "other data")
-        with pytest.raises(ValueError, match=r"other settings \(data\)"):
+        with pytest.raises(ValueError, match=r"different settings \(data\)"):
             fit_tiny(tmp_path, resume=True)
     # A run that stopped during its final evaluation has no steps left, but a device for the evaluation.
     module, callback = fit_tiny(tmp_path, resume=True)
