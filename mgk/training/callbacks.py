@@ -98,8 +98,8 @@ class CheckpointCallback(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self._skip_evaluation:
-            dev_means = {name.removeprefix("dev_"): float(value) for name, value in trainer.callback_metrics.items()}
-            self._record_evaluation(trainer, cast(TrainingModule, module), dev_means)
+            trained = cast(TrainingModule, module)
+            self._record_evaluation(trainer, trained, trained.dev_means)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # Evaluate the last step even if it is not a multiple of eval_every.

@@ -86,15 +86,36 @@ class TrainSampler:
 
 
 class SequentialSampler:
-    """Index batches for one process's share of a single pass over a split."""
+    """Batches of indices of one pass over a split."""
 
-    def __init__(self, examples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.batches = torch.arange(examples)[rank::world_size].split(batch_size)
+    def __init__(self, examples: int, batch_size: int) -> None:
+        self.batches = torch.arange(examples).split(batch_size)
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+class DevelopmentSampler:
+    """Batches of one process in one pass over a split, each with the number of examples that it counts for.
+
+    All processes have the same number of batches, because FSDP communicates in each. A process with too few examples
+    runs the first example again, which counts for 0.
+    """
+
+    def __init__(self, examples: int, batch_size: int, rank: int, world_size: int) -> None:
+        batches = [part for part in torch.arange(examples)[rank::world_size].split(batch_size) if len(part)]
+        most_examples = -(-examples // world_size)
+        missing = -(-most_examples // batch_size) - len(batches)
+        padding = [(torch.zeros(1, dtype=torch.long), 0)] * missing
+        self.batches = [*((indices, len(indices)) for indices in batches), *padding]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         return iter(self.batches)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
+from mgk._core.priors import sum_over_ranks
 from mgk.training.config import TrainConfig
-from mgk.training.data import EpochPermutation, SequentialSampler, TrainSampler, seed_of
+from mgk.training.data import DevelopmentSampler, EpochPermutation, TrainSampler, seed_of
 from mgk.training.distributed import is_distributed
 from mgk.training.objectives import Objective
 
@@ -48,6 +49,7 @@ class TrainingModule(pl.LightningModule):
 
     Attributes:
         train_means: Loss and metrics of the last training step, on the device.
+        dev_means: Loss and metrics of the last evaluation on the development set, over all processes.
         best: Best metric on the development set and its step.
         graphed_step: Forward and backward as a CUDA graph, or None.
     """
@@ -59,6 +61,8 @@ class TrainingModule(pl.LightningModule):
         self._sharded = False
         self.graphed_step: Callable[[Tensor], dict[str, Tensor]] | None = None
         self.train_means: dict[str, Tensor] = {}
+        self.dev_means: dict[str, float] = {}
+        self._dev_batches: list[tuple[int, dict[str, Tensor]]] = []  # number of examples, and their means
         self.best: dict[str, float] = {objective.metric: objective.worst_value(), "step": -1}
 
     def setup(self, stage: str) -> None:
@@ -90,10 +94,10 @@ class TrainingModule(pl.LightningModule):
             order, batch_size, accumulate, self.global_rank, world_size, lambda: self.trainer.global_step * accumulate
         )
 
-    def val_dataloader(self) -> SequentialSampler:
+    def val_dataloader(self) -> DevelopmentSampler:
         """Return this process's batches of the development set."""
         examples, batch_size = len(self.splits["dev"]), self.settings.eval_batch_size
-        return SequentialSampler(examples, batch_size, self.global_rank, self.trainer.world_size)
+        return DevelopmentSampler(examples, batch_size, self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         # torch.manual_seed also queues a call, with its traceback, for each device type that is not initialized.
@@ -102,7 +106,7 @@ class TrainingModule(pl.LightningModule):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Keep the indices on the host, where the lengths of the examples are."""
         return batch
 
@@ -121,10 +125,33 @@ class TrainingModule(pl.LightningModule):
         if not self.graphed_step:
             optimizer.zero_grad()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        means = self.objective.measure(batch, "dev")
-        dev_means = {f"dev_{name}": value for name, value in means.items()}
-        self.log_dict(dev_means, prog_bar=True, batch_size=len(batch), sync_dist=True)
+    def on_validation_epoch_start(self) -> None:
+        self._dev_batches = []
+
+    def validation_step(self, batch: tuple[Tensor, int], batch_idx: int) -> None:
+        indices, count = batch
+        self._dev_batches.append((count, self.objective.measure(indices, "dev")))
+
+    def on_validation_epoch_end(self) -> None:
+        """Average over the examples of all processes.
+
+        Lightning's average over processes divides by a mean of integer counts, which is rounded.
+        """
+        if not self._dev_batches:
+            return
+        names = list(self._dev_batches[0][1])
+        counts = torch.tensor([count for count, _ in self._dev_batches], dtype=torch.float64)
+        means = torch.stack([torch.stack([values[name] for name in names]) for _, values in self._dev_batches])
+        means = means.cpu().double()[counts > 0]
+        counts = counts[counts > 0]
+        totals = torch.cat([counts @ means, counts.sum()[None]])
+        if is_distributed():
+            totals = totals.to(self.device)
+            sum_over_ranks(totals)
+        *sums, examples = totals.tolist()
+        self.dev_means = {name: total / examples for name, total in zip(names, sums, strict=True)}
+        dev_means = {f"dev_{name}": value for name, value in self.dev_means.items()}
+        self.log_dict(dev_means, prog_bar=True, batch_size=1, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         s = self.settings

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mgk.tasks.base import Split
-from mgk.training.data import DeviceDataset, EpochPermutation, TrainSampler
+from mgk.training.data import DevelopmentSampler, DeviceDataset, EpochPermutation, TrainSampler
 
 
 def test_order_is_a_permutation_per_epoch_and_depends_on_seed_and_position():
@@ -16,6 +16,15 @@ def test_order_is_a_permutation_per_epoch_and_depends_on_seed_and_position():
     assert (taken[:10] != taken[10:20]).any()
     assert (EpochPermutation(10, seed=5).take(7, 16) == taken[7:23]).all()
     assert (EpochPermutation(10, seed=6).take(0, 30) != taken).any()
+
+
+@pytest.mark.parametrize(("examples", "world_size"), [(10, 1), (10, 3), (9, 3), (2, 3), (7, 2), (0, 2)])
+def test_development_batches_count_each_example_once(examples, world_size):
+    samplers = [DevelopmentSampler(examples, 3, rank, world_size) for rank in range(world_size)]
+    assert len({len(sampler) for sampler in samplers}) == 1
+    batches = [batch for sampler in samplers for batch in sampler]
+    assert all(len(indices) >= max(1, count) for indices, count in batches)
+    assert sorted(int(index) for indices, count in batches for index in indices[:count]) == list(range(examples))
 
 
 @pytest.mark.parametrize(("accumulate", "world_size"), [(1, 1), (2, 1), (1, 2), (2, 2)])

@@ -43,3 +43,28 @@ def test_every_family_trains_in_two_processes(tmp_path, family, strategy):
     steps = [line.split(",")[0] for line in RunDirectory(tmp_path).metrics.read_text().splitlines()[1:]]
     assert steps == ["2", "2", "4", "4"]
     assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def metrics_of_one_process(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    train(out, "--dropout=0", *(f"--set={setting}" for setting in UNEVEN))
+    return dev_metrics(out)
+
+
+# 10 examples in batches of 3: rank 0 has 4 examples in two batches, the others 3 in one.
+UNEVEN = ("steps=4", "eval_every=2", "warmup=1", "batch_size=12", "eval_batch_size=3")
+
+
+def dev_metrics(out):
+    rows = [line.split(",") for line in RunDirectory(out).metrics.read_text().splitlines()]
+    best = torch.load(RunDirectory(out).checkpoint, weights_only=True)["best"]
+    return [float(value) for row in rows if row[1] == "dev" for value in row[2:4]] + list(best.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_development_metrics_of_three_processes_equal_those_of_one(tmp_path, metrics_of_one_process, strategy):
+    launcher, settings = torchrun("--standalone", "--nproc-per-node=3"), [f"--set={setting}" for setting in UNEVEN]
+    train(tmp_path, "--dropout=0", *settings, f"--strategy={strategy}", launcher=launcher, timeout=120)
+    assert dev_metrics(tmp_path) == pytest.approx(metrics_of_one_process, rel=2e-6)
