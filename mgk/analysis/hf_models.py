@@ -28,22 +28,24 @@ from mgk.hf.attention_interface import find_model_class, replace_attention, with
 ATTENTION_NAME = "mgk_capture"
 
 
-def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
+def load(name: str, device: torch.device | str = "cpu", *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a pretrained model in fp32 and eval mode.
 
     Args:
         name: A directory, or the name of a model on the Hugging Face Hub.
         device: Device of the model.
+        trust_remote_code: Run the Python code of the model's repository, if its configuration names some.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         # The class named by the configuration has no mixture keys: it cannot load a converted model.
         converted = getattr(config, "mgk", None) is not None
-        model = None if converted else _load(config, name)
+        model = None if converted else _load(config, name, trust_remote_code)
     # Missing and damaged files raise many types; the first line of the message names the cause.
     except Exception as error:
+        _check_trusted(name, error, trust_remote_code)
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"--hf {name} cannot be loaded: {reason}") from error
     if model is None:
@@ -51,9 +53,18 @@ def load(name: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def _load(config: Any, name: str) -> Any:
+def _check_trusted(name: str, error: Exception, trust_remote_code: bool) -> None:
+    """Raise an error that names the option, if loading failed because code of the repository was not run."""
+    if not trust_remote_code and "trust_remote_code" in str(error):
+        reason = "needs Python code of its repository: read that code, then pass --trust-remote-code to run it"
+        raise ValueError(f"--hf {name} {reason}") from error
+
+
+def _load(config: Any, name: str, trust_remote_code: bool) -> Any:
     model_class = find_model_class(config) or transformers.AutoModel
-    return model_class.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+    return model_class.from_pretrained(
+        name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+    )
 
 
 def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> Any:
@@ -102,7 +113,7 @@ def capture_attention(model: nn.Module, handler: LayerHandler) -> Iterator[None]
 
 
 def from_text(
-    name: str, texts: Sequence[str], length: int | None, min_length: int
+    name: str, texts: Sequence[str], length: int | None, min_length: int, *, trust_remote_code: bool = False
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Encode texts with a model's tokenizer.
 
@@ -111,13 +122,15 @@ def from_text(
         texts: One text per sample.
         length: Truncate to this many tokens.
         min_length: Shortest permitted text, in tokens.
+        trust_remote_code: Run the Python code of the tokenizer's repository, if its configuration names some.
 
     Returns:
         The samples, and the tokens of the first.
     """
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        _check_trusted(name, error, trust_remote_code)
         tokenizer = None
     # Without vocabulary files some tokenizer classes load with special tokens alone.
     if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -142,13 +155,16 @@ def from_ids(rows: Sequence[Sequence[int]], model: PreTrainedModel) -> list[dict
     return [{"input_ids": torch.tensor([list(row)])} for row in rows]
 
 
-def from_images(paths: Sequence[Path], name: str, model: PreTrainedModel) -> list[dict[str, Any]]:
+def from_images(
+    paths: Sequence[Path], name: str, model: PreTrainedModel, *, trust_remote_code: bool = False
+) -> list[dict[str, Any]]:
     """Load images with the model's image processor; without one, resize them and scale their values to [-1, 1].
 
     Args:
         paths: One image file per sample.
         name: The model's directory or name.
         model: The model.
+        trust_remote_code: Run the Python code of the processor's repository, if its configuration names some.
 
     Returns:
         The samples.
@@ -160,8 +176,9 @@ def from_images(paths: Sequence[Path], name: str, model: PreTrainedModel) -> lis
         fail("--images", f"needs a vision model, and {type(model).__name__} has no image_size")
     height, width = (size, size) if isinstance(size, int) else size
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(name)
-    except Exception:
+        processor = transformers.AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        _check_trusted(name, error, trust_remote_code)
         processor = None
     samples = []
     for path in paths:

@@ -43,6 +43,9 @@ def analyze(
     hf: Annotated[
         str | None, typer.Option(help="Transformers model to analyze instead: a directory or a name on the Hub.")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the repository of --hf, if it has any.")
+    ] = False,
     text: Annotated[list[str] | None, typer.Option(help="Input text, or a text file; may be repeated.")] = None,
     ids: Annotated[
         Path | None, typer.Option(help="Input token ids: a .npy file, or a text file with one sample per line.")
@@ -83,6 +86,8 @@ def analyze(
     """
     if bool(runs) == (hf is not None):
         raise ValueError("give one or more run directories, or --hf MODEL")
+    if trust_remote_code and hf is None:
+        fail("--trust-remote-code", "requires --hf")
     for option, value in (("--length", length), ("--matrices", matrices), ("--map-size", map_size)):
         if value is not None:
             positive_integer(option, value)
@@ -100,7 +105,9 @@ def analyze(
     if sum(map(bool, (text, ids, images))) > 1:
         raise ValueError("give only one of --text, --ids and --images")
     texts = [_read_text(part) for part in text or []]
-    options = _InputOptions(texts, ids, images or [], length, split, seed, data_dir, matrices, map_size)
+    options = _InputOptions(
+        texts, ids, images or [], length, split, seed, data_dir, matrices, map_size, trust_remote_code
+    )
     with _progress_bar() as progress:
         if hf is not None:
             tiles = _tile_directory(directory, Path(hf).name)
@@ -138,6 +145,7 @@ class _InputOptions:
     data_dir: Path | None
     matrices: int | None
     map_size: int | None
+    trust_remote_code: bool
 
     def resolve_matrices(self, length: int, device: str) -> int:
         """Return --matrices, or its default for sequences of this length."""
@@ -270,19 +278,21 @@ def _analyze_transformers_model(
     if not (options.texts or options.ids or options.images):
         fail("--hf", "requires an input: --text, --ids or --images")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = hf_models.load(name, device)
+    trust = {"trust_remote_code": options.trust_remote_code}
+    model = hf_models.load(name, device, **trust)
     max_positions = getattr(model.config, "max_position_embeddings", None)
     length = min(limit for limit in (options.length, max_positions, 1 << 30) if limit is not None)
     tokens: list[str] = []
     if options.texts:
-        inputs, tokens = hf_models.from_text(name, options.texts, length, options.length or samples.MIN_LENGTH)
+        min_length = options.length or samples.MIN_LENGTH
+        inputs, tokens = hf_models.from_text(name, options.texts, length, min_length, **trust)
         title = "text"
     elif options.ids is not None:
         rows = [row[:length] for row in samples.read_ids(options.ids, options.length)]
         inputs, title = hf_models.from_ids(rows, model), f"token ids of {options.ids.name}"
         tokens = [str(token) for token in rows[0]]
     else:
-        inputs, title = hf_models.from_images(options.images, name, model), f"{len(options.images)} images"
+        inputs, title = hf_models.from_images(options.images, name, model, **trust), f"{len(options.images)} images"
     longest = max((sample["input_ids"].shape[1] for sample in inputs if "input_ids" in sample), default=LONG)
     matrices = options.resolve_matrices(longest, device)
     config = model.config.get_text_config()

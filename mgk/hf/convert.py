@@ -109,6 +109,7 @@ def load_converted(
     dtype: torch.dtype | str = "auto",
     device_map: Any = None,
     attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Load a converted model that `save_pretrained` wrote. `from_pretrained` would ignore the mixture keys.
 
@@ -118,13 +119,14 @@ def load_converted(
         dtype: As in `from_pretrained`.
         device_map: As in `from_pretrained`.
         attn_implementation: "sdpa" or "eager", as in `from_pretrained`.
+        trust_remote_code: Run the Python code of the folder, if its configuration names some.
 
     Returns:
         The model.
     """
     if not Path(folder).is_dir() and str(folder).count("/") != 1:
         fail("folder", f"{folder} is neither a folder nor a model on the hub (owner/name)")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     saved = getattr(config, NAME, None)
     if saved is None:
         fail("folder", f"{folder} has no converted model: use from_pretrained, then mgk.hf.convert")
@@ -144,6 +146,7 @@ def load_converted(
         config=config,
         dtype=dtype,
         use_safetensors=True,
+        trust_remote_code=trust_remote_code,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # an error is raised below
         **{name: value for name, value in options.items() if value is not None},

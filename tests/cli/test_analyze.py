@@ -14,6 +14,7 @@ from mgk import tasks
 from mgk.cli import main
 from mgk.models import DecoderConfig, LanguageModel, save_model
 from tests.support.analyzed_runs import TASK, make_run, read_csv, run_analyze
+from tests.support.remote_code import make_repository
 
 
 @pytest.fixture
@@ -222,3 +223,18 @@ def test_unreadable_text_file_is_an_error(run, tmp_path, monkeypatch, expect_err
 
     monkeypatch.setattr(call, deny)
     expect_error(f"--text: {file} cannot be read: Permission denied", run, "--text", file)
+
+
+def test_code_of_a_repository_runs_only_with_the_option(tmp_path, monkeypatch, expect_error):
+    pytest.importorskip("transformers")
+    marker = make_repository(tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "ids.txt").write_text("7 " * 9)
+    arguments = ("--hf", tmp_path / "model", "--ids", tmp_path / "ids.txt", "--out", tmp_path / "out")
+    expect_error("pass --trust-remote-code to run it", *arguments)
+    assert not marker.exists()
+    result = run_analyze(*arguments, "--trust-remote-code")
+    assert result.exception is None, result.output
+    assert marker.exists()
+    expect_error("--trust-remote-code requires --hf", tmp_path, "--trust-remote-code")

@@ -16,6 +16,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 import mgk.analysis.hf_models  # noqa: E402
 from mgk.hf import MGKConfig, MGKForCausalLM, convert, load_converted  # noqa: E402
 from mgk.hf.mixture_keys import MixtureKeys  # noqa: E402
+from tests.support.remote_code import make_repository  # noqa: E402
 
 LENGTH = 9
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -320,6 +321,17 @@ def test_incomplete_folder_raises(folder):
         (folder / "config.json").write_text(json.dumps({**settings, "mgk": wrong}))
         with pytest.raises(ValueError, match=r"config.json whose 'mgk' does not match LlamaForCausalLM"):
             load_converted(folder)
+
+
+def test_code_of_a_folder_runs_only_with_the_argument(folder, tmp_path, monkeypatch):
+    marker = make_repository(folder, mgk={"variant": "smgk", "layers": {}})
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        load_converted(folder, model_class=transformers.BertModel)
+    assert not marker.exists()
+    load_converted(folder, model_class=transformers.BertModel, trust_remote_code=True)
+    assert marker.exists()
 
 
 def test_from_pretrained_model_is_not_converted(folder):
