@@ -1,5 +1,7 @@
 """The report of `mgk analyze`: its files, and the page in a real browser."""
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -75,6 +77,23 @@ def test_page_needs_no_network(analyzed):
     page = (analyzed[0] / "report.html").read_text()
     for outside in ("http:", "https:", "<link", 'src="/', "@import", "fetch(", "XMLHttpRequest"):
         assert outside not in page.replace('"http://www.w3.org/2000/svg"', "")
+
+
+def test_policy_allows_the_scripts_of_the_page_and_no_network(analyzed):
+    page = (analyzed[0] / "report.html").read_text()
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*)">', page)
+    sources = {directive.split()[0]: directive.split()[1:] for directive in policy.split("; ")}
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(scripts) == page.count("<script") == 3
+    assert sources.pop("script-src") == [f"'sha256-{digest}'" for digest in digests]
+    assert sources == {
+        "default-src": ["'none'"],
+        "style-src": ["'unsafe-inline'"],
+        "img-src": ["data:", "'self'", "file:"],
+        "base-uri": ["'none'"],
+        "form-action": ["'none'"],
+    }
 
 
 def test_names_cannot_end_the_script(tmp_path):
