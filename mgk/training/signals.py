@@ -25,7 +25,7 @@ GRACE = 2.0
 # processes, and torchrun forwards it to them.
 SAME_REQUEST = 1.0
 STOPPING = "Stopping after this step and saving. Press Ctrl-C again to quit now."
-# Set by a process that starts trainings: the training stops at the end of its standard input, a pipe from that process.
+# Set by a process that starts training runs: a run stops at the end of its standard input, a pipe from that process.
 STOP_AT_END_OF_INPUT = "MGK_STOP_AT_END_OF_INPUT"
 # SIGHUP is sent when a terminal closes. Windows does not have it.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
