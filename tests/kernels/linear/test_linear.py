@@ -222,7 +222,7 @@ UNSUPPORTED = {
     "double": ({"dtype": torch.float64}, "float64"),
     "wide": ({"D": 257}, "256"),
     "no-values": ({"E": 0}, "value dimension of 0"),
-    "many-heads": ({"B": 32_768, "S": 1}, "65,535 heads"),
+    "many-heads": ({"B": 32_768, "S": 1}, "number of heads above 65,535"),
 }
 
 
