@@ -230,7 +230,7 @@ def test_packed_sequence_without_keys(variant, hard, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
 def test_small_calls_take_one_launch_per_pass(variant, monkeypatch, poisoned):
-    """Of the GENERAL path instead of FAST and FALLBACK, in all dtypes."""
+    """Check the GENERAL path instead of FAST and FALLBACK, in all dtypes."""
     monkeypatch.undo()
     paths, original = [], triton_launch.launch
 
