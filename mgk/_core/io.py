@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Seconds that `exclusive` retries before it raises: a process that received a stop signal may still be saving.
 LOCK_TIMEOUT = 10.0
-# Seconds after which a temporary file of another host is taken for that of a killed process.
+# Seconds after which unfinished files and directories are taken for those of a killed process.
 ABANDONED = 24 * 3600
 _held: set[Path] = set()  # locks that this process holds through `exclusive`
 

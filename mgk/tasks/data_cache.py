@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mgk._core.io import locked, write_atomically
+from mgk._core.io import ABANDONED, locked, write_atomically
 
 FORMAT = 1  # version of the file formats; enters the name of the directory
 MANIFEST = "cache.json"
 VERIFIED = "verified.json"  # sizes and modification times at the last verification
-ABANDONED = 24 * 3600  # seconds after which an unfinished directory is considered abandoned
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
