@@ -16,12 +16,11 @@ from mgk._core.em_checkpointing import is_recomputed_forward
 from mgk._core.from_softmax import from_softmax
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.precision import autocast_inputs
 from mgk._core.priors import PRIORS, VARIANCES, EMPrior, EMVariance
+from mgk._core.projections import count_heads, project_inputs
 from mgk._core.validation import (
     SIMILARITIES,
     check_cache,
-    check_dtype,
     check_factory_kwargs,
     check_input,
     check_key_and_value,
@@ -29,7 +28,6 @@ from mgk._core.validation import (
     check_mask,
     check_padding_mask,
     check_positions,
-    check_query_keys_value,
     check_same_length,
     check_scale,
     check_state,
@@ -56,7 +54,11 @@ class Attention(nn.Module):
         embed_dim: Dimension of the input and the output.
         num_heads: Number of query heads H.
         head_dim: Dimension D of a head. Default: ``embed_dim // num_heads``, as in torch.
-        num_kv_heads: Number of key heads Hk, a divisor of ``num_heads`` (GQA). Default: ``num_heads``.
+        num_kv_heads: Number of value heads Hv, and of key heads by default (GQA). A divisor of ``num_heads``.
+            Default: ``num_heads``.
+        num_key_heads: Number of key heads Hk, a divisor of ``num_heads``. Query head h uses key head
+            ``h // (num_heads // num_key_heads)``; shifts, priors and variances belong to key heads.
+            Default: ``num_kv_heads``.
         kdim, vdim: Dimensions of the key and the value input. Default: ``embed_dim``.
         variant: Name in ``VARIANTS``, or a ``Variant``.
         num_components: Number of components M per key. Ignored by ``softmax`` and ``linear``, which have one.
@@ -85,6 +87,7 @@ class Attention(nn.Module):
         *,
         head_dim: int | None = None,
         num_kv_heads: int | None = None,
+        num_key_heads: int | None = None,
         kdim: int | None = None,
         vdim: int | None = None,
         variant: str | Variant = "smgk",
@@ -109,9 +112,7 @@ class Attention(nn.Module):
         if head_dim is None and embed_dim % num_heads:
             fail("num_heads", f"= {num_heads} does not divide embed_dim = {embed_dim}: pass head_dim")
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_integer("head_dim", head_dim)
-        self.num_kv_heads = num_heads if num_kv_heads is None else positive_integer("num_kv_heads", num_kv_heads)
-        if num_heads % self.num_kv_heads:
-            fail("num_kv_heads", f"= {num_kv_heads} must divide num_heads = {num_heads}")
+        self.num_key_heads, self.num_kv_heads = count_heads(num_heads, num_kv_heads, num_key_heads)
         self.kdim = embed_dim if kdim is None else positive_integer("kdim", kdim)
         self.vdim = embed_dim if vdim is None else positive_integer("vdim", vdim)
         self.num_components = self.variant.components or positive_integer("num_components", num_components)
@@ -129,12 +130,12 @@ class Attention(nn.Module):
         # Resolved even if the variant does not use it, so that a misspelt name fails early.
         resolved_map = resolve_feature_map(feature_map)
         self.feature_map = L1Features(resolved_map) if self.preset.linear.l1_features else resolved_map
-        heads, width, components = self.num_kv_heads, self.head_dim, self.num_components
+        heads, width, components = self.num_key_heads, self.head_dim, self.num_components
         self.query = nn.Linear(embed_dim, num_heads * width, bias=bias, **factory_kwargs)
         self.keys: KeyProjection = KEYS[self.variant.keys](
             self.kdim, heads, components, width, bias=bias, preset=self.preset, **factory_kwargs
         )
-        self.value = nn.Linear(self.vdim, heads * width, bias=bias, **factory_kwargs)
+        self.value = nn.Linear(self.vdim, self.num_kv_heads * width, bias=bias, **factory_kwargs)
         self.out = nn.Linear(num_heads * width, embed_dim, bias=bias, **factory_kwargs)
         options = (self.variant, self.preset)
         self.prior = PRIORS[self.variant.prior](heads, components, *options, num_positions, **factory_kwargs)
@@ -220,7 +221,7 @@ class Attention(nn.Module):
         check_layer_packing(query, args.cu_seqlens, args.max_seqlen, supported=is_self and args.cache is None)
         positions = self._positions(query, position_ids, args)
         key_positions = positions if is_self else self._positions(key, None, args)
-        q, k, v = self._project(query, key, value, positions, key_positions)
+        q, k, v = project_inputs(self, query, key, value, positions, key_positions)
         if self.is_linear:
             output, weights = self._attend_linear(q, k, v, key_positions, args)
         else:
@@ -239,30 +240,6 @@ class Attention(nn.Module):
         if args.cache is not None:
             return args.cache.next_positions(x)
         return None
-
-    def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, key_positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project the inputs to query [B, H, L, D], keys [B, Hk, (M,) S, D] and value [B, Hk, S, D]."""
-        # Local names: attributes of a module are slow to look up.
-        to_query, to_keys, to_value, rotary = self.query, self.keys, self.value, self.rotary
-        check_dtype("query", query, to_query)
-        check_dtype("key", key, to_keys.projection)
-        check_dtype("value", value, to_value)
-        (batch, queries), length = query.shape[:2], key.shape[1]
-        q = to_query(query).view(batch, queries, self.num_heads, self.head_dim).transpose(1, 2)
-        k = to_keys(key)
-        v = to_value(value).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
-        if self.variant.normalise:
-            q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
-        if rotary is not None:
-            q = rotary(q, _positions_or_range(positions, query))
-            k = rotary(k, _positions_or_range(key_positions, key))
-        q, k, v = autocast_inputs(q, k, v)
-        # Only a user-supplied rotary callable or a replaced projection can return wrong shapes or dtypes.
-        if not (rotary is None or isinstance(rotary, Rotary)) or not q.dtype == k.dtype == v.dtype:
-            check_query_keys_value(q, k, v, to_keys.shift, to_keys.shift is not None)
-        return q, k, v
 
     def _attend_mixture(
         self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, args: AttentionArgs, is_self: bool
@@ -296,7 +273,7 @@ class Attention(nn.Module):
         log_prior = self.prior(length, positions)
         if log_normaliser is not None:
             log_prior = log_normaliser if log_prior is None else log_prior + log_normaliser
-        heads, cu_seqlens = self.num_kv_heads, args.cu_seqlens
+        heads, cu_seqlens = self.num_key_heads, args.cu_seqlens
         call = MixtureCall(
             query=query,
             keys=keys,
@@ -397,16 +374,20 @@ class Attention(nn.Module):
         positive_integer("max_length", max_length)
         # Projections may have been replaced by quantised modules. If all were, they compute in the default dtype.
         like = next(x for x in (*self.parameters(), *self.buffers(), torch.empty(0)) if x.is_floating_point())
-        sizes = (batch_size, self.num_kv_heads)
+        key_heads, value_heads = (batch_size, self.num_key_heads), (batch_size, self.num_kv_heads)
         if self.is_linear:
-            empty = like.new_zeros(*sizes, 0, self.head_dim).detach()
+            empty = like.new_zeros(batch_size, self.num_heads, 0, self.head_dim).detach()
             _, state = functional.mlk_attention(
-                empty, empty.unsqueeze(2), empty, feature_map=self.feature_map, return_state=True
+                empty,
+                empty[:, : self.num_key_heads, None],
+                empty[:, : self.num_kv_heads],
+                feature_map=self.feature_map,
+                return_state=True,
             )
             return StateCache(batch_size, max_length, state)
         components = () if self.keys.shift is not None else (self.num_components,)
-        keys = like.new_zeros(*sizes, *components, max_length, self.head_dim).detach()
-        value = like.new_zeros(*sizes, max_length, self.head_dim).detach()
+        keys = like.new_zeros(*key_heads, *components, max_length, self.head_dim).detach()
+        value = like.new_zeros(*value_heads, max_length, self.head_dim).detach()
         with_positions = getattr(self.prior, "positions", None) is not None
         return KeyValueCache(max_length, keys, value, with_positions=with_positions)
 
@@ -440,10 +421,6 @@ class Attention(nn.Module):
             message = "source takes [L, B, E] (batch_first=False), but this layer takes [B, L, E]: for a drop-in "
             warnings.warn(f"{message}replacement, use mgk.MultiheadAttention.from_softmax", stacklevel=2)
         return layer
-
-
-def _positions_or_range(positions: Tensor | None, x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device) if positions is None else positions
 
 
 def _as_4d(log_prior: Tensor | None) -> Tensor | None:

@@ -135,7 +135,7 @@ class Cache(ABC):
 
 
 class KeyValueCache(Cache):
-    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hk, S, E] and optionally positions [B, S]."""
+    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hv, S, E] and optionally positions [B, S]."""
 
     def __init__(self, max_length: int, keys: Tensor, value: Tensor, *, with_positions: bool = False) -> None:
         super().__init__(keys.shape[0], max_length)

@@ -1,6 +1,7 @@
 """The attention operators, and `explain_backend`, which reports the backend that runs a call.
 
-B batch, H query heads, Hk key heads, M components, L queries, S keys, D head dimension, E value dimension, F features.
+B batch, H query heads, Hk key heads, Hv value heads, M components, L queries, S keys, D head dimension, E value
+dimension, F features.
 """
 
 from __future__ import annotations
@@ -61,9 +62,8 @@ def mgk_attention(
 
     Args:
         query: [B, H, L, D].
-        keys: Component keys, [B, Hk, M, S, D]. Hk divides H: a group of H/Hk query heads shares keys, value, prior and
-            scale.
-        value: [B, Hk, S, E].
+        keys: Component keys, [B, Hk, M, S, D]. Hk divides H: a group of H/Hk query heads shares keys, prior and scale.
+        value: [B, Hv, S, E]. Hv divides H, and need not equal Hk.
         attn_mask: Broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
             logits, and differentiable; values below -1e30 (-inf, the lowest finite fp32 and bf16 number) mask the
             pair. May be combined with is_causal: both apply.
@@ -124,8 +124,8 @@ def smgk_attention(
 
     Args:
         query: [B, H, L, D].
-        key: [B, Hk, S, D]. Hk divides H: a group of H/Hk query heads shares key, value, shift, prior and scale.
-        value: [B, Hk, S, E].
+        key: [B, Hk, S, D]. Hk divides H: a group of H/Hk query heads shares key, shift, prior and scale.
+        value: [B, Hv, S, E]. Hv divides H, and need not equal Hk.
         shift: [Hk, M, D].
         attn_mask: Broadcastable to [B, H, L, S]. Bool: **True = attend**, as in SDPA. Floating point: added to the
             logits, and differentiable; values below -1e30 (-inf, the lowest finite fp32 and bf16 number) mask the
@@ -183,7 +183,7 @@ def mlk_attention(
     Args:
         query: [B, H, L, D].
         keys: Component keys k_jr, [B, Hk, M, S, D]. Hk divides H.
-        value: [B, Hk, S, E].
+        value: [B, Hv, S, E]. Hv divides H, and need not equal Hk.
         log_prior: log π, broadcastable to [B, Hk, M, S]. Default: uniform, 1/M.
         feature_map: "elu" (elu + 1), "relu", or a callable [..., D] -> [..., F] such as `FAVOR` and `DPFP`.
         key_mask: bool [B, S], **True = attend**.
@@ -197,8 +197,9 @@ def mlk_attention(
 
     Returns:
         The output [B, H, L, E]. With return_weights or return_state, a tuple of the output followed by the weights
-        [B, H, L, S] and the state, as requested. The state is (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a
-        log weight [B, Hk]. A query whose denominator is 0 gives zeros.
+        [B, H, L, S] and the state, as requested. The state is (Z [B, Hs, F, E], z [B, Hk, F]), for FAVOR followed by a
+        log weight [B, Hk]. Hs is the least common multiple of Hk and Hv: Hk if they are equal. A query whose
+        denominator is 0 gives zeros.
     """
     call = linear_call(
         query, keys, value, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask, is_causal=is_causal,
@@ -228,7 +229,7 @@ def smlk_attention(
     Args:
         query: [B, H, L, D].
         key: [B, Hk, S, D]. Hk divides H.
-        value: [B, Hk, S, E].
+        value: [B, Hv, S, E]. Hv divides H, and need not equal Hk.
         shift: [Hk, M, D].
         log_prior: log π, broadcastable to [B, Hk, M, S]. Default: uniform, 1/M.
         feature_map: "elu" (elu + 1), "relu", or a callable [..., D] -> [..., F] such as `FAVOR` and `DPFP`.
@@ -243,8 +244,9 @@ def smlk_attention(
 
     Returns:
         The output [B, H, L, E]. With return_weights or return_state, a tuple of the output followed by the weights
-        [B, H, L, S] and the state, as requested. The state is (Z [B, Hk, F, E], z [B, Hk, F]), for FAVOR followed by a
-        log weight [B, Hk]. A query whose denominator is 0 gives zeros.
+        [B, H, L, S] and the state, as requested. The state is (Z [B, Hs, F, E], z [B, Hk, F]), for FAVOR followed by a
+        log weight [B, Hk]. Hs is the least common multiple of Hk and Hv: Hk if they are equal. A query whose
+        denominator is 0 gives zeros.
     """
     call = linear_call(
         query, key, value, shift=shift, shifted=True, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask,

@@ -51,7 +51,7 @@ class AttentionCall:
 
     query: Tensor  # [B, H, L, D]
     keys: Tensor  # [B, Hk, M, S, D]; [B, Hk, S, D] with a shift
-    value: Tensor  # [B, Hk, S, E]
+    value: Tensor  # [B, Hv, S, E]
     shift: Tensor | None  # [Hk, M, D]: k_jr = k_j + b_r
     log_prior: Tensor | None  # 4-d, broadcastable to [B, Hk, M, S]; None is uniform, log(1/M)
     return_weights: bool
@@ -65,6 +65,11 @@ class AttentionCall:
     def group(self) -> int:
         """Number of query heads per key head."""
         return self.query.shape[1] // self.keys.shape[1]
+
+    @property
+    def value_group(self) -> int:
+        """Number of query heads per value head."""
+        return self.query.shape[1] // self.value.shape[1]
 
     @property
     def unsupported_transform(self) -> str | None:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from mgk import equations
 from mgk._core.calls import LinearCall
-from mgk._core.masks import MASK_VALUE, repeat_heads
+from mgk._core.heads import pair_key_and_value, repeat_heads
+from mgk._core.masks import MASK_VALUE
 from mgk._core.precision import compute_dtype, without_autocast
 
 # Log weight of an empty sum. Finite, so that the difference of two of them is not NaN.
 EMPTY_LOG_WEIGHT = MASK_VALUE
 
-State = tuple[Tensor, ...]  # Z [B, Hk, F, E], z [B, Hk, F], and the log weight they are relative to, [B, Hk]
+# Z [B, Hs, F, E] with Hs = pair_heads(Hk, Hv), z [B, Hk, F], and the log weight they are relative to, [B, Hk].
+State = tuple[Tensor, ...]
 
 
 class Features(NamedTuple):
@@ -30,7 +32,7 @@ class Features(NamedTuple):
     query: Tensor  # [B, H, L, F]
     key: Tensor  # [B, Hk, S, F], zeros where masked
     log_weight: Tensor | None  # [B, Hk, S], -inf where masked
-    value: Tensor  # [B, Hk, S, E]
+    value: Tensor  # [B, Hv, S, E]
 
 
 def map_features(call: LinearCall) -> Features:
@@ -88,15 +90,28 @@ def divide_or_zero(numerator: Tensor, denominator: Tensor, normalise: bool) -> T
 def final_state(features: Features, state: State | None, reference: Tensor | None) -> State:
     """Return the sums over all keys, including those of the initial state."""
     if features.log_weight is None or reference is None:
-        total, norm = features.key.transpose(-1, -2) @ features.value, features.key.sum(-2)
+        total, norm = key_value_sums(features.key, features.value), features.key.sum(-2)
         return (total, norm) if state is None else (total + state[0], norm + state[1])
     last = reference[..., -1:]
     key = features.key * (features.log_weight - last).exp().unsqueeze(-1)
-    total, norm = key.transpose(-1, -2) @ features.value, key.sum(-2)
+    total, norm = key_value_sums(key, features.value), key.sum(-2)
     if state is not None:
         shrink = (state[2].unsqueeze(-1) - last).exp()  # [B, Hk, 1]
-        total, norm = total + state[0] * shrink.unsqueeze(-1), norm + state[1] * shrink
+        shrink_total = repeat_heads(shrink, total.shape[1] // shrink.shape[1]).unsqueeze(-1)
+        total, norm = total + state[0] * shrink_total, norm + state[1] * shrink
     return total, norm, last.squeeze(-1)
+
+
+def key_value_sums(key: Tensor, value: Tensor) -> Tensor:
+    """Return Σ_j φ̃_j v_jᵀ of key [B, Hk, ..., S, F] and value [B, Hv, ..., S, E]: [B, Hs, ..., F, E]."""
+    key, value = pair_key_and_value(key, value)
+    return key.transpose(-1, -2) @ value
+
+
+def repeat_state(state: State, heads: int) -> tuple[Tensor, Tensor]:
+    """Repeat Z and z of a state for the query heads; single heads broadcast."""
+    total, norm = (repeat_heads(x, heads // x.shape[1]) for x in state[:2])
+    return total, norm
 
 
 def add_state(
@@ -105,7 +120,7 @@ def add_state(
     """Add the contribution of the initial state to Eq. 14's numerator and denominator."""
     if reference is not None:
         query = query * repeat_heads((state[2].unsqueeze(-1) - reference).exp(), group).unsqueeze(-1)
-    total, norm = (repeat_heads(x, group) for x in state[:2])
+    total, norm = repeat_state(state, query.shape[1])
     return numerator + query @ total, denominator + (query @ norm.unsqueeze(-1)).squeeze(-1)
 
 

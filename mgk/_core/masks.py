@@ -97,10 +97,3 @@ def allowed_pairs(
 def block_of_rows(mask: Tensor, rows: slice) -> Tensor:
     """Return the rows of a block of queries from a mask [B, H, L or 1, S]."""
     return mask if mask.shape[-2] == 1 else mask[..., rows, :]
-
-
-def repeat_heads(tensor: Tensor, group: int) -> Tensor:
-    """Repeat the key heads of [B, Hk, ...] for the query heads; a single head is not repeated, since it broadcasts."""
-    if group == 1 or tensor.shape[1] == 1:
-        return tensor
-    return tensor.repeat_interleave(group, dim=1)

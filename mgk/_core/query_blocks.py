@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import repeat_heads
+from mgk._core.heads import repeat_heads
 from mgk._core.precision import compute_dtype
 
 # Maximum number of elements of a block's logits [B, H, M, rows, S]: 64 MiB in fp32.
@@ -25,7 +25,8 @@ def expand_inputs(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor, Tensor | N
     if log_prior is None:
         log_prior = call.query.new_full((1, 1, 1, 1), 1 / call.components, dtype=dtype).log()
     log_prior = repeat_heads(log_prior.to(dtype), group)
-    keys, value = (repeat_heads(x, group) for x in (call.component_keys(dtype), call.value.to(dtype)))
+    keys = repeat_heads(call.component_keys(dtype), group)
+    value = repeat_heads(call.value.to(dtype), call.value_group)
     return call.query.to(dtype), keys, value, log_prior, scale, tau
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from mgk._core.heads import pair_heads
 from mgk._core.precision import autocast_inputs
 
 NESTED = "is a nested tensor: concatenate its sequences to [1, T, ...] and pass cu_seqlens"
@@ -122,7 +123,7 @@ def check_query_keys_value(
     name = "key" if shifted else "keys"
     query = check_tensor("query", query, "B H L D")
     keys = check_tensor(name, keys, "B Hk S D" if shifted else "B Hk M S D", like=query)
-    value = check_tensor("value", value, "B Hk S E", like=query)
+    value = check_tensor("value", value, "B Hv S E", like=query)
     query, keys, value = autocast_inputs(query, keys, value)
     dtype = query.dtype
     for argument, tensor in ((name, keys), ("value", value)):
@@ -136,9 +137,12 @@ def check_query_keys_value(
         fail(name, f"must have query's batch size {batch} and head dimension {width}, got {list(keys.shape)}")
     if key_heads == 0 or heads % key_heads:
         fail(name, f"has {key_heads} heads, which must divide the {heads} heads of query")
-    if value.shape[:3] != (batch, key_heads, length):
-        shape = f"[{batch}, {key_heads}, {length}, E]"
+    value_batch, value_heads, value_length, _ = value.shape
+    if value_batch != batch or value_length != length:
+        shape = f"[{batch}, Hv, {length}, E]"
         fail("value", f"must have shape {shape} to match {name}, got {list(value.shape)}")
+    if value_heads == 0 or heads % value_heads:
+        fail("value", f"has {value_heads} heads, which must divide the {heads} heads of query")
     if shifted:
         shift = check_tensor("shift", shift, "Hk M D", like=query)
         if shift.shape[0] != key_heads or shift.shape[1] == 0 or shift.shape[2] != width:
@@ -209,15 +213,15 @@ def check_state(state: Any, query: Tensor, keys: Tensor, value: Tensor) -> tuple
     """Check the initial state of linear attention."""
     if state is None:
         return None
-    form = "must be a state from return_state=True: a tuple (Z [B, Hk, F, E], z [B, Hk, F], log weight [B, Hk])"
+    form = "must be a state from return_state=True: a tuple (Z [B, Hs, F, E], z [B, Hk, F], log weight [B, Hk])"
     if not isinstance(state, tuple) or len(state) not in (2, 3) or not all(isinstance(x, Tensor) for x in state):
         fail("initial_state", form)
-    batch, heads = query.shape[0], keys.shape[1]
+    batch, key_heads = query.shape[0], keys.shape[1]
     shapes_fit = (
         state[0].dim() == 4
-        and state[0].shape[:2] == (batch, heads)
+        and state[0].shape[:2] == (batch, pair_heads(key_heads, value.shape[1]))
         and state[0].shape[3] == value.shape[-1]
-        and state[1].shape == state[0].shape[:3]
+        and state[1].shape == (batch, key_heads, state[0].shape[2])
         and all(x.is_floating_point() for x in state)
     )
     if not shapes_fit:

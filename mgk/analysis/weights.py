@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk._core.calls import LinearCall, MixtureCall
-from mgk._core.masks import allowed_pairs, block_of_rows, repeat_heads
+from mgk._core.masks import allowed_pairs, block_of_rows
 from mgk._core.query_blocks import expand_inputs
 from mgk.analysis.capture import Call
 
@@ -91,7 +91,9 @@ class MixtureWeights(SampleWeights):
         super().__init__(
             call.query.shape[2], call.keys.shape[-2], _visible_range(_visible_keys(call.attn_mask), call.keys.shape[-2])
         )
-        self.query, self.keys, value, prior, self.scale, self.tau = expand_inputs(call)
+        self.query, keys, value, prior, self.scale, self.tau = expand_inputs(call)
+        # A single key or value head is not repeated yet.
+        self.keys, value = (x.expand(-1, call.query.shape[1], *x.shape[2:]) for x in (keys, value))
         assert prior is not None
         self.prior = prior
         self.components = call.components
@@ -135,13 +137,13 @@ class LinearWeights(SampleWeights):
             features, log_scale = call.feature_map.key_features(keys)
         else:
             features, log_scale = call.feature_map(keys), torch.zeros(keys.shape[:-1], dtype=keys.dtype).to(keys.device)
-        prior = call.log_prior
+        prior, heads = call.log_prior, call.query.shape[1]
         uniform = torch.full_like(log_scale[:, :, :, :1], -math.log(call.components))
-        self.log_scale = repeat_heads(log_scale, call.group)[0]  # [H, M, S]
-        self.features = repeat_heads(features, call.group)[0]  # [H, M, S, F]
-        self.prior = repeat_heads(uniform if prior is None else prior.expand(1, keys.shape[1], -1, -1), call.group)[0]
-        self.value = repeat_heads(call.value, call.group)[0][:, self.unpadded]
-        self.component_keys = repeat_heads(keys, call.group)[0][:, :, self.unpadded]
+        self.log_scale = _to_query_heads(log_scale, heads)  # [H, M, S]
+        self.features = _to_query_heads(features, heads)  # [H, M, S, F]
+        self.prior = _to_query_heads(uniform if prior is None else prior.expand(1, keys.shape[1], -1, -1), heads)
+        self.value = _to_query_heads(call.value, heads)[:, self.unpadded]
+        self.component_keys = _to_query_heads(keys, heads)[:, :, self.unpadded]
         self.log_prior = None if prior is None else _expand_prior(self.prior[None], self.heads, self.unpadded)
 
     def block(self, rows: slice, heads: slice, components: bool) -> Block:
@@ -161,6 +163,11 @@ class LinearWeights(SampleWeights):
         if not components or self.components == 1:
             return Block(rows, weights)
         return Block(rows, weights, scores[..., self.unpadded], bare[..., self.unpadded])
+
+
+def _to_query_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat the key or value heads of one sample, [1, h, ...] -> [H, ...]."""
+    return x.repeat_interleave(heads // x.shape[1], 1)[0]
 
 
 def sample_weights(call: Call, sample: int) -> SampleWeights:

@@ -7,8 +7,8 @@ both families has one `run` function for each. Backend modules do not import eac
 To add a backend, write such a module and add a row to MIXTURE_BACKENDS or LINEAR_BACKENDS, before the slower backends.
 If a later backend is faster for some calls, give the row a `prefer_other_reason` that returns the measured reason.
 
-Shapes: B batch, H query heads, Hk key heads, M components, L queries, S keys, D head dimension, E value dimension,
-F features.
+Shapes: B batch, H query heads, Hk key heads, Hv value heads, M components, L queries, S keys, D head dimension,
+E value dimension, F features.
 """
 
 from __future__ import annotations

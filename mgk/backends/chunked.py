@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import LinearCall
+from mgk._core.heads import repeat_heads
 from mgk._core.linear_features import (
     EMPTY_LOG_WEIGHT,
     Features,
@@ -19,10 +20,12 @@ from mgk._core.linear_features import (
     divide_or_zero,
     final_state,
     initial_state,
+    key_value_sums,
     map_features,
     max_log_weights,
+    repeat_state,
 )
-from mgk._core.masks import cu_seqlens_to_segments, repeat_heads
+from mgk._core.masks import cu_seqlens_to_segments
 
 CHUNK = 64
 # Positions per block of a long sequence: its temporaries stay small enough for the allocator to reuse.
@@ -90,14 +93,15 @@ def _attend_bidirectional(
     features: Features, state: State | None, reference: Tensor | None, call: LinearCall
 ) -> Tensor:
     query = features.query
-    total, norm = (repeat_heads(x, call.group) for x in final_state(features, state, reference)[:2])
+    total, norm = repeat_state(final_state(features, state, reference), query.shape[1])
     return divide_or_zero(query @ total, (query @ norm.unsqueeze(-1)).squeeze(-1), call.normalise)
 
 
 def _attend_causal(features: Features, state: State | None, reference: Tensor | None, call: LinearCall) -> Tensor:
     length = features.query.shape[2]
     if length == 0:
-        return (features.query @ repeat_heads(features.key, call.group).mT) @ repeat_heads(features.value, call.group)
+        value = repeat_heads(features.value, call.value_group)
+        return (features.query @ repeat_heads(features.key, call.group).mT) @ value
     # torch.compile specialises on sizes 0 and 1: for an empty padding (a length that is a multiple of CHUNK) or few
     # chunks it would compile again. While compiling, padding is never empty and there are at least three chunks.
     compiling = torch.compiler.is_compiling()
@@ -119,7 +123,7 @@ def _attend_causal(features: Features, state: State | None, reference: Tensor | 
     value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     within = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).tril()
     if features.log_weight is None or reference is None:
-        sums = (key.transpose(-1, -2) @ value).cumsum(2)
+        sums = key_value_sums(key, value).cumsum(2)
         before = torch.cat([torch.zeros_like(sums[:, :, :1]), sums[:, :, :-1]], dim=2)
         factors = within.to(query.dtype)
         entering = query
@@ -127,16 +131,17 @@ def _attend_causal(features: Features, state: State | None, reference: Tensor | 
         weight = pad_and_split(features.log_weight, -math.inf)
         reference_chunks = split(torch.nn.functional.pad(reference, (0, padding), mode="replicate"))
         peak = reference_chunks[..., -1]  # [B, Hk, chunks]: the log weight that a chunk's sums are relative to
-        sums = (key * (weight - peak.unsqueeze(-1)).exp().unsqueeze(-1)).transpose(-1, -2) @ value
+        sums = key_value_sums(key * (weight - peak.unsqueeze(-1)).exp().unsqueeze(-1), value)
         # Sums over earlier chunks, rescaled from the chunk's own log weight to that of the preceding chunk.
         earlier = torch.ones(count, count, dtype=torch.bool, device=query.device).tril(-1)
         last = torch.cat([torch.full_like(peak[..., :1], EMPTY_LOG_WEIGHT), peak[..., :-1]], dim=-1)
         shrink = (peak.unsqueeze(-2) - last.unsqueeze(-1)).masked_fill(~earlier, -math.inf).exp()
+        shrink = repeat_heads(shrink, sums.shape[1] // shrink.shape[1])
         before = (shrink @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
         factors = (weight.unsqueeze(-2) - reference_chunks.unsqueeze(-1)).masked_fill(~within, -math.inf).exp()
         factors = repeat_heads(factors, call.group)
         entering = query * repeat_heads((last.unsqueeze(-1) - reference_chunks).exp(), call.group).unsqueeze(-1)
-    key, value, before = (repeat_heads(x, call.group) for x in (key, value, before))
+    key, value, before = (repeat_heads(x, query.shape[1] // x.shape[1]) for x in (key, value, before))
     sums = ((query @ key.transpose(-1, -2)) * factors) @ value + entering @ before
     sums = sums.flatten(2, 3)
     # Copied while compiling: torch.export cannot prove the layout of a slice.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, repeat_heads
+from mgk._core.heads import repeat_heads
+from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows
 from mgk._core.precision import compute_dtype, without_autocast
 from mgk.equations import squared_norms
 from mgk.kernels.autograd import raise_no_double_backward
@@ -154,9 +155,17 @@ def _flash_calls(
             yield _shift_slice(tile, rows.start), slice(columns.start, columns.start + num_keys), False, bias
 
 
-def _repeat_key_heads(tensor: Tensor, group: int) -> Tensor:
-    """Repeat the key heads, a single one too: the flash kernel does not broadcast, it reads out of bounds."""
+def _expand_heads(tensor: Tensor, query: Tensor) -> Tensor:
+    """Expand key or value heads to the query heads: the flash kernel does not broadcast, it reads out of bounds."""
+    heads, group = query.shape[1], query.shape[1] // tensor.shape[1]
+    if tensor.shape[1] == 1:
+        return tensor.expand(-1, heads, *tensor.shape[2:])
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
+def _sum_heads(grad: Tensor, heads: int) -> Tensor:
+    """Sum the gradients of the query heads that share a key or value head."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
 def _make_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -187,7 +196,7 @@ def mixture_forward(
     Args:
         query: [B, H, L, F].
         keys: [B, Hk, M, S, F].
-        value: [B, Hk, S, F], with zeros in its last column.
+        value: [B, Hv, S, F], with zeros in its last column.
         mask: Bool (True = attend) or additive, broadcastable to [B, H, L, S], or None.
         causal: "", "top-left" or "bottom-right".
         cu_seqlens_q: Offsets [N + 1] of packed queries, or None.
@@ -197,8 +206,8 @@ def mixture_forward(
         The output [B, H, L, F] and the lse [B, H, L].
     """
     query, keys, value = _make_contiguous(query, keys, value)
-    group, components = query.shape[1] // keys.shape[1], keys.shape[2]
-    keys, value = _repeat_key_heads(keys, group), _repeat_key_heads(value, group)
+    components = keys.shape[2]
+    keys, value = _expand_heads(keys, query), _expand_heads(value, query)
     parts = []
     if query.numel():
         for rows, columns, is_causal, bias in _flash_calls(query, keys, mask, causal, cu_seqlens_q, cu_seqlens_k):
@@ -257,9 +266,9 @@ def mixture_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, keys and value."""
     query, keys, value = _make_contiguous(query, keys, value)
-    group, components = query.shape[1] // keys.shape[1], keys.shape[2]
-    all_keys, all_value = _repeat_key_heads(keys, group), _repeat_key_heads(value, group)
-    grad_query, grad_keys, grad_value = torch.zeros_like(query), torch.zeros_like(all_keys), torch.zeros_like(all_value)
+    components = keys.shape[2]
+    all_keys, all_value = _expand_heads(keys, query), _expand_heads(value, query)
+    grad_query, grad_keys, grad_value = (query.new_zeros(x.shape) for x in (query, all_keys, all_value))
     # Fully masked rows: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
     lse = lse.masked_fill(lse == -math.inf, -MASK_VALUE)
     # The kernel uses the output only for δ = dO·O, from which d lse is subtracted: the free last column carries it.
@@ -283,10 +292,7 @@ def mixture_backward(
             grad_query[:, :, rows] += part_query
             grad_keys[:, :, r, columns] += part_key
             grad_value[:, :, columns] += part_value
-    if group > 1:
-        grad_keys = grad_keys.unflatten(1, (-1, group)).sum(2)
-        grad_value = grad_value.unflatten(1, (-1, group)).sum(2)
-    return grad_query, grad_keys, grad_value
+    return grad_query, _sum_heads(grad_keys, keys.shape[1]), _sum_heads(grad_value, value.shape[1])
 
 
 @mixture_backward.register_fake

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from mgk import equations
 from mgk._core import linear_features
 from mgk._core.calls import LinearCall, MixtureCall
+from mgk._core.heads import repeat_heads
 from mgk._core.linear_features import EMPTY_LOG_WEIGHT, Features, State
-from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, cu_seqlens_to_segments, repeat_heads
+from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows, cu_seqlens_to_segments
 from mgk._core.precision import without_autocast
 from mgk._core.query_blocks import expand_inputs, query_blocks
 
@@ -76,7 +77,7 @@ def run_linear(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:
         # The maximum is taken over the query's packed sequence.
         log_weights = features.log_weight.unsqueeze(-2).masked_fill(~allowed, -math.inf)
         reference = log_weights.amax(-1).detach().clamp(min=EMPTY_LOG_WEIGHT)
-    key, value = repeat_heads(features.key, call.group), repeat_heads(features.value, call.group)
+    key, value = repeat_heads(features.key, call.group), repeat_heads(features.value, call.value_group)
     if reference is None and state is None and call.normalise:
         output, weights = equations.linear_attention(features.query, key, value, allowed)
     else:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from mgk._core.calls import LinearCall, MixtureCall
-from mgk._core.masks import repeat_heads
+from mgk._core.heads import repeat_heads
+from mgk._core.linear_features import key_value_sums, repeat_state
 
 
 def unsupported_reason(call: MixtureCall | LinearCall) -> str | None:
@@ -22,7 +23,7 @@ def unsupported_reason(call: MixtureCall | LinearCall) -> str | None:
 def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply query and keys (once for shifted keys, M times for independent ones), and weights and value."""
     keys = call.keys.unsqueeze(2) if call.shift is not None else call.keys
-    keys, value = repeat_heads(keys, call.group), repeat_heads(call.value, call.group)
+    keys, value = repeat_heads(keys, call.group), repeat_heads(call.value, call.value_group)
     weights = (call.query.unsqueeze(2) @ keys.transpose(-1, -2)).sum(2)
     return weights @ value, weights[..., 0], weights
 
@@ -30,8 +31,7 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
 def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Compute Z = Σ φ̃ vᵀ over the keys, then φ(q)·Z and φ(q)·z for each query."""
     query, key = call.feature_map(call.query), call.feature_map(call.component_keys(call.query.dtype)[:, :, 0])
-    total = key.transpose(-1, -2) @ call.value
-    state = (total, total[..., 0])
-    total, norm = (repeat_heads(x, call.group) for x in state)
+    state = (key_value_sums(key, call.value), key.sum(-2))
+    total, norm = repeat_state(state, query.shape[1])
     output = query @ total / (query @ norm.unsqueeze(-1))
     return output, state, query[..., :1].expand(*query.shape[:-1], call.value.shape[2])

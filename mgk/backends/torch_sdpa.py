@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mgk._core.calls import MixtureCall
+from mgk._core.heads import pair_key_and_value
 from mgk._core.masks import as_bool
 
 
@@ -46,15 +47,17 @@ def run(call: MixtureCall) -> tuple[Tensor, None, None]:
         mask = mask | empty if mask.dtype == torch.bool else mask.to(call.query.dtype).masked_fill(empty, 0)
     assert not isinstance(call.scale, Tensor)
     queries, length = call.query.shape[2], call.keys.shape[-2]
+    # SDPA's fused kernels require as many key heads as value heads.
+    keys, value = pair_key_and_value(call.keys.squeeze(2), call.value)
     output = F.scaled_dot_product_attention(
         call.query,
-        call.keys.squeeze(2),
-        call.value,
+        keys,
+        value,
         attn_mask=mask,
         dropout_p=call.dropout_p,
         is_causal=call.causal == "top-left" or (call.causal == "bottom-right" and queries == length),
         scale=call.scale,
         # Under torch.jit.trace numbers of heads are tensors.
-        enable_gqa=bool(call.group > 1),
+        enable_gqa=bool(call.query.shape[1] > keys.shape[1]),
     )
     return output if empty is None else output.masked_fill(empty, 0), None, None

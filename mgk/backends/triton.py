@@ -66,6 +66,8 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
     if reason is not None:
         return reason
     query, value = call.query, call.value
+    if value.shape[1] != call.keys.shape[1]:
+        return "different numbers of key and value heads are not supported"
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
         return f"head dimensions above {MAX_WIDTH} are not supported"
     if call.components > MAX_COMPONENTS:
@@ -91,6 +93,8 @@ def linear_unsupported_reason(call: LinearCall) -> str | None:
     if reason is not None:
         return reason
     query, value = call.query, call.value
+    if value.shape[1] != call.keys.shape[1]:
+        return "different numbers of key and value heads are not supported"
     if call.cu_seqlens is not None and not call.causal:
         return "packed sequences (cu_seqlens) are supported with is_causal=True only"
     if call.unsupported_transform is not None:
@@ -246,7 +250,7 @@ def _split_scale_and_tau(call: MixtureCall) -> tuple[float, Tensor | None, float
 
     Each is a number and, if it was a tensor, a tensor [Hk, 1 or M] or [Hk] that overrides the number.
     """
-    key_heads, scale, tau = call.value.shape[1], call.scale, call.tau
+    key_heads, scale, tau = call.keys.shape[1], call.scale, call.tau
     scale_t = scale.float()[0, :, :, 0].expand(key_heads, -1).contiguous() if isinstance(scale, Tensor) else None
     tau_t = tau.float().expand(key_heads).contiguous() if isinstance(tau, Tensor) else None
     return 1.0 if scale_t is not None else float(scale), scale_t, 0.0 if tau_t is not None else float(tau), tau_t

@@ -71,7 +71,7 @@ def main_tensor(valid, **more):
 
 SHARED = {
     "query": main_tensor(QUERY, heads=QUERY[:, :3], width=QUERY[..., :0]),
-    "value": main_tensor(VALUE, heads=VALUE[:, :1], length=VALUE[:, :, :5]),
+    "value": main_tensor(VALUE, heads=VALUE[:, [0, 1, 0]], length=VALUE[:, :, :5]),
     "log_prior": tensor(PRIOR, (torch.int64, torch.bool), components=PRIOR[:, :2]),
     "return_weights": flag(),
 }
@@ -130,6 +130,7 @@ ATTENTION = {
     "num_heads": integer(3) | {"none": None},
     "head_dim": integer(),
     "num_kv_heads": integer(3),
+    "num_key_heads": integer(3),
     "kdim": integer(),
     "vdim": integer(),
     "variant": name(mgk.VARIANTS) | {"none": None},
@@ -188,7 +189,7 @@ def operator_call(operator, valid):
 def constructor_call(cls):
     def call(argument, value):
         arguments = {"embed_dim": EMBED, "num_heads": 4}
-        if argument == "num_kv_heads":
+        if argument in ("num_kv_heads", "num_key_heads"):
             arguments["head_dim"] = 4
         return cls(**(arguments | {argument: value}))
 

@@ -36,7 +36,7 @@ def split(x, heads):
 
 
 def component_keys(layer, key, preset="paper", rotate=None):
-    projected, heads = layer.keys.projection(key), layer.num_kv_heads
+    projected, heads = layer.keys.projection(key), layer.num_key_heads
     rotate = rotate or (lambda x: x)
     if layer.variant.keys == "independent":
         return rotate(projected.unflatten(-1, (heads, layer.num_components, -1)).permute(0, 2, 3, 1, 4))

@@ -32,6 +32,7 @@ class Shape:
     scale: str | None = None  # None (1 / sqrt D), number, component ([Hk, M]), position ([B, Hk, M, S])
     packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # lengths of the sequences in L and in S
     lse: bool = False
+    Hv: int | None = None  # value heads; None is Hk
 
 
 MIXTURE_SHAPES = {
@@ -70,6 +71,10 @@ MIXTURE_SHAPES = {
     ),
     "packed-no-keys": Shape(B=1, L=9, S=8, packed=((4, 3, 2), (5, 0, 3)), prior="head"),
 }
+# Numbers of query, key and value heads; the last two of (12, 4, 6) do not divide each other.
+HEADS = {f"{H}-{Hk}-{Hv}": {"H": H, "Hk": Hk, "Hv": Hv} for H, Hk, Hv in [
+    (4, 1, 4), (4, 2, 4), (4, 4, 1), (12, 4, 6), (4, 4, 2),
+]}  # fmt: skip
 SIMILARITIES = ["gaussian", "dot", 0.3, "per-head"]
 TAU = {"gaussian": 1.0, "dot": 0.0}
 
@@ -108,7 +113,7 @@ def draw(shape: Shape, op: str, dtype: torch.dtype, seed: int) -> tuple[dict[str
         inputs |= {"key": mean + flat(B, Hk, S, D), "shift": flat(Hk, M, D)}
     else:
         inputs["keys"] = mean + flat(B, Hk, M, S, D)
-    inputs["value"] = flat(B, Hk, S, E)
+    inputs["value"] = flat(B, shape.Hv or Hk, S, E)
     prior_sizes = {
         "head": (Hk, M, 1),
         "position": (Hk, M, S),

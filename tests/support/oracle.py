@@ -4,6 +4,8 @@ Everything runs in the dtype of its inputs: float64 is the reference, a lower dt
 Shapes: see mgk/__init__.py.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -110,16 +112,19 @@ def linear(query, keys, value, *, log_prior=None, feature_map="elu", key_mask=No
     kernel = kernel.masked_fill(~allowed(query.shape[2], keys.shape[3], causal), 0)
     denominator = kernel.sum(-1, keepdim=True)
     denominator = torch.where(denominator == 0, 1, denominator)
-    return kernel @ value.repeat_interleave(groups, 1) / denominator, kernel / denominator
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return kernel @ value / denominator, kernel / denominator
 
 
 def state(keys, value, *, log_prior=None, feature_map="elu", key_mask=None):
-    """Return the sums of Eq. 14 over all keys: Z [B, Hk, F, E] and z [B, Hk, F]."""
+    """Return the sums of Eq. 14 over all keys: Z [B, Hs, F, E], Hs = lcm(Hk, Hv), and z [B, Hk, F]."""
     prior = full_prior(log_prior, keys[:, :, 0], keys).exp()[..., None]
     mixed = (prior * FEATURE_MAPS[feature_map](keys)).sum(2)  # [B, Hk, S, F]
     if key_mask is not None:
         mixed = mixed * key_mask[:, None, :, None]
-    return mixed.transpose(-1, -2) @ value, mixed.sum(2)
+    heads = math.lcm(keys.shape[1], value.shape[1])
+    features, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (mixed, value))
+    return features.transpose(-1, -2) @ value, mixed.sum(2)
 
 
 def shifted(key: Tensor, shift: Tensor) -> Tensor:
