@@ -23,7 +23,8 @@ from mgk.analysis.capture import LayerHandler, attention_layers
 from mgk.analysis.capture import capture_attention as capture_native_attention
 from mgk.analysis.inputs import PATH_HINT
 from mgk.functional import run_mixture
-from mgk.hf.attention_interface import find_model_class, replace_attention, with_infinite_mask
+from mgk.hf.attention_interface import replace_attention, with_infinite_mask
+from mgk.hf.registration import find_model_class
 
 ATTENTION_NAME = "mgk_capture"
 

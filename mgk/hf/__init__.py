@@ -1,7 +1,8 @@
 """Integration with Transformers: the models of mgk.models as its classes, and its models with mixture keys.
 
 Importing this package registers the classes with AutoConfig, AutoModelForCausalLM and
-AutoModelForSequenceClassification. Shapes: B batch size, H query heads, Hk key heads, M components, L queries, S keys,
+AutoModelForSequenceClassification, and the model types of converted models (mgk-bert, mgk-llama, ...) with all Auto
+classes. Shapes: B batch size, H query heads, Hk key heads, M components, L queries, S keys,
 D head dimension, E value dimension, V vocabulary size.
 """
 
@@ -15,6 +16,7 @@ except ModuleNotFoundError as error:
 from mgk.hf.configuration import MGKConfig
 from mgk.hf.convert import convert, load_converted
 from mgk.hf.modeling import MGKCache, MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
+from mgk.hf.registration import register_model_types
 from mgk.hf.tokenizer import tokenizer_of_run
 
 __all__ = [
@@ -31,3 +33,4 @@ __all__ = [
 AutoConfig.register("mgk", MGKConfig, exist_ok=True)
 AutoModelForCausalLM.register(MGKConfig, MGKForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(MGKConfig, MGKForSequenceClassification, exist_ok=True)
+register_model_types()

@@ -1,4 +1,4 @@
-"""Access to Transformers models: the class named by a configuration, attention masks and the attention function."""
+"""Access to Transformers models: attention masks and the attention function."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
-
-
-def find_model_class(config: Any) -> Any:
-    """Return the model class named by a configuration, from Transformers or its Auto classes; None if unknown."""
-    names = config.architectures or []
-    builtin = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
-    registered = [
-        auto._model_mapping[type(config)]
-        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification)
-        if type(config) in auto._model_mapping
-    ]
-    return next(iter([*builtin, *(cls for cls in registered if cls.__name__ in names), None]))
 
 
 def with_infinite_mask(mask: Tensor) -> Tensor:

@@ -14,12 +14,21 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, one_of, positive_integer
-from mgk.hf.attention_interface import find_model_class
 from mgk.hf.mixture_keys import NAME, MixtureKeys, install, remove, with_attention
+from mgk.hf.registration import (
+    change_config,
+    changed_model_class,
+    describe_changes,
+    find_model_class,
+    is_changed,
+    register_builder,
+)
 from mgk.variants import VARIANTS
 
 PROBE = "mgk_probe"
 Model = TypeVar("Model", bound=PreTrainedModel)
+# Arguments of from_pretrained that determine the files of a model, for its configuration too.
+SOURCE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 # Reasons against variants other than smgk, by similarity, keys, assignment or prior.
 REASONS = {
@@ -67,7 +76,8 @@ def convert(
             model.dummy_inputs, a few tokens.
 
     Returns:
-        The model. Save it with `save_pretrained` and load it with `mgk.hf.load_converted`.
+        The model, now of a subclass with its own model type. Save it with `save_pretrained`; after `import mgk.hf` the
+        Auto classes and pipelines load it.
     """
     _check_variant(variant)
     positive_integer("num_components", num_components)
@@ -76,7 +86,7 @@ def convert(
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
     if any(isinstance(module, MixtureKeys) for module in model.modules()):
         fail("model", "has already been converted")
-    if getattr(model.config, NAME, None) is not None:
+    if "layers" in (getattr(model.config, NAME, None) or {}):
         fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
     example = _default_example(model) if example is None else example
     try:
@@ -98,7 +108,7 @@ def convert(
             remove(layer.module)
         raise
     shapes = {name: [layer.key_heads, num_components, layer.head_dim] for name, layer in selected.items()}
-    setattr(model.config, NAME, {"variant": variant, "layers": shapes})
+    describe_changes(model, variant=variant, layers=shapes)
     return model
 
 
@@ -110,8 +120,12 @@ def load_converted(
     device_map: Any = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    **options: Any,
 ) -> Any:
-    """Load a converted model that `save_pretrained` wrote. `from_pretrained` would ignore the mixture keys.
+    """Load a model with mixture keys or merged heads that `save_pretrained` wrote, with the class that was saved.
+
+    `AutoModel.from_pretrained` and the other Auto classes load the same model. This function also loads folders of
+    earlier versions, from which they would drop the mixture keys with a warning, and custom code.
 
     Args:
         folder: A folder, or the name of a model on the hub.
@@ -120,42 +134,34 @@ def load_converted(
         device_map: As in `from_pretrained`.
         attn_implementation: "sdpa" or "eager", as in `from_pretrained`.
         trust_remote_code: Run the Python code of the folder, if its configuration names some.
+        **options: Other arguments of `from_pretrained`, such as `quantization_config`, `revision` and `tp_plan`.
 
     Returns:
         The model.
     """
     if not Path(folder).is_dir() and str(folder).count("/") != 1:
         fail("folder", f"{folder} is neither a folder nor a model on the hub (owner/name)")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    saved = getattr(config, NAME, None)
-    if saved is None:
+    source = {name: options[name] for name in SOURCE_OPTIONS if name in options}
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **source)
+    if not is_changed(config):
         fail("folder", f"{folder} has no converted model: use from_pretrained, then mgk.hf.convert")
     original: Any = find_model_class(config) if model_class is None else model_class
     if original is None:
         fail("model_class", f"is required: Transformers has no {(config.architectures or ['?'])[0]}")
-
-    def build(self: Any, config: PreTrainedConfig) -> None:
-        original.__init__(self, config)
-        _restore(self, saved)
-
-    # With name and module of the original class, from which Transformers infers capabilities.
-    converted: Any = type(original.__name__, (original,), {"__init__": build, "__module__": original.__module__})
-    options = {"device_map": device_map, "attn_implementation": attn_implementation}
-    model, loading_info = converted.from_pretrained(
+    has_custom_code = config.is_remote_code()
+    if not has_custom_code:
+        change_config(config)
+    options = {"device_map": device_map, "attn_implementation": attn_implementation, **options}
+    model = changed_model_class(original).from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # an error is raised below
         **{name: value for name, value in options.items() if value is not None},
     )
-    wrong = {str(key) for keys in loading_info.values() for key in keys if f".{NAME}." in str(key)}
-    wrong |= set(map(str, loading_info["mismatched_keys"]))
-    if wrong:
-        fail("folder", f"{folder} has weights that do not match its config.json: {', '.join(sorted(wrong))}")
-    model.__class__ = original
+    if has_custom_code:
+        model.__class__ = original
     return model
 
 
@@ -166,16 +172,18 @@ def _check_variant(variant: Any) -> None:
             fail("variant", f"must be 'smgk', got {variant!r}: {REASONS[value]}")
 
 
-def _restore(model: PreTrainedModel, saved: Any) -> None:
+def _add_mixture_keys(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Install new mixture keys in the layers that `convert` has changed, before their weights are loaded."""
-    try:
-        _check_variant(saved["variant"])
-        layers = {name: [positive_integer(name, size) for size in shape] for name, shape in saved["layers"].items()}
-        for name, (heads, components, head_dim) in layers.items():
-            module = model.base_model.get_submodule(name)
+    _check_variant(settings["variant"])
+    layers = {name: [positive_integer(name, size) for size in shape] for name, shape in settings["layers"].items()}
+    for name, (heads, components, head_dim) in layers.items():
+        module = model.base_model.get_submodule(name)
+        # A model that makes its base model with an Auto class has them already.
+        if not hasattr(module, NAME):
             install(module, MixtureKeys(heads, components, head_dim, module.config))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"folder has a config.json whose {NAME!r} does not match {type(model).__name__}") from error
+
+
+register_builder("layers", _add_mixture_keys)
 
 
 def _default_example(model: PreTrainedModel) -> dict[str, Any]:

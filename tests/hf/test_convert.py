@@ -15,67 +15,20 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 
 import mgk.analysis.hf_models  # noqa: E402
 from mgk.hf import MGKConfig, MGKForCausalLM, convert, load_converted  # noqa: E402
-from mgk.hf.mixture_keys import MixtureKeys  # noqa: E402
+from tests.support.hf_models import (  # noqa: E402
+    LENGTH,
+    MODELS,
+    assert_close,
+    inputs,
+    logits,
+    make,
+    mixtures,
+    randomize,
+    small,
+)
 from tests.support.remote_code import make_repository  # noqa: E402
 
-LENGTH = 9
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# Weights are large, because nearly uniform attention would hide errors.
-SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "initializer_range": 0.3, **TOKENS,
-}  # fmt: skip
-BART = {
-    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50, "decoder_start_token_id": 2, "init_std": 0.3,
-    "forced_eos_token_id": None, **TOKENS,
-}  # fmt: skip
-# name -> class, configuration, settings
-MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 2}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "num_key_value_heads": 1}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**SIZES, "num_key_value_heads": 2, "sliding_window": 4}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "scale_attn_by_inverse_layer_idx": True}),
-    "bert": ("BertForMaskedLM", "BertConfig", SIZES),
-    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
-}
 DECODERS = ("llama", "qwen2", "mistral", "gpt2")
-
-
-def make(name, **settings):
-    model_class, config_class, usual = MODELS[name]
-    config = getattr(transformers, config_class)(**{**usual, **settings})
-    return getattr(transformers, model_class)(config).eval()
-
-
-def inputs(padding=None):
-    """Return two sequences, the second shorter by three tokens."""
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    if padding is not None:
-        mask[1, slice(3) if padding == "left" else slice(-3, None)] = 0
-    return {"input_ids": torch.randint(3, 50, (2, LENGTH)) * mask, "attention_mask": mask}
-
-
-def mixtures(model):
-    return [module for module in model.modules() if isinstance(module, MixtureKeys)]
-
-
-def randomize(model):
-    """Set τ and priors to random values, which is not softmax attention."""
-    with torch.no_grad():
-        for mixture in mixtures(model):
-            mixture.tau.uniform_(0.2, 1)
-            mixture.prior.weights.normal_()
-    return model
-
-
-def logits(model, batch):
-    with torch.no_grad():
-        return model(**batch).logits[batch["attention_mask"].bool()]
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -336,7 +289,7 @@ def test_code_of_a_folder_runs_only_with_the_argument(folder, tmp_path, monkeypa
 
 def test_from_pretrained_model_is_not_converted(folder):
     convert(make("llama")).save_pretrained(folder)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder)  # the Auto classes load the converted model
     with pytest.raises(ValueError, match=r"loaded without them: use mgk.hf.load_converted"):
         convert(plain)
     with pytest.raises(ValueError, match=r"has the mixture keys of mgk.hf.convert"):
@@ -344,10 +297,6 @@ def test_from_pretrained_model_is_not_converted(folder):
     make("llama").save_pretrained(folder / "plain")
     with pytest.raises(ValueError, match="has no converted model"):
         load_converted(folder / "plain")
-
-
-def small(model_class, config_class, **settings):
-    return getattr(transformers, model_class)(getattr(transformers, config_class)(**{**SIZES, **settings}))
 
 
 def capped(module, query, key, value, attention_mask, scaling=None, **extras):

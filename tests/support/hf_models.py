@@ -1,0 +1,71 @@
+"""Tiny models of Transformers with random weights, and their inputs."""
+
+import torch
+
+from mgk.hf.mixture_keys import MixtureKeys
+
+LENGTH = 9
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# Weights are large, because nearly uniform attention would hide errors.
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "initializer_range": 0.3, **TOKENS,
+}  # fmt: skip
+BART = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50, "decoder_start_token_id": 2, "init_std": 0.3,
+    "forced_eos_token_id": None, **TOKENS,
+}  # fmt: skip
+# name -> class, configuration, settings
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 2}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "num_key_value_heads": 1}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**SIZES, "num_key_value_heads": 2, "sliding_window": 4}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "scale_attn_by_inverse_layer_idx": True}),
+    "bert": ("BertForMaskedLM", "BertConfig", SIZES),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
+}
+
+
+def make(name, **settings):
+    import transformers
+
+    model_class, config_class, usual = MODELS[name]
+    config = getattr(transformers, config_class)(**{**usual, **settings})
+    return getattr(transformers, model_class)(config).eval()
+
+
+def inputs(padding=None):
+    """Return two sequences, the second shorter by three tokens."""
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    if padding is not None:
+        mask[1, slice(3) if padding == "left" else slice(-3, None)] = 0
+    return {"input_ids": torch.randint(3, 50, (2, LENGTH)) * mask, "attention_mask": mask}
+
+
+def mixtures(model):
+    return [module for module in model.modules() if isinstance(module, MixtureKeys)]
+
+
+def randomize(model):
+    """Set τ and priors to random values, which is not softmax attention."""
+    with torch.no_grad():
+        for mixture in mixtures(model):
+            mixture.tau.uniform_(0.2, 1)
+            mixture.prior.weights.normal_()
+    return model
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def small(model_class, config_class, **settings):
+    import transformers
+
+    return getattr(transformers, model_class)(getattr(transformers, config_class)(**{**SIZES, **settings}))
