@@ -140,6 +140,8 @@ PRESETS = {
 
 def variants_per_layer(variant: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
     """Return the variant of each layer of a model, from one name for all or a list."""
+    if not isinstance(variant, str | Sequence):
+        fail("variant", f"must be a name, or a list of names, one for each layer, got {variant!r}")
     return (variant,) * num_layers if isinstance(variant, str) else tuple(variant)
 
 

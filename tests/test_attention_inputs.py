@@ -149,3 +149,33 @@ def test_true_in_attn_mask_is_attend(variant, shape):
 def test_linear_attention_rejects_attn_mask():
     with pytest.raises(ValueError, match="attn_mask is not supported by linear attention"):
         make("mlk")(randn(2, L, EMBED), attn_mask=torch.ones(L, L, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(L, L + 1),
+        torch.ones(L - 1, L).bool(),
+        torch.ones(3, H, L, L),
+        torch.ones(1, 1, 1, L, L),
+        torch.ones(7),
+    ],
+    ids=lambda mask: str(list(mask.shape)),
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_attn_mask_of_wrong_shape_is_named(mask, padded):
+    padding = torch.zeros(2, L, dtype=torch.bool) if padded else None
+    with pytest.raises(ValueError, match=rf"attn_mask must broadcast to .* got \{list(mask.shape)}"):
+        make("smgk")(randn(2, L, EMBED), attn_mask=mask, key_padding_mask=padding)
+
+
+def test_integer_attn_mask_with_padding_is_named():
+    padding = torch.zeros(2, L, dtype=torch.bool)
+    with pytest.raises(ValueError, match="attn_mask must be bool"):
+        make("smgk")(randn(2, L, EMBED), attn_mask=torch.ones(L, L, dtype=torch.int32), key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mlk"])
+def test_query_on_the_meta_device_is_named(variant):
+    with pytest.raises(ValueError, match="query is on the meta device, but the layer's weights are on cpu"):
+        make(variant)(randn(2, L, EMBED).to("meta"))

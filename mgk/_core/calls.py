@@ -147,15 +147,14 @@ class AttentionArgs:
 
     def combined_mask(self, query: Tensor, length: int) -> Tensor | None:
         """Combine key_padding_mask, key_bias and attn_mask into one SDPA mask for `length` keys."""
-        mask = self.attn_mask
+        # Before the masks are combined, which would broadcast a wrong shape or fail without the argument's name.
+        mask = check_mask(self.attn_mask, query, length)
         if self.key_bias is not None:
             bias = self.key_bias[:, None, None, :]
             mask = bias if mask is None else as_additive(mask, bias.dtype) + bias
         if self.key_padding_mask is None:
             return mask
         attend = ~check_padding_mask(self.key_padding_mask, query.shape[0], length, query)[:, None, None, :]
-        if mask is not None and not isinstance(mask, Tensor):
-            fail("attn_mask", f"must be a tensor, got {type(mask).__name__}")
         return and_mask(attend, mask)
 
     def real_tokens(self) -> Tensor | None:

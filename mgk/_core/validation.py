@@ -48,7 +48,8 @@ def number(name: str, value: Any, least: float = -math.inf, below: float = math.
     """Check that the value is in [least, below), or in (least, below) with `above`; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         fail(name, f"must be a number, got {repr(value) if isinstance(value, str) else type(value).__name__}")
-    result = float(value)
+    # float() cannot convert integers above 1.8e308.
+    result = math.inf if isinstance(value, int) and abs(value) > 1 << 1000 else float(value)
     if math.isnan(result) or math.isinf(result) or not least <= result < below or (above and result == least):
         bounds = "finite" if least == -math.inf else f"{'more than' if above else 'at least'} {least:g}"
         bounds += "" if below == math.inf else f" and below {below:g}"
@@ -64,9 +65,11 @@ def flag(name: str, value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """Check that the value is an int of at least 1."""
+    """Check that the value is an int from 1 to 2⁶³ - 1, the largest size of a tensor."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fail(name, f"must be a positive integer, got {value!r}")
+    if value >= 1 << 63:
+        fail(name, f"must be below 2^63, got {value:.3g}")
     return value
 
 
@@ -383,13 +386,15 @@ def check_key_and_value(query: Tensor, key: Any, value: Any, kdim: int, vdim: in
 
 
 def check_dtype(name: str, x: Tensor, projection: torch.nn.Module) -> None:
-    """Check that an input has the dtype of the weights, unless autocast converts both.
+    """Check that an input has the dtype of the weights, unless autocast converts both, and has data if they have.
 
     Skipped if the projection was replaced by a module without a floating-point weight, such as a quantised one.
     """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return
+    if x.device.type == "meta" and weight.device.type != "meta":
+        fail(name, f"is on the meta device, but the layer's weights are on {weight.device}: move one of them")
     if x.dtype != weight.dtype and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)):
         fail(
             name,

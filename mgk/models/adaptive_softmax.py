@@ -183,6 +183,8 @@ def round_capacity(count: int) -> int:
 
 def check_cutoffs(cutoffs: Any, vocab_size: int) -> tuple[int, ...]:
     """Return the cutoffs as a tuple, or raise a ValueError if they do not increase or exceed the vocabulary."""
+    if not isinstance(cutoffs, list | tuple):
+        fail("cutoffs", f"must be a list of token ids, got {cutoffs!r}")
     cutoffs = tuple(cutoffs)
     for cutoff in cutoffs:
         positive_integer("cutoffs", cutoff)
@@ -302,4 +304,8 @@ def embed_tokens(tokens: Tensor, weight: Tensor) -> Tensor:
     if weight.is_cuda and weight.shape[0] <= MAX_ONE_HOT:
         embedded: Tensor = _OneHotEmbedding.apply(tokens, weight)
         return embedded
-    return F.embedding(tokens, weight)
+    try:
+        return F.embedding(tokens, weight)
+    except IndexError:
+        # Caught instead of checked: reading the ids costs time, and on a GPU it would synchronize.
+        fail("tokens", f"must hold ids from 0 to vocab_size - 1 = {weight.shape[0] - 1}")

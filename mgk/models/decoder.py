@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
-from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
+from mgk._core.validation import check_tokens, fail, flag, one_of, positive_integer
 from mgk.cache import Cache
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
-from mgk.models.attention_layer import make_attention
+from mgk.models.attention_layer import check_attention_fields, make_attention
 from mgk.variants import PRESETS, check_variants, variants_per_layer
 
 # Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
@@ -154,7 +154,8 @@ class DecoderConfig:
         for name, table in CHOICES.items():
             one_of(name, getattr(self, name), table)
         check_cutoffs(self.cutoffs, self.vocab_size)
-        number("dropout", self.dropout, 0, 1)
+        flag("head_bias", self.head_bias)
+        check_attention_fields(self)
 
     @property
     def layer_variants(self) -> tuple[str, ...]:

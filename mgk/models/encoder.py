@@ -15,7 +15,7 @@ from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import embed_tokens
-from mgk.models.attention_layer import make_attention
+from mgk.models.attention_layer import check_attention_fields, make_attention
 from mgk.variants import PRESETS, VARIANTS, check_variants, variants_per_layer
 
 POOLINGS = ("mean", "mean-padded")
@@ -81,7 +81,7 @@ class EncoderConfig:
         one_of("preset", self.preset, PRESETS)
         one_of("feature_map", self.feature_map, FEATURE_MAP_FACTORIES)
         one_of("pooling", self.pooling, POOLINGS)
-        number("dropout", self.dropout, 0, 1)
+        check_attention_fields(self)
         number("token_std", self.token_std, 0, above=True)
 
     @property

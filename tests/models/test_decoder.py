@@ -115,6 +115,14 @@ def test_save_and_load_round_trip(tmp_path, tokens):
         ({"variant": "soft"}, "variant must be one of"),
         ({"cutoffs": (60,)}, "cutoffs must increase"),
         ({"embed_dim": 0}, "embed_dim must be a positive integer"),
+        ({"embed_dim": 10**30}, r"embed_dim must be below 2\^63"),
+        ({"variant": None}, "variant must be a name, or a list of names"),
+        ({"cutoffs": 5}, "cutoffs must be a list of token ids, got 5"),
+        ({"head_bias": "zz"}, "head_bias must be True or False, got 'zz'"),
+        ({"num_kv_heads": "zz"}, "num_kv_heads must be a positive integer"),
+        ({"num_components": 0}, "num_components must be a positive integer"),
+        ({"attention_dropout": 2}, "attention_dropout must be at least 0 and below 1"),
+        ({"dropout": 10**400}, "dropout must be at least 0 and below 1"),
     ],
 )
 def test_invalid_setting_raises(settings, message):
@@ -126,6 +134,9 @@ def test_invalid_input_raises():
     model = tiny()
     with pytest.raises(ValueError, match="tokens"):
         model(torch.rand(2, 3))
+    for token in (-1, model.config.vocab_size):
+        with pytest.raises(ValueError, match=f"tokens must hold ids .* vocab_size - 1 = {model.config.vocab_size - 1}"):
+            model(torch.tensor([[0, token]]))
     with pytest.raises(ValueError, match="caches must have 3 entries"):
         model(torch.zeros(1, 1, dtype=torch.long), caches=model.make_caches(1, 4)[:1])
 

@@ -99,6 +99,8 @@ def test_variants_that_support_packing():
         (1, torch.zeros(4).long(), r"an int32 or int64 tensor \[B, L\], got torch.int64 \[4\]"),
         (2, torch.zeros(2, 4).long(), r"an int32 or int64 tensor \[B, 2, L\]"),
         (1, [[1, 2]], "got list"),
+        (1, torch.tensor([[1, 16]]), "tokens must hold ids from 0 to vocab_size - 1 = 15"),
+        (1, torch.tensor([[1, -1]]), "tokens must hold ids from 0 to vocab_size - 1 = 15"),
     ],
 )
 def test_invalid_tokens_raise(documents, tokens, message):
