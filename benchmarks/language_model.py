@@ -52,6 +52,7 @@ def config_of(row: ModelSpec, base: DecoderConfig, length: int) -> DecoderConfig
         variant=row.variant,
         num_heads=row.heads,
         num_kv_heads=row.kv_heads,
+        num_key_heads=row.key_heads,
         max_length=max(length, base.max_length),
     )
 
@@ -94,6 +95,7 @@ class Bench:
             "components": VARIANTS[row.variant].components or config.num_components,
             "heads": row.heads,
             "kv_heads": row.kv_heads or row.heads,
+            "key_heads": row.key_heads,
             "dtype": "bf16",
             "backend": config.backend,
             "metric": metric,
@@ -182,7 +184,7 @@ class Bench:
         else:
             model = LanguageModel(config_of(row, self.base, self.base.max_length)).to(device).eval()
         config = model.config
-        row = ModelSpec(str(config.variant), config.num_heads, config.num_kv_heads)
+        row = ModelSpec(str(config.variant), config.num_heads, config.num_kv_heads, config.num_key_heads)
         window = config.max_length
         if self.arguments.tokens is not None:
             text = torch.from_numpy(np.load(self.arguments.tokens, allow_pickle=False).astype(np.int64)).to(device)
@@ -268,8 +270,9 @@ def draw(path: Path, picture: Path) -> None:
     lines: dict[str, dict[str, dict[int, float]]] = {CAPTURED: {}, PLAIN: {}, "cache_bytes": {}}
     for row in results.read([path]):
         if row["metric"] in lines:
-            name = str(ModelSpec(row["variant"], int(row["heads"]), int(row["kv_heads"])))
-            name = name.removesuffix(f"/{row['heads']}")
+            key_heads = int(row["key_heads"]) if row.get("key_heads") else None
+            name = str(ModelSpec(row["variant"], int(row["heads"]), int(row["kv_heads"]), key_heads))
+            name = name if key_heads else name.removesuffix(f"/{row['heads']}")
             lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
     figure, both = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     names = sorted({name for named in lines.values() for name in named})

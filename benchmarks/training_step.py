@@ -61,7 +61,16 @@ def main() -> None:
     first = None
     for text in arguments.rows.split(","):
         row = ModelSpec.parse(text)
-        config = EncoderConfig(512, 2, arguments.length, num_heads=row.heads, variant=row.variant, dropout=0.1)
+        config = EncoderConfig(
+            512,
+            2,
+            arguments.length,
+            num_heads=row.heads,
+            num_kv_heads=row.kv_heads,
+            num_key_heads=row.key_heads,
+            variant=row.variant,
+            dropout=0.1,
+        )
         torch.compiler.reset()
         device = torch.device(arguments.device)
         ms, memory = measure(config, arguments.batch, arguments.length, device, arguments.windows, arguments.padded)
@@ -76,6 +85,7 @@ def main() -> None:
             "components": VARIANTS[row.variant].components or config.num_components,
             "heads": row.heads,
             "kv_heads": row.kv_heads or row.heads,
+            "key_heads": row.key_heads,
             "batch": arguments.batch,
             "length": arguments.length,
             "dtype": "bf16",

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mgk
 from mgk import Attention
+from mgk.models import DecoderConfig, LanguageModel, load_model, save_model
 from tests.support.exact import close, randn
 from tests.support.layers import EMBED, D, L, log_prior, make, reference
 from tests.support.operator_cases import HEADS
@@ -121,3 +123,42 @@ def test_dropout_with_one_key_head():
     close(dropped[1][kept], 2 * weights[kept], 1e-5)
     close(dropped[0], dropped[1] @ value, 1e-5)
     close(exact, weights @ value, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["smgk", "smlk"])
+def test_model_with_one_key_head(variant, tmp_path):
+    """A language model trains, decodes, is saved and loaded, and has as many FLOPs as its projections and attention."""
+    sizes = {"max_length": 8, "embed_dim": 16, "ffn_dim": 16, "num_layers": 1, "num_heads": 4, "head_dim": 4}
+    config = DecoderConfig(11, variant=variant, num_key_heads=1, **sizes)
+    model, tokens = LanguageModel(config).eval(), torch.randint(11, (2, 8))
+    assert model.layers[0].attention.num_key_heads == 1
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.config == config
+    with torch.no_grad():
+        full, caches = model(tokens), model.make_caches(2, 8)
+        assert torch.equal(loaded.eval()(tokens), full)
+        parts = [model(tokens[:, n : n + 1], caches=caches) for n in range(8)]
+    close(torch.cat(parts, 1), full, 1e-4)
+    # Three key heads fewer: their projection, of 8 tokens.
+    more = count_flops(DecoderConfig(11, variant=variant, **sizes)) - count_flops(config)
+    assert more == 2 * 8 * 16 * 3 * 4
+
+
+def count_flops(config):
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        LanguageModel(config)(torch.zeros(1, 8, dtype=torch.long, device="meta"))
+    return counter.get_total_flops()
+
+
+def test_configuration_of_transformers():
+    pytest.importorskip("transformers")
+    from mgk.hf import MGKConfig
+
+    config = DecoderConfig(11, num_heads=4, num_key_heads=1)
+    converted = MGKConfig.of(config)
+    assert converted.num_key_heads == 1
+    assert MGKConfig.from_dict(converted.to_dict()).settings() == config
+    # Configurations of earlier versions lack the field.
+    before = {name: value for name, value in converted.to_dict().items() if name != "num_key_heads"}
+    assert MGKConfig.from_dict(before).settings() == DecoderConfig(11, num_heads=4)

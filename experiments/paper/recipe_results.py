@@ -164,7 +164,12 @@ def read_recipe(rows: list[dict[str, str]], name: str, results: Path) -> RecipeR
     runs: dict[tuple[ModelSpec, int], TrainedRun] = {}
     recipe_rows = [row for row in rows if row.get("recipe") == name and row.get("seed", "").isdigit()]
     models = {
-        ModelSpec(row["variant"], int(row["heads"]), None if row["kv_heads"] == row["heads"] else int(row["kv_heads"]))
+        ModelSpec(
+            row["variant"],
+            int(row["heads"]),
+            None if row["kv_heads"] == row["heads"] else int(row["kv_heads"]),
+            int(row["key_heads"]) if row.get("key_heads") else None,
+        )
         for row in recipe_rows
     }
     order = {model: number for number, model in enumerate(recipe.rows)}

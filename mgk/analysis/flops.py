@@ -42,9 +42,8 @@ def count_costs(
     for variant in variants:
         for number in heads:
             for length in lengths:
-                changed = dataclasses.replace(
-                    config, variant=variant, num_heads=number, num_kv_heads=None, max_length=length
-                )
+                heads_only = {"num_heads": number, "num_kv_heads": None, "num_key_heads": None}
+                changed = dataclasses.replace(config, variant=variant, max_length=length, **heads_only)
                 counted.append(ModelCost(variant, number, length, *count(changed, length)))
     return counted
 

@@ -41,8 +41,8 @@ def compare(
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Models as variant:heads, separated by commas: softmax:8,smgk:4. smgk:8/4 has 4 key heads. "
-            "Default: all rows of the recipe."
+            help="Models as variant:heads, separated by commas: softmax:8,smgk:4. smgk:8/4 has 4 key and value heads, "
+            "smgk:8/1/4 has 1 key and 4 value heads. Default: all rows of the recipe."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per row, counted from 0.")] = 1,

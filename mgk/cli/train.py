@@ -42,6 +42,9 @@ def train(
     kv_heads: Annotated[
         int | None, typer.Option(help="Key and value heads, for grouped-query attention; default: --heads.")
     ] = None,
+    key_heads: Annotated[
+        int | None, typer.Option(help="Key heads, if different from the value heads; default: --kv-heads.")
+    ] = None,
     preset: Annotated[str, typer.Option(help="Attention preset: paper, ref-lra or ref-lm.")] = "paper",
     seed: Annotated[int, typer.Option(help="Seed for weights, example order and dropout.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
@@ -74,12 +77,13 @@ def train(
     default_row = loaded.rows[0] if loaded.rows else ModelSpec("smgk", 4)
     if variant is not None:
         one_of("--variant", variant, VARIANTS)
-    for name, count in (("--heads", heads), ("--kv-heads", kv_heads)):
+    for name, count in (("--heads", heads), ("--kv-heads", kv_heads), ("--key-heads", key_heads)):
         if count is not None:
             positive_integer(name, count)
-    row = ModelSpec(variant or default_row.variant, heads or default_row.heads, kv_heads)
-    if row.heads % (row.kv_heads or 1):
-        fail("--kv-heads", f"= {row.kv_heads} must divide the number of heads, {row.heads}")
+    row = ModelSpec(variant or default_row.variant, heads or default_row.heads, kv_heads, key_heads)
+    for name, count in (("--kv-heads", row.kv_heads), ("--key-heads", row.key_heads)):
+        if row.heads % (count or 1):
+            fail(name, f"= {count} must divide the number of heads, {row.heads}")
     one_of("--preset", preset, PRESETS)
     number("--seed", seed, 0)
     one_of("--accelerator", accelerator, ("auto", "cpu", "gpu"))

@@ -36,6 +36,7 @@ def make_attention(config: DecoderConfig | EncoderConfig, variant: str, **option
         config.num_heads,
         head_dim=config.head_dim,
         num_kv_heads=config.num_kv_heads,
+        num_key_heads=config.num_key_heads,
         variant=variant,
         num_components=config.num_components,
         preset=config.preset,

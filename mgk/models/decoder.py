@@ -105,7 +105,7 @@ class DecoderConfig:
         ffn_dim: Hidden dimension of the feed-forward layers.
         num_layers: Number of layers.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads. Default: num_heads.
+        num_kv_heads: Number of value heads, and of key heads by default. Default: num_heads.
         head_dim: Dimension of a head. It does not depend on num_heads: models with fewer heads are smaller.
         variant: Attention variant of all layers, or one for each layer.
         num_components: Number of Gaussians per key.
@@ -120,6 +120,7 @@ class DecoderConfig:
         dropout: Dropout of embeddings, sublayers and feed-forward layers.
         attention_dropout: Dropout of attention weights. None selects the preset's.
         backend: Backend of the attention operators.
+        num_key_heads: Number of key heads. Default: num_kv_heads.
     """
 
     vocab_size: int
@@ -143,6 +144,7 @@ class DecoderConfig:
     dropout: float = 0.1
     attention_dropout: float | None = 0.0
     backend: str = "auto"
+    num_key_heads: int | None = None
 
     def __post_init__(self) -> None:
         for name in "vocab_size max_length embed_dim ffn_dim num_layers num_heads head_dim".split():

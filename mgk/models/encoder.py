@@ -35,7 +35,7 @@ class EncoderConfig:
         hidden_dim: Hidden dimension of the classification head.
         num_layers: Number of layers.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads. Default: num_heads.
+        num_kv_heads: Number of value heads, and of key heads by default. Default: num_heads.
         head_dim: Dimension of a head. It does not depend on num_heads: models with fewer heads are smaller.
         variant: Attention variant of all layers, or one for each layer.
         num_components: Number of Gaussians per key.
@@ -46,6 +46,7 @@ class EncoderConfig:
         pooling: "mean" over the tokens of a document, or "mean-padded", their sum divided by max_length.
         backend: Backend of the attention operators.
         token_std: Standard deviation of the initial token vectors; 0.02 is the paper's.
+        num_key_heads: Number of key heads. Default: num_kv_heads.
     """
 
     vocab_size: int
@@ -68,6 +69,7 @@ class EncoderConfig:
     pooling: str = "mean"
     backend: str = "auto"
     token_std: float = 0.02
+    num_key_heads: int | None = None
 
     def __post_init__(self) -> None:
         sizes = "vocab_size num_classes max_length embed_dim ffn_dim hidden_dim num_layers num_heads head_dim"

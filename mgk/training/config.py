@@ -22,37 +22,65 @@ OPTIONS_OF_SETTINGS = {
     "variant": "--variant or --rows (models with a variant per layer are built in Python, by the config's variant)",
     "num_heads": "--heads or --rows",
     "num_kv_heads": "--kv-heads or --rows",
+    "num_key_heads": "--key-heads or --rows",
     "preset": "--preset",
 }
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of a sweep: "smgk:4" is sMGK with 4 heads, "softmax:8/4" is softmax with 8 heads and 4 key heads."""
+    """A model of a sweep: "smgk:4" is sMGK with 4 heads.
+
+    "softmax:8/4" has 8 query heads and 4 key and value heads; "softmax:8/1/4" has 8 query, 1 key and 4 value heads.
+    """
 
     variant: str
     heads: int
-    kv_heads: int | None = None
+    kv_heads: int | None = None  # value heads, and key heads unless key_heads is set
+    key_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        # Different spellings of the same numbers are one model.
+        if self.key_heads is not None and self.key_heads == (self.kv_heads or self.heads):
+            object.__setattr__(self, "key_heads", None)
+        elif self.key_heads is not None and self.kv_heads == self.heads:
+            object.__setattr__(self, "kv_heads", None)
 
     @classmethod
     def parse(cls, text: str, name: str = "row") -> ModelSpec:
-        """Parse "variant:heads" or "variant:heads/key-heads"; errors start with `name`."""
+        """Parse "variant:heads" or "variant:heads/key-heads[/value-heads]".
+
+        Args:
+            text: The model.
+            name: Start of the error messages.
+        """
         variant, colon, heads = text.strip().partition(":")
         if colon:
             one_of(name, variant, VARIANTS)
         counts = heads.split("/")
-        if len(counts) > 2 or not all(count.isdigit() and int(count) > 0 for count in counts):
-            fail(name, f"must read variant:heads or variant:heads/key-heads, as in smgk:4, got {text!r}")
-        if int(counts[0]) % int(counts[-1]):
-            fail(name, f"{text}: {counts[1]} key heads do not divide {counts[0]} heads")
-        return cls(variant, int(counts[0]), int(counts[1]) if len(counts) == 2 else None)
+        if len(counts) > 3 or not all(count.isdigit() and int(count) > 0 for count in counts):
+            form = "variant:heads or variant:heads/key-heads[/value-heads]"
+            fail(name, f"must read {form}, as in smgk:4, got {text!r}")
+        numbers = [int(count) for count in counts]
+        for count, kind in zip(numbers[1:], ("key", "value"), strict=False):
+            if numbers[0] % count:
+                fail(name, f"{text}: {count} {kind} heads do not divide {numbers[0]} heads")
+        kv_heads = numbers[-1] if len(numbers) > 1 else None
+        return cls(variant, numbers[0], kv_heads, numbers[1] if len(numbers) == 3 else None)
 
     def __str__(self) -> str:
-        return f"{self.variant}:{self.heads}" + ("" if self.kv_heads is None else f"/{self.kv_heads}")
+        counts = [self.heads]
+        if self.key_heads is not None:
+            counts += [self.key_heads, self.kv_heads or self.heads]
+        elif self.kv_heads is not None:
+            counts.append(self.kv_heads)
+        return f"{self.variant}:{'/'.join(map(str, counts))}"
 
     @property
     def file_name(self) -> str:
-        """The spec as used in file names: smgk-4, softmax-8kv4."""
+        """The spec as used in file names: smgk-4, softmax-8kv4, softmax-8k1v4."""
+        if self.key_heads is not None:
+            return f"{self.variant}-{self.heads}k{self.key_heads}v{self.kv_heads or self.heads}"
         return str(self).replace(":", "-").replace("/", "kv")
 
 

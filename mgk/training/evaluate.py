@@ -74,6 +74,7 @@ def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
         "components": VARIANTS[run.row.variant].components or config.num_components,
         "heads": run.row.heads,
         "kv_heads": run.row.kv_heads or run.row.heads,
+        "key_heads": run.row.key_heads,
         "seed": run.seed,
         "steps": settings.steps,
         "lr": settings.lr,

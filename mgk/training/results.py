@@ -23,10 +23,11 @@ from mgk.training.config import ModelSpec
 
 COLUMNS = (
     "recipe task dataset variant preset components heads kv_heads seed steps lr batch length dtype backend split "
-    "n_examples metric value params flops step_ms peak_mem_mb gpu torch date commit command setup"
+    "n_examples metric value params flops step_ms peak_mem_mb gpu torch date commit command setup "
+    "key_heads"
 ).split()
-# Files of earlier versions and of benchmarks/cpu.py lack these columns.
-OPTIONAL_COLUMNS = frozenset({"setup"})
+# Files of earlier versions and of benchmarks/cpu.py lack these columns. `key_heads` is empty if it equals `kv_heads`.
+OPTIONAL_COLUMNS = frozenset({"setup", "key_heads"})
 
 
 def environment() -> dict[str, str]:

@@ -48,13 +48,15 @@ def filter_rows(
         "preset": preset,
         "heads": str(model.heads),
         "kv_heads": str(model.kv_heads or model.heads),
+        "key_heads": str(model.key_heads or ""),
         "steps": str(settings.steps),
         "lr": str(settings.lr),
         "batch": str(settings.batch_size),
     }
     expected |= {} if seed is None else {"seed": str(seed)}
     expected |= {} if setup is None else {"setup": setup}
-    return [row for row in rows if all(row.get(column) == value for column, value in expected.items())]
+    # Files of earlier versions lack the column key_heads.
+    return [row for row in rows if all((row.get(column) or "") == value for column, value in expected.items())]
 
 
 def is_trained(
@@ -141,5 +143,6 @@ def train_job(
     command += ["--data-dir", str(data_dir)] + [part for override in overrides for part in ("--set", override)]
     command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", model.variant, "--heads", str(model.heads)]
     command += ["--kv-heads", str(model.kv_heads)] if model.kv_heads else []
+    command += ["--key-heads", str(model.key_heads)] if model.key_heads else []
     command += ["--seed", str(seed), "--out", str(directory), "--resume", "auto"]
     return Job(recipe.name, model, seed, directory, command)

@@ -36,7 +36,7 @@ from mgk.training.progress import ProgressBar
 STRATEGIES = ("auto", "ddp", "fsdp")
 # Model settings added later, with the value that earlier runs used implicitly. At this value they are left out of the
 # hash, so that the hashes of earlier runs stay the same.
-ADDED_SETTINGS = {"token_std": 0.02}
+ADDED_SETTINGS = {"token_std": 0.02, "num_key_heads": None}
 # Packages besides torch whose versions are listed in environment.json.
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 # Compiler warnings that need no action.

@@ -40,6 +40,8 @@ OPTIONS = [
     ("variant", ["--variant", "mgk-em"], lambda a: a["run"].row.variant, "mgk-em"),
     ("heads", ["--heads", "3"], lambda a: a["run"].row.heads, 3),
     ("kv_heads", ["--heads", "4", "--kv-heads", "2"], lambda a: a["run"].row, ModelSpec("softmax", 4, 2)),
+    ("key_heads", ["--heads", "4", "--key-heads", "1"], lambda a: a["run"].row, ModelSpec("softmax", 4, None, 1)),
+    ("key_heads", ["--heads", "4", "--key-heads", "2"], lambda a: a["run"].model_config(a["task"]).num_key_heads, 2),
     ("preset", ["--preset", "ref-lra"], lambda a: a["run"].model_config(a["task"]).pooling, "mean-padded"),
     ("seed", ["--seed", "7"], lambda a: a["run"].seed, 7),
     ("steps", ["--steps", "2000"], lambda a: a["run"].recipe.training.steps, 2000),

@@ -38,15 +38,23 @@ def test_invalid_setting_raises(setting, message):
         config.load_recipe("listops").with_settings([setting])
 
 
-@pytest.mark.parametrize("text", ["smgk", "smgk:", "smgk:0", "smgk:x", "smgk:4/2/1", "sgmk:4"])
+@pytest.mark.parametrize("text", ["smgk", "smgk:", "smgk:0", "smgk:x", "smgk:4/2/1/1", "smgk:4/3/4", "sgmk:4"])
 def test_invalid_row_raises(text):
     with pytest.raises(ValueError, match="row"):
         ModelSpec.parse(text)
 
 
 def test_row_text_round_trips():
-    for text in ("smgk:4", "softmax:8/4"):
+    for text in ("smgk:4", "softmax:8/4", "softmax:8/1/8", "softmax:12/4/6"):
         assert str(ModelSpec.parse(text)) == text
+
+
+def test_key_heads_of_a_row():
+    assert ModelSpec.parse("smgk:12/4/6") == ModelSpec("smgk", 12, 6, 4)
+    assert ModelSpec("smgk", 12, 6, 4).file_name == "smgk-12k4v6"
+    # Equal numbers are one model, however they are written.
+    assert ModelSpec.parse("smgk:8/1/8") == ModelSpec("smgk", 8, key_heads=1)
+    assert ModelSpec.parse("smgk:8/4/4") == ModelSpec.parse("smgk:8/4") == ModelSpec("smgk", 8, 4)
 
 
 def test_unknown_recipe_lists_known_ones():

@@ -16,6 +16,10 @@ def test_filter_rows_matches_all_settings_of_a_run(tmp_path):
     assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "paper", 1)
     assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4), "ref-lra", 0)
     assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4, 2), "paper", 0)
+    assert not sweep.filter_rows(rows, recipe, ModelSpec("smgk", 4, None, 1), "paper", 0)
+    shared = [{**row, "key_heads": "1"} for row in rows]
+    assert sweep.filter_rows(shared, recipe, ModelSpec("smgk", 4, None, 1), "paper", 0)
+    assert not sweep.filter_rows(shared, recipe, ModelSpec("smgk", 4), "paper", 0)
     assert not sweep.filter_rows(rows, recipe.with_settings(["lr=4e-4"]), ModelSpec("smgk", 4), "paper", 0)
 
 

@@ -63,7 +63,7 @@ class Verdict:
 
 def judge_half(item: ExperimentResults) -> list[Verdict]:
     """Compare mixtures with half the heads with their baselines. Baselines with half the heads are controls."""
-    rows = [row for row in item.rows if row.kv_heads is None]
+    rows = [row for row in item.rows if row.kv_heads is None and row.key_heads is None]
     return _judge_suffices(
         item, [(row, ModelSpec(BASELINES.get(row.variant, row.variant), 2 * row.heads)) for row in rows]
     )

@@ -99,7 +99,13 @@ class Objective(ABC):
         known = {field.name for field in fields(cls.config_class)}
         for name in recipe.model:
             one_of("model.* (from --set or the recipe)", name, sorted(known))
-        chosen = {"variant": row.variant, "num_heads": row.heads, "num_kv_heads": row.kv_heads, "preset": preset}
+        chosen = {
+            "variant": row.variant,
+            "num_heads": row.heads,
+            "num_kv_heads": row.kv_heads,
+            "num_key_heads": row.key_heads,
+            "preset": preset,
+        }
         try:
             return cls.config_class(**{**defaults, **recipe.model, **chosen})
         except ValueError as error:
