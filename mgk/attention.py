@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mgk import functional
 from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, Packed
+from mgk._core.em import EMStatistics
 from mgk._core.em_checkpointing import is_recomputed_forward
 from mgk._core.from_softmax import from_softmax
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
@@ -142,6 +143,10 @@ class Attention(nn.Module):
         self.variance = VARIANCES[self.variant.variance](heads, components, width, *options, **factory_kwargs)
         self.tau = nn.Parameter(torch.empty(heads, **factory_kwargs)) if self.variant.similarity == "between" else None
         self._reset_projections()
+
+    # Overridden by layers whose sequences are sharded over ranks.
+    run_mixture = staticmethod(functional.run_mixture)
+    run_linear = staticmethod(functional.run_linear)
 
     @property
     def is_linear(self) -> bool:
@@ -291,7 +296,7 @@ class Attention(nn.Module):
             return_lse=False,
             num_valid_keys=num_valid_keys,
         )
-        result = functional.run_mixture(call, self.backend)
+        result = self.run_mixture(call, self.backend)
         if cache is not None:
             cache.padded = args.key_padding_mask is not None
         self._update_em(call, positions, args, is_self)
@@ -306,9 +311,17 @@ class Attention(nn.Module):
         if modules and not is_recomputed_forward():
             # The padding mask covers the keys: it applies to the queries only in self-attention.
             real_queries = args.real_tokens() if is_self and args.cache is None else None
-            statistics = em_statistics(call, real_queries, with_spread=isinstance(self.variance, EMVariance))
+            statistics, positions = self._em_statistics(
+                call, positions, real_queries, isinstance(self.variance, EMVariance)
+            )
             for module in modules:
                 module.update(statistics, positions)
+
+    def _em_statistics(
+        self, call: MixtureCall, positions: Tensor | None, real_queries: Tensor | None, with_spread: bool
+    ) -> tuple[EMStatistics, Tensor | None]:
+        """Return the statistics of a call's keys, and the positions of these keys."""
+        return em_statistics(call, real_queries, with_spread=with_spread), positions
 
     def _attend_linear(
         self, query: Tensor, keys: Tensor, value: Tensor, positions: Tensor | None, args: AttentionArgs
@@ -348,7 +361,7 @@ class Attention(nn.Module):
             return_state=cache is not None,
             normalise=form.normalise,
         )
-        results = functional.run_linear(call, self.backend)
+        results = self.run_linear(call, self.backend)
         output, *extras = results if isinstance(results, tuple) else (results,)
         if cache is not None:
             cache.replace(extras[-1], length)

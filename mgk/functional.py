@@ -270,6 +270,18 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
     Returns:
         A `BackendChoice`: the name of the backend, and a dict of the other backends' names and reasons.
     """
+    arguments = bind_arguments(op, *args, **kwargs)
+    backend = arguments.pop("backend")
+    make_call = mixture_call if "attn_mask" in arguments else linear_call
+    selected, reasons = select_backend(make_call(**arguments), backend, explain=True)
+    return BackendChoice(selected.name, reasons)
+
+
+def bind_arguments(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of op(*args, **kwargs) by name, with defaults, as `mixture_call` or `linear_call` take them.
+
+    The argument `backend` is included.
+    """
     operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
     if isinstance(op, torch.nn.Module):
         fail("op", f"must be an operator ({', '.join(operators)}) with its tensors, got a layer, {type(op).__name__}")
@@ -280,12 +292,9 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
         raise ValueError(f"args of {name}: {error}") from None
     bound.apply_defaults()
     arguments = bound.arguments
-    backend = arguments.pop("backend")
     if "key" in arguments:
         arguments.update(keys=arguments.pop("key"), shifted=True)
-    make_call = linear_call if name in ("mlk_attention", "smlk_attention") else mixture_call
-    selected, reasons = select_backend(make_call(**arguments), backend, explain=True)
-    return BackendChoice(selected.name, reasons)
+    return arguments
 
 
 @contextmanager

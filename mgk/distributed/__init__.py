@@ -1,0 +1,16 @@
+"""Parallelism over several processes: sequences (context), heads (tensor), and checkpoints that change shape.
+
+All functions take a one-dimensional `DeviceMesh` of torch.distributed.
+"""
+
+from mgk.distributed.context import context_parallel, sharded_attention
+from mgk.distributed.sharding import local_positions, reduce_gradients, shard, unshard
+
+__all__ = [
+    "context_parallel",
+    "local_positions",
+    "reduce_gradients",
+    "shard",
+    "sharded_attention",
+    "unshard",
+]
