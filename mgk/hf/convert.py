@@ -82,6 +82,12 @@ def convert(
     _check_variant(variant)
     positive_integer("num_components", num_components)
     number("shift_std", shift_std, 0, above=True)
+    if getattr(model, "peft_config", None):
+        fail(
+            "model",
+            "has adapters: convert and save it without them, and add adapters to the converted model; "
+            "model.merge_and_unload() keeps what they have learned",
+        )
     if not isinstance(model, PreTrainedModel):
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
     if any(isinstance(module, MixtureKeys) for module in model.modules()):
@@ -98,14 +104,15 @@ def convert(
     if not attention_layers:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     selected = {name: attention_layers[name] for name in _select_layers(list(attention_layers), layers)}
+    configs = [layer.module.config for layer in selected.values()]
     for layer in selected.values():
         sizes = (layer.key_heads, num_components, layer.head_dim)
-        install(layer.module, MixtureKeys(*sizes, layer.module.config, shift_std=shift_std, **layer.factory))
+        install(layer.module, MixtureKeys(*sizes, shift_std=shift_std, **layer.factory))
     try:
         _check_unchanged(model, before, _run_example(model, example))
     except Exception:
-        for layer in selected.values():
-            remove(layer.module)
+        for layer, config in zip(selected.values(), configs, strict=True):
+            remove(layer.module, config)
         raise
     shapes = {name: [layer.key_heads, num_components, layer.head_dim] for name, layer in selected.items()}
     describe_changes(model, variant=variant, layers=shapes)
@@ -180,7 +187,7 @@ def _add_mixture_keys(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         module = model.base_model.get_submodule(name)
         # A model that makes its base model with an Auto class has them already.
         if not hasattr(module, NAME):
-            install(module, MixtureKeys(heads, components, head_dim, module.config))
+            install(module, MixtureKeys(heads, components, head_dim))
 
 
 register_builder("layers", _add_mixture_keys)

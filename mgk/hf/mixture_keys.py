@@ -39,24 +39,13 @@ class MixtureKeys(nn.Module):
         heads: Number of key heads Hk.
         components: Number of components M.
         head_dim: Dimension D of a head.
-        config: Configuration of the layer, whose attention implementation determines the masks.
         shift_std: Standard deviation of the initial shifts.
         **factory: `device` and `dtype` of the parameters.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        components: int,
-        head_dim: int,
-        config: PreTrainedConfig,
-        *,
-        shift_std: float = 1.0,
-        **factory: Any,
-    ) -> None:
+    def __init__(self, heads: int, components: int, head_dim: int, *, shift_std: float = 1.0, **factory: Any) -> None:
         super().__init__()
         self.shift_std = shift_std
-        self.config = config
         self.shift = nn.Parameter(torch.empty(heads, components, head_dim, **factory))
         self.prior = LearnedPrior(heads, components, VARIANTS["smgk"], PRESETS["paper"], None, **factory)
         self.tau = nn.Parameter(torch.empty(heads, **factory))
@@ -101,17 +90,24 @@ class MixtureKeys(nn.Module):
 
 def install(module: nn.Module, mixture: MixtureKeys) -> None:
     """Make a layer use the attention function NAME, independently of the other layers."""
-    assert isinstance(module.config, PreTrainedConfig)
-    module.config = with_attention(module.config, NAME)
+    module.shared_config = shared_config(module)
+    module.config = with_attention(module.shared_config, NAME)
     module.add_module(NAME, mixture)
 
 
-def remove(module: nn.Module) -> None:
-    """Undo `install`."""
-    mixture = module.get_submodule(NAME)
-    assert isinstance(mixture, MixtureKeys)
-    module.config = mixture.config
+def remove(module: nn.Module, config: PreTrainedConfig) -> None:
+    """Undo `install`; `config` is the layer's configuration before it."""
+    if module.shared_config is config:
+        del module.shared_config
+    module.config = config
     delattr(module, NAME)
+
+
+def shared_config(module: nn.Module) -> PreTrainedConfig:
+    """Return the configuration that a layer shares with the model: its attention implementation makes the masks."""
+    config = getattr(module, "shared_config", module.config)
+    assert isinstance(config, PreTrainedConfig)
+    return config
 
 
 def with_attention(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
@@ -142,6 +138,27 @@ def masks_include_causality(config: PreTrainedConfig) -> bool:
     return mask_function is eager_mask
 
 
+def resolve_mask(
+    module: nn.Module, config: PreTrainedConfig, query: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> tuple[Tensor | None, bool]:
+    """Return the mask and is_causal of an operator call, from the arguments of an attention function.
+
+    Args:
+        module: The layer.
+        config: Configuration whose attention implementation made the mask.
+        query: Queries [B, H, L, D].
+        mask: Mask of Transformers, or None.
+        is_causal: Argument of the attention function; None for that of the layer.
+    """
+    if masks_include_causality(config) or mask is not None or query.shape[2] == 1:
+        is_causal = False
+    elif is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if mask is not None and mask.is_floating_point():
+        mask = with_infinite_mask(mask)
+    return mask, is_causal
+
+
 def attend(
     module: nn.Module,
     query: Tensor,  # [B, H, L, D]
@@ -154,19 +171,15 @@ def attend(
     **extras: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with mixture keys: return [B, L, H, E] and, if the model runs `eager`, the weights."""
+    # Adapters of PEFT wrap the module.
     mixture = getattr(module, NAME, None)
-    if not isinstance(mixture, MixtureKeys):
+    if mixture is None:
         fail(
             "model", f"has a {type(module).__name__} without mixture keys: use mgk.hf.convert, not attn_implementation"
         )
     check_supported(module, extras)
-    mask = attention_mask
-    if masks_include_causality(mixture.config) or mask is not None or query.shape[2] == 1:
-        is_causal = False
-    elif is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
-    if mask is not None and mask.is_floating_point():
-        mask = with_infinite_mask(mask)
+    config = shared_config(module)
+    mask, is_causal = resolve_mask(module, config, query, attention_mask, is_causal)
     output, weights = mixture(
         query,
         key,
@@ -175,7 +188,7 @@ def attend(
         is_causal=is_causal,
         dropout=dropout,
         scaling=scaling,
-        need_weights=mixture.config._attn_implementation == "eager",
+        need_weights=config._attn_implementation == "eager",
     )
     return output.transpose(1, 2).contiguous(), weights
 

@@ -24,6 +24,7 @@ from transformers.models.auto import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from mgk._core.validation import fail
+from mgk.hf.adapters import check_added_modules, copy_default_targets, enable_added_modules, train_added_modules
 
 ENTRY = "mgk"  # of config.json
 TYPE_PREFIX = "mgk-"  # of a model type
@@ -146,6 +147,37 @@ class ChangedModel:
             fail("folder", f"{source} has weights that do not match its config.json: {', '.join(sorted(wrong))}")
         return (model, info) if output_loading_info else model
 
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """Configurations of the adapters of PEFT, by name."""
+        if "adapters" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no adapters")
+        configs: dict[str, Any] = self.__dict__["adapters"]
+        return configs
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        # PEFT sets this once it has frozen the model and added its layers.
+        self.__dict__["adapters"] = configs
+        assert isinstance(self, PreTrainedModel)
+        train_added_modules(self, configs)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["adapters"]
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as PreTrainedModel.load_adapter does; raise a ValueError if it drops added modules."""
+        info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        check_added_modules(info.missing_keys)
+        return info
+
+    def enable_adapters(self) -> None:
+        """Enable the adapters that `disable_adapters` has disabled."""
+        super().enable_adapters()  # type: ignore[misc]
+        assert isinstance(self, PreTrainedModel)
+        enable_added_modules(self)
+
     # Transformers reads these from the source code of the class's module.
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -167,6 +199,7 @@ def changed_config_class(original: type[PreTrainedConfig]) -> Any:
         _classes[original] = changed
         AutoConfig.register(model_type, changed, exist_ok=True)
         _copy_conversions(original.model_type, model_type)
+        copy_default_targets(original.model_type, model_type)
         for auto in _auto_classes():
             classes = _as_tuple(auto._model_mapping.get(original, None))
             models = tuple(
