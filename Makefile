@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-quick test-hf test-oldest test-gpu lint format bench clean
+.PHONY: help install browser demo test test-quick test-hf test-oldest test-gpu docs lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -72,6 +72,9 @@ test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise pyt
 
 demo: $(STAMP) ## Train softmax, and sMGK with half the heads, on short ListOps (two minutes on a CPU) and compare them
 	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
+
+docs: $(STAMP) ## Build the documentation into build/docs and run its tutorials; warnings are errors
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -W --keep-going -b html -c docs -d build/doctrees . build/docs
 
 lint: $(STAMP) ## Check style, formatting, types and import layers
 	$(BIN)/ruff check .

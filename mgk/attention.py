@@ -77,8 +77,8 @@ class Attention(nn.Module):
         device, dtype: Device and dtype of the parameters.
 
     Examples:
-        >>> attention = mgk.Attention(512, 4, head_dim=64, is_causal=True)
-        >>> y = attention(torch.randn(2, 100, 512))  # [2, 100, 512]
+        >>> mgk.Attention(512, 4, head_dim=64, is_causal=True)(torch.randn(2, 100, 512)).shape
+        torch.Size([2, 100, 512])
     """
 
     def __init__(

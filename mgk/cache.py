@@ -36,6 +36,15 @@ class Cache(ABC):
         length: Number of tokens in the cache.
         device_position: If set, a forward processes one token at this position, writes to the existing buffers and
             does not change `length`, which the caller updates.
+
+    Examples:
+        >>> attention = mgk.Attention(64, 4, num_kv_heads=2, is_causal=True).eval()
+        >>> cache = attention.make_cache(batch_size=1, max_length=20)
+        >>> with torch.no_grad():
+        ...     prompt = attention(torch.randn(1, 10, 64), cache=cache)
+        ...     token = attention(torch.randn(1, 1, 64), cache=cache)
+        >>> cache.length, cache.nbytes  # keys and values of 2 heads of width 16, fp32
+        (11, 5120)
     """
 
     def __init__(self, batch_size: int, max_length: int) -> None:

@@ -24,7 +24,7 @@ def safe_softmax(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def squared_norms(x: Tensor) -> Tensor:
-    """Return |x|² over the last dimension, at most the largest number: masked padding times τ = 0 stays 0."""
+    """Return ‖x‖² over the last dimension, at most the largest number: masked padding times τ = 0 stays 0."""
     return x.square().sum(-1).clamp(max=torch.finfo(x.dtype).max)
 
 

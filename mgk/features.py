@@ -50,6 +50,11 @@ class FAVOR(nn.Module):
         scale: Factor of the dot product. Default: 1/√D.
         similarity: ``"dot"`` (Eq. 8), or ``"gaussian"``: the key features are multiplied by exp(-scale/2 ‖k‖²), which
             gives the kernel of Eq. 9 up to a factor per query that the normalisation removes.
+
+    Examples:
+        >>> attention = mgk.Attention(64, 2, variant="mlk", feature_map=mgk.FAVOR(head_dim=32, num_features=64))
+        >>> attention(torch.randn(1, 10, 64)).shape
+        torch.Size([1, 10, 64])
     """
 
     directions: Tensor  # [F, D]
@@ -110,6 +115,10 @@ class DPFP(nn.Module):
 
     Args:
         nu: Number of shifted products per entry; there are 2·D·nu features.
+
+    Examples:
+        >>> mgk.DPFP(nu=2)(torch.randn(1, 10, 8)).shape  # 2·D·nu features
+        torch.Size([1, 10, 32])
     """
 
     def __init__(self, nu: int = 1) -> None:

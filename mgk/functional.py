@@ -28,7 +28,14 @@ _call_handlers: ContextVar[tuple[CallHandler, ...]] = ContextVar("call_handlers"
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that runs a call, and why each of the others does not."""
+    """The backend that runs a call, and why each of the others does not.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 10, 8)
+        >>> choice = mgk.explain_backend(mgk.smgk_attention, query, key, value, torch.randn(2, 2, 8), backend="eager")
+        >>> choice.backend, choice.reasons["sdpa"]
+        ('eager', "backend='eager' was requested")
+    """
 
     backend: str
     reasons: dict[str, str]
@@ -88,6 +95,14 @@ def mgk_attention(
         The output [B, H, L, E]. With return_weights or return_lse, a tuple of the output followed by the weights
         [B, H, L, S] and the lse [B, H, L], as requested. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood up to
         constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
+
+    Examples:
+        >>> query, value = torch.randn(2, 2, 4, 100, 64)
+        >>> keys = torch.randn(2, 4, 2, 100, 64)  # two components per key
+        >>> mask = torch.rand(100, 100) < 0.9
+        >>> output, weights = mgk.mgk_attention(query, keys, value, mask, return_weights=True)
+        >>> torch.allclose(weights.sum(-1), torch.ones(2, 4, 100))
+        True
     """
     call = mixture_call(
         query, keys, value, attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale, log_prior=log_prior,
@@ -151,6 +166,15 @@ def smgk_attention(
         The output [B, H, L, E]. With return_weights or return_lse, a tuple of the output followed by the weights
         [B, H, L, S] and the lse [B, H, L], as requested. lse_i = log Σ_j exp ℓ_ij is the query's log likelihood up to
         constants. A fully masked query gives zeros, an lse of -inf, and zero gradients.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 100, 64)  # [B, H, L, D] each
+        >>> shift = torch.randn(4, 2, 64)  # two components per key
+        >>> mgk.smgk_attention(query, key, value, shift, is_causal=True).shape
+        torch.Size([2, 4, 100, 64])
+        >>> half = slice(0, 2)  # grouped key heads: 4 query heads share 2 key heads
+        >>> mgk.smgk_attention(query, key[:, half], value[:, half], shift[half]).shape
+        torch.Size([2, 4, 100, 64])
     """
     call = mixture_call(
         query, key, value, attn_mask, shift=shift, shifted=True, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
@@ -200,6 +224,13 @@ def mlk_attention(
         [B, H, L, S] and the state, as requested. The state is (Z [B, Hs, F, E], z [B, Hk, F]), for FAVOR followed by a
         log weight [B, Hk]. Hs is the least common multiple of Hk and Hv: Hk if they are equal. A query whose
         denominator is 0 gives zeros.
+
+    Examples:
+        >>> query, value = torch.randn(2, 2, 4, 100, 64)
+        >>> keys = torch.randn(2, 4, 2, 100, 64)  # two components per key
+        >>> output, state = mgk.mlk_attention(query, keys, value, is_causal=True, return_state=True)
+        >>> output.shape, state[0].shape  # the state has a constant size
+        (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 64, 64]))
     """
     call = linear_call(
         query, keys, value, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask, is_causal=is_causal,
@@ -247,6 +278,11 @@ def smlk_attention(
         [B, H, L, S] and the state, as requested. The state is (Z [B, Hs, F, E], z [B, Hk, F]), for FAVOR followed by a
         log weight [B, Hk]. Hs is the least common multiple of Hk and Hv: Hk if they are equal. A query whose
         denominator is 0 gives zeros.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 100, 32)  # [B, H, L, D] each
+        >>> mgk.smlk_attention(query, key, value, torch.randn(4, 2, 32), feature_map="relu").shape
+        torch.Size([2, 4, 100, 32])
     """
     call = linear_call(
         query, key, value, shift=shift, shifted=True, log_prior=log_prior, feature_map=feature_map, key_mask=key_mask,
@@ -257,9 +293,7 @@ def smlk_attention(
 
 
 def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> BackendChoice:
-    """Return the backend that runs op(*args, **kwargs), and why each of the others does not.
-
-    Example: print(explain_backend(mgk.smgk_attention, q, k, v, shift)).
+    """Return the backend that runs ``op(*args, **kwargs)``, and why each of the others does not.
 
     Args:
         op: One of the four operators, or its name.
@@ -269,6 +303,13 @@ def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> 
 
     Returns:
         A `BackendChoice`: the name of the backend, and a dict of the other backends' names and reasons.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 10, 8, dtype=torch.float64)
+        >>> print(mgk.explain_backend(mgk.smgk_attention, query, key, value, torch.randn(2, 2, 8).double()))
+        eager: runs
+        plain: ...
+        sdpa: 'auto' runs fp64 on a reference backend
     """
     arguments = bind_arguments(op, *args, **kwargs)
     backend = arguments.pop("backend")

@@ -42,7 +42,10 @@ class MultiheadAttention(nn.Module):
 
     Examples:
         >>> attention = mgk.MultiheadAttention(512, 4, head_dim=64, batch_first=True)
+        >>> x = torch.randn(2, 10, 512)
         >>> output, weights = attention(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 10, 512]), torch.Size([2, 10, 10]))
     """
 
     # Options of torch's module that are not supported.

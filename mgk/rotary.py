@@ -17,6 +17,12 @@ class Rotary(nn.Module):
     Args:
         head_dim: Dimension D of a head.
         base: Base of the angles.
+
+    Examples:
+        >>> rotary = mgk.Rotary(head_dim=32)
+        >>> rotary(torch.randn(2, 4, 10, 32), torch.arange(10)).shape
+        torch.Size([2, 4, 10, 32])
+        >>> attention = mgk.Attention(64, 2, rotary=10000.0)  # the same embedding as part of a layer
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0) -> None:

@@ -34,6 +34,11 @@ class Variant:
         components: Number of components, if the variant fixes it. Default: the layer's ``num_components``.
         em_momentum: Weight of the old prior and variance in an EM update.
         variance_floor: Minimum variance of ``"em"``.
+
+    Examples:
+        >>> variant = mgk.Variant(similarity="between", keys="independent", variance="learned")
+        >>> mgk.Attention(64, 2, variant=variant, num_components=3)(torch.randn(1, 10, 64)).shape
+        torch.Size([1, 10, 64])
     """
 
     similarity: str = "gaussian"
@@ -103,7 +108,13 @@ class LinearForm:
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings that the paper leaves to the implementation."""
+    """Settings that the paper leaves to the implementation.
+
+    Examples:
+        >>> mgk.PRESETS["ref-lm"].component_scales  # the authors' language model: unequal variances
+        (1.0, 3.0)
+        >>> attention = mgk.Attention(64, 2, variant="mgk", preset="ref-lm")
+    """
 
     variance_width: int | None = None  # σ² = √variance_width; None is the head dimension
     component_scales: tuple[float, ...] | None = None  # factors of 1/σ² per component

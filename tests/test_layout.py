@@ -9,7 +9,9 @@ import pytest
 import setuptools
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ("mgk", "experiments", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("mgk", "experiments", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
 PUBLIC = "__init__ __main__ attention cache equations features functional multihead rotary variants"
 
 

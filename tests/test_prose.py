@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ("mgk", "experiments", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("mgk", "experiments", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "mgk/**/*.md", "experiments/**/*.md", "mgk/**/*.yaml", "experiments/**/*.yaml")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "examples/*.md",
+        "mgk/**/*.md",
+        "experiments/**/*.md",
+        "mgk/**/*.yaml",
+        "experiments/**/*.yaml",
+    )
     for path in ROOT.glob(pattern)
 )
 

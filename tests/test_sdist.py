@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "docs", "experiments", "mgk", "results", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "experiments", "mgk", "results", "tests")
 FILES = ("pyproject.toml", "MANIFEST.in", "Makefile", "constraints.txt", "README.md", "CHANGELOG.md", "LICENSE")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*.lock", "*-analysis", "*.egg-info")
 

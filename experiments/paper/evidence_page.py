@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.paper import figures, lra_averages, plan, speed_table, verdicts
+from experiments.paper import figures, front_page, lra_averages, plan, speed_table, verdicts
 from experiments.paper.claims import cost as costs
 from experiments.paper.claims import heads, quality
 from experiments.paper.claims.quality import ExperimentResults
@@ -45,8 +45,10 @@ def gather(results: Path) -> Evidence:
     texts = {
         "rules": verdicts.rules(),
         "headline": headline(experiments[0], rows),
+        "gain": front_page.language_model(experiments[-1], rows),
         "fast": speed_table.sentence(rows),
         "speed": speed_table.table(rows),
+        "shapes": front_page.shapes(rows),
         "summary": summary(experiments, analyses, rows),
         "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),
         "averages": lra_averages.table(experiments),

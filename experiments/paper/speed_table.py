@@ -91,21 +91,26 @@ def _operator(rows: list[Record], variant: str) -> SpeedRow:
     )
 
 
+def _half_softmax_rows(rows: list[Record]) -> list[Record]:
+    softmax = kernel_targets.select(rows, "speed", variant="softmax")
+    return [row for row in softmax if kernel_targets.has_heads(row, 2, 2)]
+
+
+def half_softmax_ratios(rows: list[Record], which: str) -> dict[str, float]:
+    """Return the time of the best SDPA with half the heads over that with all heads, by shape."""
+    ratios: dict[str, float] = {}
+    for row in kernel_targets.select(_half_softmax_rows(rows), "speed", which):
+        shape = kernel_targets.shape_of(row)
+        ratios[shape] = min(ratios.get(shape, math.inf), float(row["ratio"]))
+    return ratios
+
+
 def _half_softmax(rows: list[Record]) -> SpeedRow:
     """Return the control: softmax with half the heads."""
-    half = [
-        row for row in kernel_targets.select(rows, "speed", variant="softmax") if kernel_targets.has_heads(row, 2, 2)
-    ]
-
-    def best(which: str) -> dict[str, float]:
-        ratios: dict[str, float] = {}
-        for row in kernel_targets.select(half, "speed", which):
-            shape = kernel_targets.shape_of(row)
-            ratios[shape] = min(ratios.get(shape, math.inf), float(row["ratio"]))
-        return ratios
-
+    half = _half_softmax_rows(rows)
     title = "control: softmax with half the heads, the same shapes"
-    return SpeedRow(title, _both(lambda which: kernel_targets.mean(best(which))), (), _commits_of(half))
+    means = _both(lambda which: kernel_targets.mean(half_softmax_ratios(rows, which)))
+    return SpeedRow(title, means, (), _commits_of(half))
 
 
 def _small(rows: list[Record]) -> SpeedRow:

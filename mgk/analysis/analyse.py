@@ -23,7 +23,13 @@ from mgk.analysis.weights import sample_weights
 
 @dataclass(frozen=True)
 class Analysis:
-    """Result of `analyse`."""
+    """Result of `analyse`.
+
+    Examples:
+        >>> analysis = mgk.analysis.analyse(mgk.Attention(32, 4), [torch.randn(1, 20, 32)], removal=0)
+        >>> analysis.samples, analysis.longest, len(analysis.layers)
+        (1, 20, 1)
+    """
 
     layers: list[Layer]
     samples: int
@@ -80,6 +86,12 @@ def analyse(
 
     Returns:
         The analysis of every layer.
+
+    Examples:
+        >>> model = torch.nn.Sequential(mgk.Attention(32, 4), mgk.Attention(32, 4, variant="softmax"))
+        >>> analysis = mgk.analysis.analyse(model, [torch.randn(1, 20, 32)])
+        >>> analysis.heads, sorted(analysis.different)
+        (8, ['cosine', 'maps', 'outputs'])
     """
     positive_integer("matrices", matrices)
     positive_integer("memory", memory)

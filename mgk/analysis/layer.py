@@ -43,7 +43,13 @@ class ComponentUsage:
 
 @dataclass(frozen=True)
 class Layer:
-    """Analysis of one attention layer."""
+    """Analysis of one attention layer.
+
+    Examples:
+        >>> (layer,) = mgk.analysis.analyse(mgk.Attention(32, 4), [torch.randn(1, 20, 32)], removal=0).layers
+        >>> layer.heads, layer.components, layer.ranks.rank.shape
+        (4, 2, (4,))
+    """
 
     name: str
     kind: str  # kind of attention, for the report

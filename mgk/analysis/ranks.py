@@ -26,7 +26,12 @@ STREAMS = 8
 
 
 class Spectra(NamedTuple):
-    """Ranks of a batch of matrices."""
+    """Ranks of a batch of matrices.
+
+    Examples:
+        >>> mgk.analysis.spectra(torch.zeros(1, 3, 3)).rank
+        tensor([0])
+    """
 
     rank: Tensor  # int64 [n]
     effective_rank: Tensor  # fp64 [n]: exp of the entropy of the normalised singular values
@@ -39,6 +44,10 @@ def spectra(matrices: Tensor, *, threshold: float = THRESHOLD, streams: int = ST
         matrices: Floating-point tensor [n, L, S].
         threshold: The rank is the number of singular values above this.
         streams: CUDA streams that decompose matrices concurrently.
+
+    Examples:
+        >>> mgk.analysis.spectra(torch.eye(4).expand(2, 4, 4)).effective_rank
+        tensor([4., 4.], dtype=torch.float64)
     """
     if matrices.dim() != 3 or not matrices.is_floating_point():
         raise ValueError(f"matrices must be a floating-point tensor [n, L, S], got {list(matrices.shape)}")

@@ -116,6 +116,10 @@ def effective_number(similarity: Array) -> float:
     """Compute the Vendi score of a similarity matrix [H, H], from 1 (all the same) to H (all different).
 
     It is the exponential of the entropy of the eigenvalues of similarity / H.
+
+    Examples:
+        >>> round(mgk.analysis.effective_number(torch.eye(3).numpy()), 3)  # nothing is similar
+        3.0
     """
     values = np.linalg.eigvalsh((similarity + similarity.T) / 2).clip(min=0)
     shares = values[values > 0] / values.sum()

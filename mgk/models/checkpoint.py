@@ -32,6 +32,13 @@ def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tenso
         model: A LanguageModel or Classifier.
         directory: Directory to write to; it is created if necessary.
         weights: State dict to save. Default: that of the model.
+
+    Examples:
+        >>> import tempfile
+        >>> model = mgk.models.Classifier(mgk.models.EncoderConfig(vocab_size=16, num_classes=4, max_length=64))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mgk.models.save_model(model, folder)
+        ...     again = mgk.models.load_model(folder)
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,6 +61,9 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
 
     Raises:
         ValueError: A file is missing or damaged.
+
+    Examples:
+        >>> model = mgk.models.load_model("runs/demo/smgk-2-paper-s0/best")  # doctest: +SKIP
     """
     directory = Path(directory)
     try:

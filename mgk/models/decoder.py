@@ -121,6 +121,10 @@ class DecoderConfig:
         attention_dropout: Dropout of attention weights. None selects the preset's.
         backend: Backend of the attention operators.
         num_key_heads: Number of key heads. Default: num_kv_heads.
+
+    Examples:
+        >>> mgk.models.DecoderConfig(1000, num_layers=2, variant="smgk", num_heads=4, num_kv_heads=2).layer_variants
+        ('smgk', 'smgk')
     """
 
     vocab_size: int
@@ -237,6 +241,12 @@ class LanguageModel(nn.Module):
 
     Args:
         config: Sizes and settings.
+
+    Examples:
+        >>> config = mgk.models.DecoderConfig(100, embed_dim=32, ffn_dim=64, num_layers=1, num_heads=2, head_dim=16)
+        >>> model, tokens = mgk.models.LanguageModel(config), torch.randint(100, (2, 17))
+        >>> model.losses(tokens[:, :-1], tokens[:, 1:]).shape  # nats per token
+        torch.Size([2, 16])
     """
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -47,6 +47,10 @@ class EncoderConfig:
         backend: Backend of the attention operators.
         token_std: Standard deviation of the initial token vectors; 0.02 is the paper's.
         num_key_heads: Number of key heads. Default: num_kv_heads.
+
+    Examples:
+        >>> mgk.models.EncoderConfig(vocab_size=16, num_classes=4, max_length=64, num_heads=2).variant
+        'smgk'
     """
 
     vocab_size: int
@@ -131,6 +135,11 @@ class Classifier(nn.Module):
 
     Args:
         config: Sizes and settings.
+
+    Examples:
+        >>> config = mgk.models.EncoderConfig(vocab_size=16, num_classes=4, max_length=64, num_heads=2)
+        >>> mgk.models.Classifier(config).eval()(torch.randint(1, 16, (3, 40))).shape
+        torch.Size([3, 4])
     """
 
     def __init__(self, config: EncoderConfig) -> None:

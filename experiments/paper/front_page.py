@@ -1,0 +1,87 @@
+"""Short tables for the README and docs/performance.md: quality, cache and step of a language model; times by shape."""
+
+from __future__ import annotations
+
+import math
+
+from experiments.paper import kernel_targets, speed_table, verdicts
+from experiments.paper.claims import cost
+from experiments.paper.claims.quality import ExperimentResults
+from experiments.paper.intervals import compare
+from experiments.paper.kernel_targets import Record
+from mgk._core.io import format_number, format_signed, markdown_table
+from mgk.bench.implementations import Shape
+from mgk.bench.timing import PASSES
+from mgk.training.config import ModelSpec
+from mgk.variants import VARIANTS
+
+# Models of the table, in pairs: softmax and sMGK with the same numbers of heads and key heads.
+MODELS = tuple(map(ModelSpec.parse, ("softmax:8", "smgk:8", "softmax:8/4", "smgk:8/4", "softmax:4", "smgk:4")))
+MISSING = f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+
+
+def cache_share(row: ModelSpec, full: ModelSpec) -> float:
+    """Return the size of a model's cache relative to another's, for keys and values of the same width."""
+    return _cached_vectors(row) / _cached_vectors(full)
+
+
+def _cached_vectors(row: ModelSpec) -> int:
+    """Return the number of vectors that a layer caches per token: the keys without shifts, and the values."""
+    components = 1 if VARIANTS[row.variant].keys == "shifted" else VARIANTS[row.variant].components or 2
+    value_heads = row.kv_heads or row.heads
+    return components * (row.key_heads or value_heads) + value_heads
+
+
+def language_model(item: ExperimentResults, rows: list[Record]) -> str:
+    """Format perplexity, cache and training step of MODELS relative to the first."""
+    full, results = MODELS[0], item.results
+    measured = [row for row in MODELS if results.runs_of(row)]
+    if full not in measured:
+        return MISSING
+    steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(item, rows)}
+    lines = [["model", "perplexity", f"relative to {full}", "cache", "training step", "seeds"]]
+    for row in measured:
+        change = ""
+        difference = None if row == full else compare(results, row, full)
+        if difference is not None:
+            # The score is −100 × nats per token.
+            change = f"{format_signed(100 * math.expm1(-difference.difference / 100), 1)} %"
+            if difference.half_width is not None:
+                change += f" ± {format_number(difference.half_width, 1)}"
+        step, reference = steps.get(row), steps.get(full)
+        share = "–" if step is None or reference is None else f"{step / reference:.2f}"
+        perplexity = format_number(results.mean(row), 1)
+        cells = [_name(row), perplexity, change, f"{cache_share(row, full):.2f}", share]
+        lines.append([*cells, str(len(results.runs_of(row)))])
+    return markdown_table(lines)
+
+
+def _name(row: ModelSpec) -> str:
+    name = {"softmax": "softmax", "smgk": "sMGK"}[row.variant]
+    heads = f"{row.heads} heads" if row.kv_heads is None else f"{row.heads} heads, {row.kv_heads} key heads"
+    return f"{name}, {heads}" if name == "softmax" else f"**{name}**, {heads}"
+
+
+def shapes(rows: list[Record]) -> str:
+    """Format the time of each operator by shape: batch, heads, length and width in separate columns."""
+    measured = kernel_targets.on_gpu(rows)
+    if not measured:
+        return MISSING
+    columns = {
+        (name, which): kernel_targets.ratios(measured, name, which) for name in ("smgk", "mgk") for which in PASSES
+    }
+    control = {which: speed_table.half_softmax_ratios(measured, which) for which in PASSES}
+    plain = {which: kernel_targets.plain_ratios(measured, "smgk", which) for which in PASSES}
+    titles = ["sMGK", "MGK", "softmax, H/2 heads", "sMGK, plain calls"]
+    lines = [["length", "width", "batch", "H", "causal", *titles]]
+    for name in (*kernel_targets.GOAL_SHAPES, kernel_targets.SMALL_SHAPE):
+        shape = Shape.parse(name)
+        sizes = [f"{shape.length:,}", str(shape.width), str(shape.batch), str(shape.heads)]
+        by_pass = [
+            *({which: columns[variant, which] for which in PASSES} for variant in ("smgk", "mgk")),
+            control,
+            plain,
+        ]
+        cells = [" / ".join(format_number(values[which].get(name)) for which in PASSES) for values in by_pass]
+        lines.append([*sizes, "yes" if shape.causal else "no", *cells])
+    return markdown_table(lines)
