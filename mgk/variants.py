@@ -73,6 +73,7 @@ class Variant:
 
 VARIANTS = {
     "softmax": Variant("dot", "independent", "uniform", components=1),
+    "gaussian": Variant("gaussian", "independent", "uniform", components=1),
     "linear": Variant("linear", "independent", "uniform", components=1),
     "mgk": Variant("gaussian", "independent", "learned"),
     "smgk": Variant("gaussian", "shifted", "learned"),
@@ -154,11 +155,3 @@ def variants_per_layer(variant: str | Sequence[str], num_layers: int) -> tuple[s
     if not isinstance(variant, str | Sequence):
         fail("variant", f"must be a name, or a list of names, one for each layer, got {variant!r}")
     return (variant,) * num_layers if isinstance(variant, str) else tuple(variant)
-
-
-def check_variants(layers: tuple[str, ...], num_layers: int) -> None:
-    """Check the names and the number of the variants of a model's layers."""
-    for name in layers:
-        one_of("variant", name, VARIANTS)
-    if len(layers) != num_layers:
-        fail("variant", f"must have one name for all layers or one for each of {num_layers}, got {len(layers)} names")

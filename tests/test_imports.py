@@ -23,6 +23,7 @@ OPTIONAL = [
     "yaml",
     "matplotlib",
     "tensorboard",
+    "tokenizers",
 ]
 
 

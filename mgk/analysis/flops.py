@@ -35,15 +35,19 @@ def count_costs(
         config: Configuration of the model.
         variants: Names of attention variants.
         heads: Numbers of heads, of unchanged width.
-        lengths: Numbers of tokens.
+        lengths: Numbers of tokens; ignored for a model of images, whose size is fixed.
         count: Function that counts parameters and FLOPs of a configuration.
     """
+    has_length = "max_length" in {field.name for field in dataclasses.fields(config)}
+    if not has_length:
+        lengths = [config.max_length]  # determined by other settings: image and patch size
     counted = []
     for variant in variants:
         for number in heads:
             for length in lengths:
+                sizes = {"max_length": length} if has_length else {}
                 heads_only = {"num_heads": number, "num_kv_heads": None, "num_key_heads": None}
-                changed = dataclasses.replace(config, variant=variant, max_length=length, **heads_only)
+                changed = dataclasses.replace(config, variant=variant, **heads_only, **sizes)
                 counted.append(ModelCost(variant, number, length, *count(changed, length)))
     return counted
 

@@ -22,6 +22,7 @@ from mgk.cli.app import (
     resolve_data_dir,
     warn_if_gpu_recommended,
 )
+from mgk.models.attention_layer import known_variants
 from mgk.training import config, predictions, results
 from mgk.training.config import ModelSpec
 from mgk.variants import PRESETS, VARIANTS
@@ -76,7 +77,7 @@ def train(
     loaded = unchanged.with_settings(apply_steps(recipe, settings, steps))
     default_row = loaded.rows[0] if loaded.rows else ModelSpec("smgk", 4)
     if variant is not None:
-        one_of("--variant", variant, VARIANTS)
+        one_of("--variant", variant, known_variants())
     for name, count in (("--heads", heads), ("--kv-heads", kv_heads), ("--key-heads", key_heads)):
         if count is not None:
             positive_integer(name, count)

@@ -9,7 +9,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mgk.models.run_directory import RunDirectory
-from mgk.models.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, WordVocabulary, load_vocabulary
+from mgk.models.vocabulary import (
+    EOS,
+    UNKNOWN,
+    ByteVocabulary,
+    SubwordVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    byte_characters,
+    load_vocabulary,
+)
 
 
 def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
@@ -48,15 +57,16 @@ def _word_tokenizer(vocabulary: Any) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _byte_tokenizer(vocabulary: Any) -> tuple[Tokenizer, dict[str, str]]:
-    # `tokenizers` represents a byte by the same code point if that is printable, else by one from 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
-    tokenizer = Tokenizer(models.BPE(characters, []))
+    tokenizer = Tokenizer(models.BPE(byte_characters(), []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     # All 256 ids are bytes: there is no special token.
     return tokenizer, {}
 
 
-TOKENIZERS: dict[type[Vocabulary], Any] = {WordVocabulary: _word_tokenizer, ByteVocabulary: _byte_tokenizer}
+TOKENIZERS: dict[type[Vocabulary], Any] = {
+    WordVocabulary: _word_tokenizer,
+    ByteVocabulary: _byte_tokenizer,
+    # Byte-level BPE has no special token either.
+    SubwordVocabulary: lambda vocabulary: (vocabulary.tokenizer, {}),
+}

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mgk._core.validation import number, positive_integer
+from torch import nn
+
+from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.features import FEATURE_MAP_FACTORIES
+from mgk.variants import VARIANTS
 
 if TYPE_CHECKING:
     from mgk.models.decoder import DecoderConfig
     from mgk.models.encoder import EncoderConfig
+    from mgk.models.vision import VisionConfig
+
+# Layers other than `Attention` that the models can use, by name.
+REGISTERED_LAYERS: dict[str, Callable[..., nn.Module]] = {}
 
 
-def check_attention_fields(config: DecoderConfig | EncoderConfig) -> None:
-    """Check the fields of a configuration that both models pass to their attention layers."""
+def check_attention_fields(config: DecoderConfig | EncoderConfig | VisionConfig) -> None:
+    """Check the fields of a configuration that all models pass to their attention layers."""
     positive_integer("num_components", config.num_components)
     if config.num_kv_heads is not None:
         positive_integer("num_kv_heads", config.num_kv_heads)
@@ -23,14 +31,47 @@ def check_attention_fields(config: DecoderConfig | EncoderConfig) -> None:
         number("attention_dropout", config.attention_dropout, 0, 1)
 
 
-def make_attention(config: DecoderConfig | EncoderConfig, variant: str, **options: Any) -> Attention:
+def register_attention(name: str, make: Callable[..., nn.Module]) -> None:
+    """Make another attention layer known to the models, under a name for `variant`.
+
+    Args:
+        name: Name of the layer in configurations and recipes.
+        make: Called with the configuration, and `layer_index`, `is_causal` and `rotary` as keywords. It returns a
+            module from [B, L, embed_dim] to the same shape, whose forward accepts the keywords `key_padding_mask`,
+            `position_ids`, `cu_seqlens`, `max_seqlen` and `cache`, which are None unless used.
+    """
+    if name in VARIANTS:
+        fail("name", f"{name!r} is a variant of mgk.Attention")
+    REGISTERED_LAYERS[name] = make
+
+
+def known_variants() -> list[str]:
+    """Return the names that `variant` of a model's configuration can have."""
+    return [*VARIANTS, *REGISTERED_LAYERS]
+
+
+def check_variants(layers: tuple[str, ...], num_layers: int) -> None:
+    """Check the names and the number of the variants of a model's layers."""
+    for name in layers:
+        one_of("variant", name, known_variants())
+    if len(layers) != num_layers:
+        fail("variant", f"must have one name for all layers or one for each of {num_layers}, got {len(layers)} names")
+
+
+def make_attention(
+    config: DecoderConfig | EncoderConfig | VisionConfig, variant: str, layer_index: int = 0, **options: Any
+) -> Any:
     """Make the attention layer that a configuration describes.
 
     Args:
         config: Configuration of the model.
         variant: Attention variant of the layer.
+        layer_index: Index of the layer in the model, for registered layers.
         **options: Further arguments of Attention.
     """
+    if variant in REGISTERED_LAYERS:
+        defaults = {"is_causal": False, "rotary": None}
+        return REGISTERED_LAYERS[variant](config, layer_index=layer_index, **{**defaults, **options})
     return Attention(
         config.embed_dim,
         config.num_heads,

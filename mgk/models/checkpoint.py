@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from mgk._core.io import replacing, write_atomically
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
+from mgk.models.vision import VisionConfig, VisionTransformer
 
 # Configuration and model classes by the `kind` in config.json.
 KINDS: dict[str, tuple[type, type]] = {
     "classifier": (EncoderConfig, Classifier),
     "language-model": (DecoderConfig, LanguageModel),
+    "vision-transformer": (VisionConfig, VisionTransformer),
 }
 # Advice in the message about damaged files.
 REMEDY = "train again, or use another directory"
@@ -29,7 +31,7 @@ def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tenso
     """Write the weights and the configuration of a model; each file is written atomically.
 
     Args:
-        model: A LanguageModel or Classifier.
+        model: A LanguageModel, Classifier or VisionTransformer.
         directory: Directory to write to; it is created if necessary.
         weights: State dict to save. Default: that of the model.
 

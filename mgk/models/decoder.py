@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
 from mgk._core.validation import check_tokens, fail, flag, one_of, positive_integer
+from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
-from mgk.models.attention_layer import check_attention_fields, make_attention
-from mgk.variants import PRESETS, check_variants, variants_per_layer
+from mgk.models.attention_layer import check_attention_fields, check_variants, make_attention
+from mgk.variants import PRESETS, VARIANTS, variants_per_layer
 
 # Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
 # 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
@@ -182,10 +183,11 @@ CHOICES: dict[str, dict[str, Any]] = {
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward layer, each with a residual connection and a norm before or after it."""
 
-    def __init__(self, config: DecoderConfig, variant: str) -> None:
+    def __init__(self, config: DecoderConfig, variant: str, layer_index: int = 0) -> None:
         super().__init__()
         width = config.embed_dim
-        self.attention = make_attention(config, variant, is_causal=True, rotary=POSITIONS[config.positions].rotary)
+        rotary = POSITIONS[config.positions].rotary
+        self.attention = make_attention(config, variant, layer_index, is_causal=True, rotary=rotary)
         self.mlp = MLPS[config.mlp](width, config.ffn_dim, config.dropout)
         make_norms = NORM_PLACES[config.norm_place]
         self.before_attention, self.after_attention = make_norms(lambda: NORMS[config.norm](width))
@@ -201,6 +203,8 @@ class DecoderLayer(nn.Module):
 
     def forward_last(self, x: Tensor) -> Tensor:
         """Compute the output of the last position only, [B, 1, d]; its query attends to all keys."""
+        if not isinstance(self.attention, Attention):
+            return self(x)[:, -1:]
         normed = _apply(self.before_attention, x)
         position = torch.full((1,), x.shape[1] - 1, device=x.device)
         attended = self.attention.attend(normed[:, -1:], normed, None, AttentionArgs(is_causal=False), position)
@@ -254,7 +258,9 @@ class LanguageModel(nn.Module):
         self.config = config
         self.table = TiedEmbedding(config.vocab_size, config.embed_dim, config.cutoffs, bias=config.head_bias)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(DecoderLayer(config, variant) for variant in config.layer_variants)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, variant, index) for index, variant in enumerate(config.layer_variants)
+        )
         # Only pre-norm models have a final norm: the output of a post-norm layer is already normalized.
         self.norm, _ = NORM_PLACES[config.norm_place](lambda: NORMS[config.norm](config.embed_dim))
         self._run_group: Callable[..., Tensor] = run_group
@@ -267,6 +273,8 @@ class LanguageModel(nn.Module):
 
     def make_caches(self, batch_size: int, max_length: int) -> list[Cache]:
         """Return an empty cache for each layer, for decoding up to max_length tokens."""
+        for name in self.config.layer_variants:
+            one_of("variant of a model that decodes with a cache", name, VARIANTS)
         return [layer.attention.make_cache(batch_size, max_length) for layer in self._layers()]
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None = None, start: int = 0) -> Tensor:

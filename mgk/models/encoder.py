@@ -7,6 +7,7 @@ uses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,11 @@ from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import embed_tokens
-from mgk.models.attention_layer import check_attention_fields, make_attention
-from mgk.variants import PRESETS, VARIANTS, check_variants, variants_per_layer
+from mgk.models.attention_layer import check_attention_fields, check_variants, make_attention
+from mgk.variants import PRESETS, VARIANTS, variants_per_layer
+
+if TYPE_CHECKING:
+    from mgk.models.vision import VisionConfig
 
 POOLINGS = ("mean", "mean-padded")
 
@@ -93,8 +97,8 @@ class EncoderConfig:
     @property
     def supports_packing(self) -> bool:
         """Whether packed batches are exact and faster: EM would count the padding, linear attention would pad again."""
-        layers = [VARIANTS[name] for name in self.layer_variants]
-        return not any(v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
+        layers = [VARIANTS.get(name) for name in self.layer_variants]
+        return not any(v is None or v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
 
     @property
     def layer_variants(self) -> tuple[str, ...]:
@@ -112,11 +116,11 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 class EncoderLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: EncoderConfig, variant: str) -> None:
+    def __init__(self, config: EncoderConfig | VisionConfig, variant: str, layer_index: int = 0) -> None:
         super().__init__()
         width = config.embed_dim
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = make_attention(config, variant)
+        self.attention = make_attention(config, variant, layer_index)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
             _linear(width, config.ffn_dim), nn.GELU(), nn.Dropout(config.dropout), _linear(config.ffn_dim, width)
@@ -149,7 +153,9 @@ class Classifier(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, width)
         self.positions = nn.Parameter(torch.empty(config.max_length, width))
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(EncoderLayer(config, variant) for variant in config.layer_variants)
+        self.layers = nn.ModuleList(
+            EncoderLayer(config, variant, index) for index, variant in enumerate(config.layer_variants)
+        )
         self.norm = nn.LayerNorm(width)
         features = width if config.documents == 1 else 4 * width
         self.head = nn.Sequential(

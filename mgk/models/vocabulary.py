@@ -1,4 +1,4 @@
-"""Vocabularies: words in WikiText's format, or bytes."""
+"""Vocabularies: words in WikiText's format, subwords, or bytes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mgk._core.io import DataError, write_atomically
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 FILE = "vocabulary.txt"
+SUBWORD_FILE = "tokenizer.json"
 NUM_BYTES = 256
 
 
@@ -124,16 +125,107 @@ class ByteVocabulary(Vocabulary):
         """Write nothing: the byte vocabulary has no file."""
 
 
+def byte_characters() -> dict[str, int]:
+    """Map the characters that `tokenizers` uses for bytes to the bytes.
+
+    A printable byte is the character with its code point; the others are the code points from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unprintable = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
+
+
+class SubwordVocabulary(Vocabulary):
+    """Byte-level BPE of the `tokenizers` library. Every text can be encoded: no token is unknown.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer` with a byte-level BPE model.
+    """
+
+    spaced = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def train(cls, lines: Iterable[str], vocab_size: int) -> SubwordVocabulary:
+        """Train on lines of text; the vocabulary is smaller than `vocab_size` if the text has too few pairs."""
+        tokenizers = _import_tokenizers()
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        # Tokens do not cross lines, so that a corpus can be encoded line by line.
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+            [
+                tokenizers.pre_tokenizers.Split("\n", behavior="merged_with_previous"),
+                tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        # The sorted alphabet gives byte-level tokens the same ids in every vocabulary.
+        alphabet = sorted(byte_characters())
+        tokenizer.train_from_iterator(
+            lines,
+            tokenizers.trainers.BpeTrainer(
+                vocab_size=vocab_size, initial_alphabet=alphabet, min_frequency=2, show_progress=False
+            ),
+        )
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, folder: Path) -> SubwordVocabulary:
+        """Read tokenizer.json from a folder; raise DataError if it is missing or damaged."""
+        path = folder / SUBWORD_FILE
+        tokenizers = _import_tokenizers()
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # `tokenizers` raises plain Exceptions
+            raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        if not isinstance(tokenizer.model, tokenizers.models.BPE):
+            raise DataError(f"{path} is damaged: it must be a byte-level BPE")
+        return cls(tokenizer)
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / SUBWORD_FILE, self.tokenizer.to_str())
+
+    def __len__(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    def encode_lines(self, lines: list[str]) -> NDArray[Any]:
+        """Encode lines, each with its line break, in parallel."""
+        encodings = self.tokenizer.encode_batch_fast(lines)
+        return np.concatenate([np.zeros(0, np.int64), *(np.asarray(e.ids, dtype=np.int64) for e in encodings)])
+
+    def encode(self, text: str) -> tuple[NDArray[Any], int]:
+        return np.asarray(self.tokenizer.encode(text).ids, dtype=np.int64), 0
+
+    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        table = byte_characters()
+        for token in ids:
+            yield decoder.decode(bytes(table[character] for character in self.tokenizer.id_to_token(token)))
+        yield decoder.decode(b"", final=True)
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        message = "subword vocabularies require the extra 'train': pip install 'mgk[train]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return tokenizers
+
+
 def load_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     """Load the vocabulary that `Vocabulary.save` wrote to a folder.
 
     Args:
-        folder: A folder with vocabulary.txt, or without it for bytes.
-        vocab_size: Vocabulary size of the model; only a model of 256 tokens can do without vocabulary.txt.
+        folder: A folder with vocabulary.txt or tokenizer.json, or with neither for bytes.
+        vocab_size: Vocabulary size of the model; only a model of 256 tokens can do without a file.
 
     Raises:
-        DataError: vocabulary.txt is missing or damaged.
+        DataError: The file is missing or damaged.
     """
+    if (folder / SUBWORD_FILE).exists() and not (folder / FILE).exists():
+        return SubwordVocabulary.load(folder)
     if vocab_size == NUM_BYTES and not (folder / FILE).exists():
         return ByteVocabulary()
     return WordVocabulary.load(folder)

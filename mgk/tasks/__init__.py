@@ -6,11 +6,15 @@ from mgk._core.io import DataError
 from mgk._core.validation import one_of
 from mgk.tasks.base import PAD, Split, Task
 from mgk.tasks.corpus import CORPORA
+from mgk.tasks.image import IMAGE, IMAGE_PATCHES
 from mgk.tasks.listops import LISTOPS, LISTOPS_SHORT
 from mgk.tasks.retrieval import AAN
+from mgk.tasks.subword_corpus import SubwordCorpus
 from mgk.tasks.text import Text
 
-TASKS: dict[str, Task] = {task.name: task for task in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), *CORPORA)}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), *CORPORA, SubwordCorpus(), IMAGE, IMAGE_PATCHES)
+}
 
 
 def register_task(task: Task) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from mgk._core.validation import fail
 from mgk.analysis.inputs import MIN_LENGTH, Samples, TextCodec
+from mgk.models import VisionTransformer
 from mgk.tasks.base import Split, Task, byte_tokens
 from mgk.tasks.corpus import Corpus, TokenStream
 from mgk.tasks.listops import SYMBOLS, ListOps
@@ -57,6 +58,10 @@ def sample_split(
         codec: Codec that names the tokens of the first sample.
     """
     config: Any = model.config
+    if isinstance(model, VisionTransformer):
+        if length is not None:
+            fail("--length", "is not supported for images, which have one size")
+        return _images(config, split, name, count, seed)
     if isinstance(split, TokenStream):
         return _segments(config, split, name, count, length, seed, codec)
     return _documents(config, split, name, count, length, seed, codec)
@@ -95,3 +100,12 @@ def _segments(
     segments = [np.asarray(split.tokens[start : start + length]).astype(np.int64) for start in starts.tolist()]
     inputs: list[Any] = [torch.from_numpy(segment)[None] for segment in segments]
     return Samples(inputs, codec.names(segments[0].tolist()), f"{count} segments of {length} tokens of {name}")
+
+
+def _images(config: Any, split: Any, name: str, count: int, seed: int) -> Samples:
+    indices = np.random.default_rng(seed).permutation(len(split))[:count]
+    pixels = split.batch(indices)[0].to(torch.uint8)
+    images = pixels.reshape(-1, 1, config.channels, config.image_size, config.image_size)
+    side = config.image_size // config.patch_size
+    patches = [f"{row},{column}" for row in range(side) for column in range(side)]
+    return Samples(list(images), patches, f"{len(images)} images of {name}")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, AnyStr, ClassVar
 
 import numpy as np
 
@@ -33,11 +33,13 @@ class TokenStream:
         tokens: Token ids, uint8, uint16 or uint32.
         length: Length of an example.
         unknown_share: Share of tokens that are not in the vocabulary.
+        bytes_per_token: Mean length of a token in bytes of UTF-8, if the tokens determine the text.
     """
 
     tokens: Array
     length: int
     unknown_share: float = 0.0
+    bytes_per_token: float | None = None
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.length)
@@ -56,7 +58,7 @@ class Corpus(Task):
     """Base class of corpora for language models.
 
     Attributes:
-        unit: Unit of a token, "word" or "byte".
+        unit: Unit of a token: "word", "subword" or "byte".
         max_length: Length of training segments and of the evaluation window.
     """
 
@@ -78,7 +80,10 @@ class Corpus(Task):
             tokens = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: remove {folder} to prepare it again") from error
-        return TokenStream(tokens, self.max_length, read_manifest(folder)["facts"][name].get("unknown_share", 0.0))
+        facts = read_manifest(folder)["facts"][name]
+        size = len(tokens) if self.unit == "byte" else facts.get("bytes")
+        bytes_per_token = None if size is None else size / len(tokens)
+        return TokenStream(tokens, self.max_length, facts.get("unknown_share", 0.0), bytes_per_token)
 
 
 @dataclass(frozen=True)
@@ -173,21 +178,11 @@ class ByteCorpus(Corpus):
     version: int = 1
 
     def files(self, data_dir: Path) -> list[str]:
-        for folder in ("bytes", "."):
-            paths = sorted(path for path in (data_dir / folder).glob("*.txt") if path.is_file())
-            if paths:
-                return [str(path.relative_to(data_dir)) for path in paths]
-        raise DataError(f"{data_dir} has no *.txt: set --data-dir to a directory with your text")
+        return text_files(data_dir, "bytes")
 
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
         texts = {Path(file).name: (data_dir / file).read_bytes() for file in self.files(data_dir)}
-        split_files = [f"{name}.txt" for name in ("train", "valid", "test")]
-        if set(split_files) <= set(texts):
-            pieces = [texts[name] for name in split_files]
-        else:
-            whole = b"\n".join(texts.values())
-            cuts = [int(len(whole) * (1 - 2 * HELD_OUT)), int(len(whole) * (1 - HELD_OUT))]
-            pieces = [whole[: cuts[0]], whole[cuts[0] : cuts[1]], whole[cuts[1] :]]
+        pieces = split_texts(texts, b"\n")
         for split, piece in zip(self.splits, pieces, strict=True):
             if len(piece) <= self.max_length:
                 raise DataError(
@@ -201,6 +196,29 @@ class ByteCorpus(Corpus):
 
     def load_vocabulary(self, folder: Path) -> ByteVocabulary:
         return ByteVocabulary()
+
+
+def text_files(data_dir: Path, folder: str) -> list[str]:
+    """Return the names of the user's *.txt, in `folder` of the data directory or in the directory itself."""
+    for directory in (folder, "."):
+        paths = sorted(path for path in (data_dir / directory).glob("*.txt") if path.is_file())
+        if paths:
+            return [str(path.relative_to(data_dir)) for path in paths]
+    raise DataError(f"{data_dir} has no *.txt: set --data-dir to a directory with your text")
+
+
+def split_texts(texts: Mapping[str, AnyStr], line_break: AnyStr) -> list[AnyStr]:
+    """Return the train, dev and test part of texts by file name.
+
+    Files train.txt, valid.txt and test.txt are the splits. Any other files are concatenated, and the last tenth is
+    held out.
+    """
+    split_files = [f"{name}.txt" for name in ("train", "valid", "test")]
+    if set(split_files) <= set(texts):
+        return [texts[name] for name in split_files]
+    whole = line_break.join(texts.values())
+    cuts = [int(len(whole) * (1 - 2 * HELD_OUT)), int(len(whole) * (1 - HELD_OUT))]
+    return [whole[: cuts[0]], whole[cuts[0] : cuts[1]], whole[cuts[1] :]]
 
 
 def wikitext(name: str, dataset: str, tokens: tuple[int, int, int]) -> WordCorpus:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgk._core.validation import fail, nearest, number, one_of, positive_integer
-from mgk.variants import VARIANTS
+from mgk.models.attention_layer import known_variants
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -56,7 +56,7 @@ class ModelSpec:
         """
         variant, colon, heads = text.strip().partition(":")
         if colon:
-            one_of(name, variant, VARIANTS)
+            one_of(name, variant, known_variants())
         counts = heads.split("/")
         if len(counts) > 3 or not all(count.isdigit() and int(count) > 0 for count in counts):
             form = "variant:heads or variant:heads/key-heads[/value-heads]"

@@ -62,6 +62,11 @@ def first_step_above(metrics: Path, accuracy: float) -> int:
     return min(steps, default=0)
 
 
+def _num_components(variant: str, config: Any) -> int:
+    """Return the number of Gaussians per key; 1 for layers that `register_attention` added."""
+    return (VARIANTS[variant].components or int(config.num_components)) if variant in VARIANTS else 1
+
+
 def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
     """Return the columns shared by all result rows of a run: model, data, settings and environment."""
     settings = run.recipe.training
@@ -71,7 +76,7 @@ def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
         "dataset": task.dataset,
         "variant": run.row.variant,
         "preset": run.preset,
-        "components": VARIANTS[run.row.variant].components or config.num_components,
+        "components": _num_components(run.row.variant, config),
         "heads": run.row.heads,
         "kv_heads": run.row.kv_heads or run.row.heads,
         "key_heads": run.row.key_heads,

@@ -17,6 +17,7 @@ COMPONENTS = 3
 # Key projections, products of query and key for each pair (None: linear attention), shifts, and learned priors.
 BY_HAND = {
     "softmax": (1, 1, 0, 0),
+    "gaussian": (1, 1, 0, 0),
     "linear": (1, None, 0, 0),
     "mgk": (COMPONENTS, COMPONENTS, 0, COMPONENTS),
     "smgk": (1, 1, COMPONENTS, COMPONENTS),

@@ -10,11 +10,25 @@ from typing import Any
 
 from mgk.training.objectives.base import Metric, MetricFormat, Objective
 from mgk.training.objectives.classification import Classification
+from mgk.training.objectives.image_classification import ImageClassification
 from mgk.training.objectives.language_modelling import LanguageModelling
 
-__all__ = ["OBJECTIVES", "Classification", "LanguageModelling", "Metric", "MetricFormat", "Objective", "objective_for"]
+__all__ = [
+    "OBJECTIVES",
+    "Classification",
+    "ImageClassification",
+    "LanguageModelling",
+    "Metric",
+    "MetricFormat",
+    "Objective",
+    "objective_for",
+]
 
-OBJECTIVES: dict[str, type[Objective]] = {"classification": Classification, "language-model": LanguageModelling}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "classification": Classification,
+    "image-classification": ImageClassification,
+    "language-model": LanguageModelling,
+}
 
 
 def objective_for(config: Any) -> type[Objective]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,10 +30,11 @@ class Classification(Objective):
         note="",
         flops="GFLOPs: forward pass of one example",
     )
-    config_class, model_class = EncoderConfig, Classifier
+    config_class: ClassVar[type] = EncoderConfig
+    model_class: ClassVar[type[nn.Module]] = Classifier
 
     @classmethod
-    def make_config(cls, recipe: Recipe, row: ModelSpec, preset: str, task: Any, data_dir: Path) -> EncoderConfig:
+    def make_config(cls, recipe: Recipe, row: ModelSpec, preset: str, task: Any, data_dir: Path) -> Any:
         """Return the encoder's configuration; ref-lra pools over padded positions, as the authors' code does."""
         defaults = {
             "vocab_size": task.vocab_size,
@@ -42,8 +43,7 @@ class Classification(Objective):
             "documents": task.documents,
             "pooling": "mean-padded" if preset == "ref-lra" else "mean",
         }
-        config: EncoderConfig = cls.resolve_config(recipe, row, preset, defaults)
-        return config
+        return cls.resolve_config(recipe, row, preset, defaults)
 
     def load_split(self, split: Any) -> DeviceDataset:
         return DeviceDataset(split, self.model.config.max_length, self.device)

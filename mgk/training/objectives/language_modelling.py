@@ -107,8 +107,13 @@ class LanguageModelling(Objective):
         yield Metric(count, f"perplexity{suffix}", math.exp(min(mean, 100.0)))
         yield Metric(count, f"loss{suffix}", mean)
         yield Metric(count, "unknown_share", self.splits[split].unknown_share)
-        if self.task.unit == "byte":
-            yield Metric(count, f"bits_per_byte{suffix}", mean / math.log(2))
+        bytes_per_token = self.splits[split].bytes_per_token
+        if bytes_per_token is not None:
+            yield Metric(count, f"bits_per_byte{suffix}", mean / math.log(2) / bytes_per_token)
+        if self.task.unit == "subword" and self.settings.stride < window:
+            # Segments without overlap: the usual evaluation of language models with subwords.
+            loss = self.evaluate_means(split)["loss"]
+            yield Metric(len(self.splits[split]) * window, "perplexity_segments", math.exp(min(loss, 100.0)))
 
     @staticmethod
     def run_example(model: Any, length: int) -> None:

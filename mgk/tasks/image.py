@@ -1,0 +1,166 @@
+"""Image: CIFAR-10 in greyscale, as pixels in reading order (Long Range Arena) or as pictures for a patch transformer.
+
+Layouts: the binary version of CIFAR-10 (cifar-10-batches-bin, or its archive), or cifar10-grey/cifar10-grey.npz with
+train_images, train_labels, test_images and test_labels.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mgk._core.io import DataError
+from mgk.tasks.base import Array, Example, Task, write_split
+from mgk.tasks.data_cache import Progress
+
+GREY_FILE = "cifar10-grey/cifar10-grey.npz"
+DIRECTORY, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+REMEDY = f"download {URL} again and put it there"
+TRAIN_FILES = tuple(f"data_batch_{n}.bin" for n in range(1, 6))
+TEST_FILE = "test_batch.bin"
+SIZE, CLASSES = 32, 10
+RECORD = 1 + 3 * SIZE * SIZE  # bytes: label, red, green and blue
+LUMA = (299, 587, 114)  # ITU-R BT.601, in thousandths
+
+
+@dataclass(frozen=True)
+class Image(Task):
+    """Class of a greyscale picture. Tokens are pixel values 0 to 255.
+
+    The development set is the last tenth of a fixed permutation of the training pictures.
+    """
+
+    name: str = "image"
+    dataset: str = "CIFAR-10, greyscale"
+    vocab_size: int = 256
+    num_classes: int = CLASSES
+    max_length: int = SIZE * SIZE
+    documents: int = 1
+    pictures: int = 50_000  # of the training set
+    test_pictures: int = 10_000
+    version: int = 1
+
+    def files(self, data_dir: Path) -> list[str]:
+        if (data_dir / GREY_FILE).is_file():
+            return [GREY_FILE]
+        if (data_dir / DIRECTORY).is_dir():
+            files = [f"{DIRECTORY}/{name}" for name in (*TRAIN_FILES, TEST_FILE)]
+            for file in files:
+                if not (data_dir / file).is_file():
+                    raise DataError(f"{data_dir / file} is missing: {REMEDY}")
+            return files
+        if (data_dir / ARCHIVE).is_file():
+            return [ARCHIVE]
+        raise DataError(f"{data_dir} has no {DIRECTORY}, {ARCHIVE} or {GREY_FILE}: download {URL} and put it there")
+
+    def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
+        files = self.files(data_dir)
+        progress("read", 0, 1)
+        if files == [GREY_FILE]:
+            train, test = read_grey(data_dir / GREY_FILE)
+        else:
+            train, test = read_binary(data_dir, files)
+        progress("read", 1, 1)
+        for part, (pixels, labels), expected in (("train", train, self.pictures), ("test", test, self.test_pictures)):
+            counts = np.bincount(labels, minlength=CLASSES)
+            if len(labels) != expected or len(pixels) != expected or (counts != expected // CLASSES).any():
+                raise DataError(
+                    f"{data_dir / files[0]}: the {part} pictures per class are {counts.tolist()} instead of "
+                    f"{expected // CLASSES} each: {REMEDY}"
+                )
+        order = np.random.default_rng(0).permutation(self.pictures)
+        dev = self.pictures // 10
+        parts = {"train": (train, order[:-dev]), "dev": (train, order[-dev:]), "test": (test, np.arange(len(test[1])))}
+        for split, ((pixels, labels), indices) in parts.items():
+            write_split(folder, split, make_examples(pixels, labels, indices))
+        return {"source": files[0], "examples": {split: len(indices) for split, (_, indices) in parts.items()}}
+
+
+@dataclass(frozen=True)
+class ImagePatches(Image):
+    """The pictures of `Image` for `VisionTransformer`."""
+
+    objective: ClassVar[str] = "image-classification"
+    name: str = "image-patches"
+
+
+IMAGE, IMAGE_PATCHES = Image(), ImagePatches()
+
+Pictures = tuple[Array, Array]  # pixels uint8 [n, 1024], labels int64 [n]
+
+
+def make_examples(pixels: Array, labels: Array, indices: Array) -> Iterator[Example]:
+    for index in indices.tolist():
+        yield (pixels[index],), int(labels[index])
+
+
+def read_grey(path: Path) -> tuple[Pictures, Pictures]:
+    """Read the training and test pictures of cifar10-grey.npz."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            train, test = ((arrays[f"{part}_images"], arrays[f"{part}_labels"]) for part in ("train", "test"))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is damaged ({error}): {REMEDY}") from error
+    for images, labels in (train, test):
+        if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE) or labels.shape != images.shape[:1]:
+            raise DataError(f"{path} is damaged: images must be uint8 [n, {SIZE}, {SIZE}], with n labels")
+        if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= CLASSES:
+            raise DataError(f"{path} is damaged: labels must be integers from 0 to {CLASSES - 1}")
+    return _flatten(*train), _flatten(*test)
+
+
+def _flatten(images: Array, labels: Array) -> Pictures:
+    return np.ascontiguousarray(images.reshape(len(images), -1)), labels.astype(np.int64)
+
+
+def read_binary(data_dir: Path, files: list[str]) -> tuple[Pictures, Pictures]:
+    """Read the training and test pictures of the binary version of CIFAR-10."""
+    if files == [ARCHIVE]:
+        batches = read_archive(data_dir / ARCHIVE)
+    else:
+        batches = {Path(file).name: (data_dir / file).read_bytes() for file in files}
+    parts = []
+    for names in (TRAIN_FILES, (TEST_FILE,)):
+        missing = [name for name in names if name not in batches]
+        if missing:
+            raise DataError(f"{data_dir / files[0]} has no {missing[0]}: {REMEDY}")
+        content = b"".join(batches[name] for name in names)
+        if len(content) % RECORD:
+            raise DataError(f"{data_dir / files[0]} is damaged: records must have {RECORD} bytes: {REMEDY}")
+        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, RECORD)
+        labels = records[:, 0].astype(np.int64)
+        if labels.max(initial=0) >= CLASSES:
+            raise DataError(f"{data_dir / files[0]} is damaged: a label is {labels.max()}: {REMEDY}")
+        parts.append((to_grey(records[:, 1:].reshape(len(records), 3, -1)), labels))
+    return parts[0], parts[1]
+
+
+def to_grey(pixels: Array) -> Array:
+    """Return the luma of pixels [n, 3, pixels], uint8."""
+    # Integers, so that rounding does not depend on the machine.
+    luma = np.tensordot(pixels.astype(np.int64), np.array(LUMA), axes=(1, 0))
+    grey: Array = ((luma + 500) // 1000).astype(np.uint8)
+    return grey
+
+
+def read_archive(path: Path) -> dict[str, bytes]:
+    """Read the batches of the archive without unpacking it to disk."""
+    batches = {}
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for member in archive:
+                name = Path(member.name).name
+                if name in (*TRAIN_FILES, TEST_FILE) and member.isfile() and member.size <= 10_000 * RECORD:
+                    content = archive.extractfile(member)
+                    assert content is not None
+                    batches[name] = content.read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{path} is damaged or incomplete ({error}): {REMEDY}") from error
+    return batches
