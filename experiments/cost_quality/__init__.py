@@ -13,5 +13,5 @@ from mgk.training.config import RECIPE_DIRECTORIES
 RECIPES = Path(__file__).parent / "recipes"
 
 register_task(ENWIKI_BPE)
-if RECIPES not in RECIPE_DIRECTORIES:
+if RECIPES.is_dir() and RECIPES not in RECIPE_DIRECTORIES:
     RECIPE_DIRECTORIES.append(RECIPES)
