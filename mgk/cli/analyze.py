@@ -9,9 +9,6 @@ import os
 import shlex
 import stat
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +17,7 @@ import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.cli.app import RunDataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
+from mgk.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from mgk.analysis.capture import Progress
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 LONG = 512
 # Number of heads above which attention maps are smaller by default.
 MANY_HEADS = 48
-# Seconds between progress lines if stderr is not a terminal.
-LINE_EVERY = 10.0
 # Samples per batch while heads are ablated one by one.
 ABLATION_BATCH = 16
 
@@ -108,7 +104,7 @@ def analyze(
     options = _InputOptions(
         texts, ids, images or [], length, split, seed, data_dir, matrices, map_size, trust_remote_code
     )
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         if hf is not None:
             tiles = _tile_directory(directory, Path(hf).name)
             models = [_analyze_transformers_model(hf, options, settings, tiles, progress)]
@@ -302,33 +298,6 @@ def _analyze_transformers_model(
     kv_share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
     head_cost = per_head(config.hidden_size, analysis.layers[0].head_dim, kv_share, analysis.longest)
     return AnalyzedModel(Path(name).name, title, analysis, tokens, [], one_head=head_cost, tiles=tiles)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """Yield a progress callback: a bar per stage on a terminal, otherwise a line every `LINE_EVERY` seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        stages: dict[str, Any] = {}
-        last_line, open_stage = time.monotonic(), ""
-
-        def report(stage: str, done: int, total: int) -> None:
-            nonlocal last_line, open_stage
-            # A stage with a line of progress also gets a line when it is complete.
-            is_due = time.monotonic() - last_line > LINE_EVERY or (stage == open_stage and done >= total)
-            if not console.is_terminal and is_due:
-                last_line, open_stage = time.monotonic(), stage if done < total else ""
-                print(f"{stage}: {done:,} of {total:,}", file=sys.stderr, flush=True)
-            # A second model repeats the stages of the first.
-            if stage not in stages or bar.tasks[stages[stage]].finished:
-                stages[stage] = bar.add_task(stage, total=total)
-            bar.update(stages[stage], completed=done, total=total)
-
-        yield report
 
 
 def _print_findings(models: list[AnalyzedModel]) -> None:

@@ -1,6 +1,6 @@
 """All commands of `mgk`, one file each. Importing a command adds it to the app."""
 
-from mgk.cli import analyze, bench, compare, data, evaluate, evidence, flops, generate, recipes, train
+from mgk.cli import analyze, bench, compare, data, evaluate, evidence, flops, generate, recipes, train, upcycle
 from mgk.cli.app import app
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "generate",
     "recipes",
     "train",
+    "upcycle",
 ]

@@ -18,6 +18,7 @@ from mgk.hf.convert import convert, load_converted
 from mgk.hf.modeling import MGKCache, MGKForCausalLM, MGKForSequenceClassification, MGKPreTrainedModel
 from mgk.hf.registration import register_model_types
 from mgk.hf.tokenizer import tokenizer_of_run
+from mgk.hf.upcycling import UpcycleReport, upcycle
 
 __all__ = [
     "MGKCache",
@@ -25,9 +26,11 @@ __all__ = [
     "MGKForCausalLM",
     "MGKForSequenceClassification",
     "MGKPreTrainedModel",
+    "UpcycleReport",
     "convert",
     "load_converted",
     "tokenizer_of_run",
+    "upcycle",
 ]
 
 AutoConfig.register("mgk", MGKConfig, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 from transformers.models.auto import (
     feature_extraction_auto,
     image_processing_auto,
@@ -71,6 +72,8 @@ def describe_changes(model: PreTrainedModel, **entries: Any) -> None:
     if not model.is_remote_code():
         change_config(model.config)
         model.__class__ = changed_model_class(type(model))
+        # Constructors enter the class here; without an entry, output_hidden_states has no effect.
+        _CAN_RECORD_REGISTRY[str(type(model))] = model._can_record_outputs
 
 
 def change_config(config: PreTrainedConfig) -> None:

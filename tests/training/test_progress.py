@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mgk.cli import analyze
+from mgk.cli.progress import progress_bar
 from mgk.training.objectives import Classification, LanguageModelling
 from mgk.training.progress import LINE_EVERY, ProgressBar, clock_time
 
@@ -104,13 +104,13 @@ def test_terminal_shows_a_bar_that_is_removed_at_the_end(width):
 def test_stage_of_an_analysis_with_a_line_has_one_for_its_end(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with analyze._progress_bar() as report:
+    with progress_bar() as report:
         for done in range(1, 5):
             now += 0.6 * LINE_EVERY
             report("analysing", done, 4)
         report("writing", 1, 1)
     assert capsys.readouterr().err.splitlines() == ["analysing: 2 of 4", "analysing: 4 of 4"]
-    with analyze._progress_bar() as report:
+    with progress_bar() as report:
         report("analysing", 1, 2)
         now += 1.1 * LINE_EVERY
         report("analysing", 1, 3)

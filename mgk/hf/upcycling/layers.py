@@ -1,0 +1,244 @@
+"""Attention layers that can be merged: their projections, and how queries and keys depend on the position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from mgk._core.validation import fail
+from mgk.hf.mixture_keys import UNSUPPORTED, with_attention
+from mgk.hf.shared_heads import Projections, find_projections
+from mgk.hf.upcycling.algebra import NO_PLANES, Planes
+
+PROBE = "mgk_upcycling_probe"
+TOLERANCE = 1e-3  # relative; that of bf16 is larger
+
+
+@dataclass(frozen=True)
+class MergeableLayer:
+    """An attention layer, before its heads are merged.
+
+    Attributes:
+        name: Name of the layer in model.base_model.
+        module: The layer.
+        projections: Its projections.
+        heads: Number of query heads H.
+        units: Number of key heads, which is that of the value heads; H/units query heads share one.
+        key_dim: Dimension D of a key.
+        value_dim: Dimension E of a value.
+        planes: Dimensions of queries and keys that a rotary embedding rotates.
+        fixed_keys: Reason why the keys cannot be merged, or "".
+    """
+
+    name: str
+    module: nn.Module
+    projections: Projections
+    heads: int
+    units: int
+    key_dim: int
+    value_dim: int
+    planes: Planes
+    fixed_keys: str
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers of outputs of the query, key and value projections."""
+        return self.heads * self.key_dim, self.units * self.key_dim, self.units * self.value_dim
+
+
+@dataclass
+class _Call:
+    """Tensors of an attention call, and those that its projections returned."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    context: Tensor
+    projected: dict[str, Tensor]
+    output_input: Tensor | None = None
+
+
+def find_layers(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[MergeableLayer]:
+    """Return the layers whose heads can be merged, in the order of the modules.
+
+    Args:
+        model: A Transformers model.
+        batch: Inputs of the model, with sequences of at least two tokens.
+
+    Raises:
+        ValueError: The model has no layer that uses the AttentionInterface, or one that cannot be merged.
+    """
+    parents = {child: module for module in model.base_model.modules() for child in module.children()}
+    calls = _record(model, batch, parents)
+    if not calls:
+        fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
+    names = {module: name for name, module in model.base_model.named_modules()}
+    return [_describe(names[module], module, parents.get(module), calls[module]) for module in names if module in calls]
+
+
+def _record(
+    model: PreTrainedModel, batch: Mapping[str, Any], parents: Mapping[nn.Module, nn.Module]
+) -> dict[nn.Module, _Call]:
+    """Run the model once with random attention outputs, and return the last call of every attention layer."""
+    calls: dict[nn.Module, _Call] = {}
+    projected: dict[nn.Module, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+
+    def probe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **extras: Any
+    ) -> tuple[Tensor, None]:
+        for name, feature in UNSUPPORTED.items():
+            if extras.get(name) is not None:
+                fail("model", f"has {feature} ({name}) in its {type(module).__name__}, which cannot be upcycled")
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        context = torch.randn(shape, generator=generator).to(query)
+        projections = find_projections(module, parents.get(module))
+        tensors = {}
+        if projections is not None:
+            for name in ("query", "key", "value"):
+                tensors[name] = projected[getattr(projections, name)]
+        calls[module] = _Call(query, key, value, context, tensors)
+        return context, None
+
+    def store_output(module: nn.Module, args: Any, output: Tensor) -> None:
+        projected[module] = output
+
+    def store_input(module: nn.Module, args: Any) -> None:
+        for attention, call in calls.items():
+            projections = find_projections(attention, parents.get(attention))
+            if projections is not None and projections.output is module:
+                call.output_input = args[0]
+
+    hooks = []
+    for module in model.base_model.modules():
+        projections = find_projections(module, parents.get(module))
+        if projections is not None:
+            hooks += [
+                item.register_forward_hook(store_output)
+                for item in {projections.query, projections.key, projections.value}
+            ]
+            hooks.append(projections.output.register_forward_pre_hook(store_input))
+    AttentionInterface.register(PROBE, probe)
+    try:
+        with replaced_configs(model, PROBE), torch.no_grad():
+            model(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+@contextmanager
+def replaced_configs(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Make all attention layers use another attention function until exit; the masks do not change."""
+    configs = {
+        module: module.config
+        for module in model.base_model.modules()
+        if not isinstance(module, PreTrainedModel) and isinstance(getattr(module, "config", None), PreTrainedConfig)
+    }
+    try:
+        for module, config in configs.items():
+            module.config = with_attention(config, name)
+        yield
+    finally:
+        for module, config in configs.items():
+            module.config = config
+
+
+def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Call) -> MergeableLayer:
+    """Compare the tensors of a call with those of the projections, and return the layer."""
+    projections = find_projections(module, parent)
+    kind = type(module).__name__
+    if projections is None:
+        fail("model", f"has a {kind} without separate query, key, value and output projections that can be resized")
+    heads, units, key_dim, value_dim = call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3]
+    if call.value.shape[1] != units:
+        fail(
+            "model",
+            f"has {units} key heads and {call.value.shape[1]} value heads in a {kind}: upcycle the original model",
+        )
+    widths = (heads * key_dim, units * key_dim, units * value_dim)
+    tensors = call.projected
+    if projections.is_fused:
+        parts = dict(zip(("query", "key", "value"), call.projected["query"].split(widths, -1), strict=True))
+        tensors = parts
+    query, key, value = (
+        _by_head(tensors[part], count) for part, count in (("query", heads), ("key", units), ("value", units))
+    )
+    expected = call.context.reshape(*call.context.shape[:2], -1)
+    context = call.output_input
+    is_context = context is not None and context.shape == expected.shape and _is_equal(context, expected)
+    if not is_context or not _is_equal(value, call.value):
+        fail("model", f"has a {kind} that changes values or attention outputs between its projections")
+    planes = _rotated_planes(key, call.key)
+    fixed = ""
+    if planes is None or _rotated_planes(_rescaled(query, call.query), call.query, planes) is None:
+        planes, fixed = NO_PLANES, f"{kind} normalizes or otherwise changes queries or keys after their projections"
+    return MergeableLayer(name, module, projections, heads, units, key_dim, value_dim, planes, fixed)
+
+
+def _by_head(tensor: Tensor, heads: int) -> Tensor:
+    """Reshape [B, L, heads · D] to [B, heads, L, D]."""
+    return tensor.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _rescaled(raw: Tensor, used: Tensor) -> Tensor:
+    """Scale projections to the norm of the tensors that the attention receives: some layers scale their queries."""
+    return raw * (used.float().norm() / raw.float().norm().clamp(min=1e-30)).to(raw.dtype)
+
+
+def _is_equal(actual: Tensor, expected: Tensor) -> bool:
+    tolerance = max(TOLERANCE, 4 * torch.finfo(expected.dtype).eps)
+    return bool((actual - expected).float().norm() <= tolerance * expected.float().norm())
+
+
+def _rotated_planes(raw: Tensor, used: Tensor, planes: Planes | None = None) -> Planes | None:
+    """Return the planes in which `used` is `raw` rotated by an angle per position, or None if it is not.
+
+    Args:
+        raw: Projected queries or keys [B, heads, L, D].
+        used: Queries or keys of the attention [B, heads, L, D].
+        planes: Planes to test. Default: those of the usual rotary embeddings, on all or the first dimensions.
+    """
+    dim = raw.shape[-1]
+    if raw.shape != used.shape:
+        return None
+    candidates = [planes] if planes is not None else [NO_PLANES, *_candidates(dim)]
+    for candidate in candidates:
+        free = candidate.free(dim)
+        if free and not _is_equal(raw[..., free], used[..., free]):
+            continue
+        if not candidate.first or _rotates(raw, used, candidate):
+            return candidate
+    return None
+
+
+def _candidates(dim: int) -> Iterator[Planes]:
+    for rotated in range(dim - dim % 2, 0, -2):
+        half = rotated // 2
+        yield Planes(tuple(range(half)), tuple(range(half, rotated)))
+        yield Planes(tuple(range(0, rotated, 2)), tuple(range(1, rotated, 2)))
+
+
+def _rotates(raw: Tensor, used: Tensor, planes: Planes) -> bool:
+    """Return whether all heads are rotated in these planes by the same angle, up to one positive factor."""
+    first, second = list(planes.first), list(planes.second)
+    before = torch.complex(raw[..., first].double(), raw[..., second].double())
+    after = torch.complex(used[..., first].double(), used[..., second].double())
+    # Least squares over the heads: one complex factor per batch, position and plane.
+    factor = (after * before.conj()).sum(1) / before.abs().square().sum(1).clamp(min=1e-30)
+    tolerance = max(TOLERANCE, 4 * torch.finfo(used.dtype).eps)
+    residual = (after - factor.unsqueeze(1) * before).abs().square().sum().sqrt()
+    if not residual <= tolerance * after.abs().square().sum().sqrt():
+        return False
+    # Scaled rotary embeddings multiply by a constant, which is the same for all positions and planes.
+    weight = before.abs().square().sum(1)
+    mean = (factor.abs() * weight).sum() / weight.sum()
+    deviation = ((factor.abs() - mean).square() * weight).sum() / weight.sum()
+    return bool(deviation.sqrt() <= 10 * tolerance * mean)

@@ -1,0 +1,111 @@
+"""Report of an upcycled model: sizes, losses per layer, and fidelity before and after distillation."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgk._core.io import format_number, markdown_table
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Changes of one attention layer.
+
+    Attributes:
+        name: Name of the layer in model.base_model.
+        heads: Number of query heads.
+        key_heads: Numbers of key heads before and after.
+        value_heads: Numbers of value heads before and after.
+        key_loss: Share of the energy of the logits' keys that the merge loses, between 0 and 1.
+        value_loss: Share of the energy of the values, weighted by the output projection, that the merge loses.
+    """
+
+    name: str
+    heads: int
+    key_heads: tuple[int, int]
+    value_heads: tuple[int, int]
+    key_loss: float
+    value_loss: float
+
+
+@dataclass(frozen=True)
+class UpcycleReport:
+    """Result of `mgk.hf.upcycle`.
+
+    Attributes:
+        layers: One entry per attention layer.
+        parameters: Numbers of parameters before and after.
+        cache_bytes: Bytes of keys and values per token before and after, in the dtype of the model.
+        fidelity: Agreement with the original model on held-out text: {"merged": ..., "distilled": ...}; see
+            `mgk.hf.upcycling.fidelity`.
+        calibration_tokens: Tokens of the calibration text.
+        settings: Arguments of the call.
+        distillation: Losses of the distillation, one entry per logged step.
+    """
+
+    layers: list[LayerReport]
+    parameters: tuple[int, int]
+    cache_bytes: tuple[int, int]
+    fidelity: dict[str, dict[str, float]]
+    calibration_tokens: int
+    settings: dict[str, Any]
+    distillation: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def cache(self) -> float:
+        """Size of the cache relative to that of the original model."""
+        return self.cache_bytes[1] / self.cache_bytes[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-serializable values."""
+        return {**dataclasses.asdict(self), "cache": self.cache}
+
+    def to_markdown(self) -> str:
+        """Return the report as a page."""
+        before, after = self.parameters
+        sizes = markdown_table(
+            [
+                ["", "before", "after", "ratio"],
+                ["parameters", f"{before:,}", f"{after:,}", format_number(after / before, 3)],
+                ["cache, bytes per token", *(f"{size:,}" for size in self.cache_bytes), format_number(self.cache, 3)],
+            ]
+        )
+        names = list(dict.fromkeys(name for values in self.fidelity.values() for name in values))
+        quality = markdown_table(
+            [["held-out text", *names]]
+            + [
+                [stage, *(format_number(values.get(name), 4) for name in names)]
+                for stage, values in self.fidelity.items()
+            ]
+        )
+        layers = markdown_table(
+            [["layer", "query heads", "key heads", "value heads", "key energy lost", "value energy lost"]]
+            + [
+                [
+                    layer.name,
+                    str(layer.heads),
+                    " → ".join(map(str, layer.key_heads)),
+                    " → ".join(map(str, layer.value_heads)),
+                    format_number(layer.key_loss, 4),
+                    format_number(layer.value_loss, 4),
+                ]
+                for layer in self.layers
+            ]
+        )
+        settings = markdown_table(
+            [["setting", "value"], *([name, str(value)] for name, value in self.settings.items())]
+        )
+        parts = [
+            "# Upcycled model",
+            sizes,
+            "## Fidelity to the original model",
+            quality,
+            "## Layers",
+            layers,
+            "## Settings",
+            f"{self.calibration_tokens:,} tokens of calibration text.",
+            settings,
+        ]
+        return "\n\n".join(parts) + "\n"

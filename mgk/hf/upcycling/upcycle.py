@@ -1,0 +1,281 @@
+"""The function `mgk.hf.upcycle`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mgk._core.validation import fail, flag, number, one_of, positive_integer
+from mgk.hf.convert import convert
+from mgk.hf.registration import describe_changes, is_changed
+from mgk.hf.shared_heads import ENTRY, find_projections
+from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
+from mgk.hf.upcycling.calibration import Calibration, prepare
+from mgk.hf.upcycling.distil import distil
+from mgk.hf.upcycling.fidelity import fidelity, run_model
+from mgk.hf.upcycling.layers import MergeableLayer, find_layers
+from mgk.hf.upcycling.moments import Moments, collect
+from mgk.hf.upcycling.refit import refit_outputs
+from mgk.hf.upcycling.report import LayerReport, UpcycleReport
+from mgk.hf.upcycling.weights import METHODS, MergedLayer, merge_heads, read_weights, write_weights
+
+Progress = Callable[[str, int, int], None]
+# Tokens per dimension of the keys of a layer, below which their covariance is too noisy to merge by.
+TOKENS_PER_DIMENSION = 2
+
+
+def upcycle(
+    model: PreTrainedModel,
+    *,
+    num_key_heads: int | None = None,
+    num_value_heads: int | None = None,
+    cache: float | None = None,
+    calibration: Any,
+    tokenizer: Any = None,
+    mixture: bool = False,
+    num_components: int = 2,
+    method: str = "svd",
+    refit: bool | None = None,
+    length: int = 256,
+    batch_size: int = 32,
+    distil_steps: int = 0,
+    learning_rate: float = 3e-4,
+    trainable: str = "attention",
+    seed: int = 0,
+    state: str | Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[Any, UpcycleReport]:
+    """Return a copy of a pretrained model with fewer key heads and value heads, and a report.
+
+    Query heads that share a key or a value are chosen by the energy that their merge loses. Keys are merged by a joint
+    SVD weighted with the queries of the text, values by one weighted with the output projection; the factors move into
+    the query and output projections. Rotary embeddings restrict the merges of keys to forms that commute with them.
+
+    Args:
+        model: A Transformers model whose layers use the AttentionInterface. It is not changed.
+        num_key_heads: Key heads per layer; divides the present number. Default: unchanged.
+        num_value_heads: Value heads per layer; divides the present number. Default: unchanged.
+        cache: Size of the cache relative to the present one, between 0 and 1; chooses the numbers per layer. Excludes
+            num_key_heads and num_value_heads.
+        calibration: Texts (with `tokenizer`), or inputs of the model as dictionaries of tensors, similar to those that
+            the model is used for. A tenth is held out to measure the fidelity.
+        tokenizer: Tokenizer of the texts.
+        mixture: Add mixture keys (sMGK) to the merged heads; outputs are initially unchanged, see `mgk.hf.convert`.
+        num_components: Number of Gaussians per key of a mixture.
+        method: "svd"; "mean" averages neighbouring heads as grouped-query attention is initialized, for comparison.
+        refit: Fit the output projections to the original outputs by least squares. Default: with method "svd".
+        length: Maximum number of tokens per sample.
+        batch_size: Samples per batch.
+        distil_steps: Training steps that fit the hidden states and logits, or embeddings, to the original model.
+        learning_rate: Peak learning rate of the distillation.
+        trainable: "attention" trains attention and normalization layers, "all" the whole model.
+        seed: Seed of the order of the samples and of mixture keys.
+        state: Folder for the state of the distillation; an interrupted one continues from it.
+        progress: Called with the stage, the number of finished steps and their total.
+
+    Returns:
+        The new model, which `save_pretrained` writes and the Auto classes load after `import mgk.hf`, and the report.
+    """
+    settings = {
+        "num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "cache": cache, "mixture": mixture,
+        "num_components": num_components, "method": method, "refit": method == "svd" if refit is None else refit,
+        "length": length, "batch_size": batch_size, "distil_steps": distil_steps, "learning_rate": learning_rate,
+        "trainable": trainable, "seed": seed,
+    }  # fmt: skip
+    _check_settings(settings)
+    _check_model(model)
+    report_progress = progress or (lambda stage, done, total: None)
+    data = prepare(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
+    layers = find_layers(model, data.batches[0])
+    numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
+    _check_tokens(layers, data.tokens)
+    report_progress("calibrating", 0, 1)
+    moments = collect(model, layers, data.batches)
+    report_progress("calibrating", 1, 1)
+    if numbers is None:
+        assert cache is not None
+        numbers = _numbers_for_cache(model, layers, moments, data, cache, report_progress)
+    student, merged = _merge(model, layers, moments, numbers, method, report_progress)
+    changed = [layer for layer in layers if layer.name in merged]
+    if settings["refit"] and changed:
+        refit_outputs(model, changed, find_copies(student, changed), data.batches, data.tokens)
+    if mixture:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            convert(student, num_components=num_components, example=data.batches[0])
+    quality = {"merged": fidelity(model, student, data.held_out)}
+    losses: list[dict[str, float]] = []
+    if distil_steps:
+        losses = distil(
+            model, student, [layer.name for layer in layers], data.batches, steps=distil_steps,
+            learning_rate=learning_rate, trainable=trainable, seed=seed, state=state, settings=settings,
+            progress=report_progress,
+        )  # fmt: skip
+        quality["distilled"] = fidelity(model, student, data.held_out)
+    entries = [
+        LayerReport(
+            layer.name,
+            layer.heads,
+            (layer.units, numbers[layer.name][0]),
+            (layer.units, numbers[layer.name][1]),
+            *((item.key_loss, item.value_loss) if (item := merged.get(layer.name)) else (0.0, 0.0)),
+        )
+        for layer in layers
+    ]
+    report = UpcycleReport(
+        entries,
+        (_parameters(model), _parameters(student)),
+        _cache_bytes(model, layers, numbers),
+        quality,
+        data.tokens,
+        settings,
+        losses,
+    )
+    return student, report
+
+
+def find_copies(student: PreTrainedModel, layers: Sequence[MergeableLayer]) -> list[MergeableLayer]:
+    """Return the same layers of a copy of the model."""
+    return [_copy_of(layer, student) for layer in layers]
+
+
+def _copy_of(layer: MergeableLayer, student: PreTrainedModel) -> MergeableLayer:
+    parent = student.base_model.get_submodule(layer.name.rpartition(".")[0])
+    module = student.base_model.get_submodule(layer.name)
+    projections = find_projections(module, parent)
+    assert projections is not None
+    return replace(layer, module=module, projections=projections)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    if settings["cache"] is None:
+        if settings["num_key_heads"] is None and settings["num_value_heads"] is None:
+            fail("num_key_heads", "is required, or num_value_heads or cache")
+    else:
+        if settings["num_key_heads"] is not None or settings["num_value_heads"] is not None:
+            fail("cache", "chooses the numbers of heads: omit num_key_heads and num_value_heads")
+        if not 0 < number("cache", settings["cache"]) <= 1:
+            fail("cache", f"must be above 0 and at most 1, got {settings['cache']}")
+    for name in ("num_key_heads", "num_value_heads"):
+        if settings[name] is not None:
+            positive_integer(name, settings[name])
+    for name in ("num_components", "length", "batch_size"):
+        positive_integer(name, settings[name])
+    if settings["distil_steps"] != 0:
+        positive_integer("distil_steps", settings["distil_steps"])
+    number("learning_rate", settings["learning_rate"], 0, above=True)
+    one_of("method", settings["method"], METHODS)
+    one_of("trainable", settings["trainable"], ("attention", "all"))
+    number("seed", settings["seed"], 0)
+    for name in ("mixture", "refit"):
+        flag(name, settings[name])
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        fail("model", f"must be a Transformers model, got {type(model).__name__}")
+    if is_changed(model.config):
+        fail("model", "has mixture keys or merged heads already: upcycle the original model")
+
+
+def _check_tokens(layers: Sequence[MergeableLayer], tokens: int) -> None:
+    required = TOKENS_PER_DIMENSION * max(layer.units * layer.key_dim for layer in layers)
+    if tokens < required:
+        fail("calibration", f"has {tokens:,} tokens, and at least {required:,} are needed: add more text")
+
+
+def _fixed_numbers(layers: Sequence[MergeableLayer], key_heads: int | None, value_heads: int | None) -> Numbers:
+    numbers: Numbers = {}
+    for layer in layers:
+        for name, kind, count in (("num_key_heads", "key", key_heads), ("num_value_heads", "value", value_heads)):
+            if count is not None and layer.units % count:
+                fail(name, f"= {count} must divide the number of {kind} heads, {layer.units} ({layer.name})")
+        if layer.fixed_keys and key_heads not in (None, layer.units):
+            fail("num_key_heads", f"cannot change: {layer.fixed_keys}; set num_value_heads alone")
+        numbers[layer.name] = (key_heads or layer.units, value_heads or layer.units)
+    return numbers
+
+
+def _numbers_for_cache(
+    model: PreTrainedModel,
+    layers: Sequence[MergeableLayer],
+    moments: dict[str, Moments],
+    data: Calibration,
+    cache: float,
+    progress: Progress,
+) -> Numbers:
+    """Choose the numbers of heads by the error of the last hidden states on one batch, with one layer merged."""
+    batch = data.held_out[0]
+    with torch.no_grad():
+        expected = run_model(model.eval(), batch)
+    energy = float(expected.hidden[-1][expected.mask].float().square().sum())
+    done = 0
+    total = sum((len(divisors(layer.units)) - 1) * (1 if layer.fixed_keys else 2) for layer in layers)
+
+    def loss(layer: MergeableLayer, key_heads: int, value_heads: int) -> float:
+        nonlocal done
+        student = _copy_with_layers(model, [layer])
+        (changed,) = find_copies(student, [layer])
+        weights = merge_heads(layer, read_weights(layer), moments[layer.name], key_heads, value_heads).weights
+        write_weights(changed, weights)
+        with torch.no_grad():
+            actual = run_model(student.eval(), batch)
+        done += 1
+        progress("measuring layers", done, total)
+        difference = (actual.hidden[-1] - expected.hidden[-1])[expected.mask].float()
+        return float(difference.square().sum()) / energy
+
+    return choose_numbers(layers, cache, loss)
+
+
+def _copy_with_layers(model: PreTrainedModel, layers: Sequence[MergeableLayer]) -> PreTrainedModel:
+    """Copy a model; parameters outside of the given layers are shared with the original."""
+    changed = {
+        id(parameter)
+        for layer in layers
+        for part in (layer.module, layer.projections.output)
+        for parameter in part.parameters()
+    }
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = {id(tensor): tensor for tensor in tensors if id(tensor) not in changed}
+    return copy.deepcopy(model, shared)
+
+
+def _merge(
+    model: PreTrainedModel,
+    layers: Sequence[MergeableLayer],
+    moments: dict[str, Moments],
+    numbers: Numbers,
+    method: str,
+    progress: Progress,
+) -> tuple[PreTrainedModel, dict[str, MergedLayer]]:
+    """Return a copy of the model with merged heads, and the merges of the layers whose numbers change."""
+    student = copy.deepcopy(model)
+    merged: dict[str, MergedLayer] = {}
+    layers = [layer for layer in layers if numbers[layer.name] != (layer.units, layer.units)]
+    for done, (layer, changed) in enumerate(zip(layers, find_copies(student, layers), strict=True), 1):
+        merged[layer.name] = merge_heads(layer, read_weights(layer), moments[layer.name], *numbers[layer.name], method)
+        write_weights(changed, merged[layer.name].weights)
+        progress("merging layers", done, len(layers))
+    sizes = {layer.name: [*numbers[layer.name], layer.key_dim, layer.value_dim] for layer in layers}
+    if sizes:
+        describe_changes(student, **{ENTRY: sizes})
+    return student, merged
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _cache_bytes(model: PreTrainedModel, layers: Sequence[MergeableLayer], numbers: Numbers) -> tuple[int, int]:
+    size = model.dtype.itemsize
+    before = sum(cache_width(layer, layer.units, layer.units) for layer in layers)
+    after = sum(cache_width(layer, *numbers[layer.name]) for layer in layers)
+    return before * size, after * size

@@ -1,0 +1,78 @@
+"""Distillation of merged models: it reduces the loss, continues exactly, and rejects foreign states."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from mgk.hf import upcycle
+from mgk.hf.upcycling import distil
+from tests.support.hf_models import inputs, make
+
+SETTINGS = {"num_key_heads": 2, "num_value_heads": 2, "distil_steps": 8, "learning_rate": 3e-3}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(stage, done, total):
+    if (stage, done) == ("distilling", 5):
+        raise Interrupted
+
+
+@pytest.fixture(params=["bert", "gpt2"])
+def model(request):
+    return make(request.param)
+
+
+@pytest.fixture
+def batches():
+    return [inputs("right") for _ in range(12)]
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_distillation_reduces_the_error(model, batches, mixture):
+    settings = {**SETTINGS, "distil_steps": 40, "method": "mean"}
+    _, report = upcycle(model, **settings, calibration=batches, mixture=mixture)
+    first, last = report.distillation[0], report.distillation[-1]
+    assert last["hidden"] + last["output"] < 0.7 * (first["hidden"] + first["output"])
+    assert (first["step"], last["step"]) == (0, 39)
+    assert report.fidelity["distilled"]["hidden_error"] < report.fidelity["merged"]["hidden_error"]
+
+
+def test_trained_parameters(model, batches):
+    """Check that attention and normalization layers alone change, or everything."""
+    before, _ = upcycle(model, **{**SETTINGS, "distil_steps": 0}, calibration=batches)
+    after, _ = upcycle(model, **SETTINGS, calibration=batches)
+    everything, _ = upcycle(model, **SETTINGS, calibration=batches, trainable="all")
+    names = {name for name, value in before.named_parameters() if not torch.equal(value, after.get_parameter(name))}
+    assert names
+    allowed = ("attn", "attention", "ln_", "LayerNorm")
+    assert all(any(part in name for part in allowed) for name in names)
+    assert any("c_proj.weight" in name or "output.dense.weight" in name for name in names)
+    embedding = next(name for name, _ in before.named_parameters() if "word_embeddings" in name or "wte" in name)
+    assert embedding not in names
+    assert not torch.equal(before.get_parameter(embedding), everything.get_parameter(embedding))
+    assert all(parameter.requires_grad for parameter in after.parameters())
+
+
+def test_interrupted_distillation_continues_exactly(model, batches, tmp_path, monkeypatch):
+    monkeypatch.setattr(distil, "SAVE_EVERY", 2)
+    expected, report = upcycle(model, **SETTINGS, calibration=batches)
+    state = tmp_path / "state"
+    with pytest.raises(Interrupted):
+        upcycle(model, **SETTINGS, calibration=batches, state=state, progress=interrupt)
+    assert {path.name for path in state.iterdir()} == {"distillation.json", "distillation.safetensors"}
+    steps = []
+    actual, resumed = upcycle(
+        model, **SETTINGS, calibration=batches, state=state, progress=lambda stage, *done: steps.append((stage, *done))
+    )
+    assert next(step for step in steps if step[0] == "distilling") == ("distilling", 5, 8)
+    assert all(torch.equal(value, actual.get_parameter(name)) for name, value in expected.named_parameters())
+    assert resumed.distillation == report.distillation
+    with pytest.raises(ValueError, match="is that of another model, text or settings: delete the folder"):
+        upcycle(model, **{**SETTINGS, "seed": 1}, calibration=batches, state=state)
+    (state / "distillation.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="has a damaged state of the distillation: delete the folder"):
+        upcycle(model, **SETTINGS, calibration=batches, state=state)
