@@ -15,6 +15,7 @@ from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, Packed
 from mgk._core.em import EMStatistics
 from mgk._core.em_checkpointing import is_recomputed_forward
 from mgk._core.from_softmax import from_softmax
+from mgk._core.head_shards import local_tensor
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
 from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.priors import PRIORS, VARIANCES, EMPrior, EMVariance
@@ -290,7 +291,7 @@ class Attention(nn.Module):
             causal=causal,
             dropout_p=self.dropout if self.training else 0.0,
             scale=check_scale(scale, query, (1, heads, self.num_components, 1)) if isinstance(scale, Tensor) else scale,
-            tau=SIMILARITIES[self.variant.similarity] if self.tau is None else self.tau,
+            tau=SIMILARITIES[self.variant.similarity] if self.tau is None else local_tensor(self.tau),
             hard=self.variant.assignment == "hard",
             packed=None if cu_seqlens is None else Packed(cu_seqlens, cu_seqlens, args.max_seqlen, args.max_seqlen),
             return_lse=False,
@@ -386,7 +387,8 @@ class Attention(nn.Module):
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
         # Projections may have been replaced by quantised modules. If all were, they compute in the default dtype.
-        like = next(x for x in (*self.parameters(), *self.buffers(), torch.empty(0)) if x.is_floating_point())
+        tensors = (*self.parameters(), *self.buffers(), torch.empty(0))
+        like = local_tensor(next(x for x in tensors if x.is_floating_point()))
         key_heads, value_heads = (batch_size, self.num_key_heads), (batch_size, self.num_kv_heads)
         if self.is_linear:
             empty = like.new_zeros(batch_size, self.num_heads, 0, self.head_dim).detach()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgk._core.head_shards import local_tensor
 from mgk.variants import Preset
 
 
@@ -92,7 +93,8 @@ class ShiftedKeys(KeyProjection):
     @property
     def shift(self) -> Tensor:
         """Shift of the components, [Hk, M, D]."""
-        return -self.shifts if self.anchored else self.shifts
+        shifts = local_tensor(self.shifts)
+        return -shifts if self.anchored else shifts
 
     def forward(self, x: Tensor) -> Tensor:
         return self.projection(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)

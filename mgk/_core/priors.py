@@ -12,16 +12,26 @@ from torch import Tensor, nn
 
 from mgk._core.em import EMStatistics
 from mgk._core.em_checkpointing import CheckpointedStateLog
+from mgk._core.head_shards import HeadShards, local_tensor
 from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail
 from mgk.variants import Preset, Variant
 
 
-def sum_over_ranks(*tensors: Tensor) -> None:
-    """Sum tensors in place over all ranks of data-parallel training."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+def sum_over_ranks(*tensors: Tensor, shards: HeadShards | None = None) -> tuple[Tensor, ...]:
+    """Return statistics [Hk, ...] summed over all ranks of data-parallel training.
+
+    Args:
+        tensors: The statistics of this rank.
+        shards: The part of the heads that this rank has. Default: all ranks have all heads.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return tensors
+    if shards is not None:
+        return tuple(shards.sum_over_ranks(tensor) for tensor in tensors)
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return tensors
 
 
 class EMState(nn.Module):
@@ -68,6 +78,8 @@ class UniformPrior(nn.Module):
 class PerPositionTable(nn.Module):
     """Table [Hk or 1, M, P or 1] with one column shared by all key positions, or one for each of P positions."""
 
+    head_shards: HeadShards | None = None
+
     def __init__(self, heads: int, components: int, positions: int | None) -> None:
         super().__init__()
         self.heads, self.components, self.positions = heads, components, positions
@@ -109,10 +121,13 @@ class LearnedPrior(PerPositionTable):
         nn.init.constant_(self.weights, 1 / self.components if self.clamped else 0.0)
 
     def forward(self, length: int, positions: Tensor | None) -> Tensor:
+        weights = local_tensor(self.weights)
+        if self.head_shards is not None and self.weights.shape[0] == 1:
+            weights = self.head_shards.sum_gradient(weights)
         if self.clamped:
-            log_prior = self.weights.clamp(torch.finfo(self.weights.dtype).tiny, 1).log()
+            log_prior = weights.clamp(torch.finfo(weights.dtype).tiny, 1).log()
         else:
-            log_prior = self.weights.log_softmax(1)
+            log_prior = weights.log_softmax(1)
         return self.lookup(log_prior, length, positions)
 
 
@@ -134,7 +149,7 @@ class EMPrior(PerPositionTable, EMState):
         nn.init.constant_(self.prior, 1 / self.components)
 
     def forward(self, length: int, positions: Tensor | None) -> Tensor:
-        return self.lookup(self.state_log.state_for_forward(self.prior).log(), length, positions)
+        return self.lookup(self.state_log.state_for_forward(local_tensor(self.prior)).log(), length, positions)
 
     @torch.no_grad()
     def update(self, statistics: EMStatistics, positions: Tensor | None) -> None:
@@ -144,11 +159,12 @@ class EMPrior(PerPositionTable, EMState):
             count, pairs = count.sum((0, -1)).unsqueeze(-1), pairs.sum((0, -1)).unsqueeze(-1)
         else:
             count, pairs = (self._sum_by_position(x, positions) for x in (count, pairs))
-        sum_over_ranks(count, pairs)
+        count, pairs = sum_over_ranks(count, pairs, shards=self.head_shards)
+        prior = local_tensor(self.prior)
         new = count / pairs.clamp(min=1)
-        new = torch.lerp(new, self.prior.to(new.dtype), self.momentum) if self.momentum else new
+        new = torch.lerp(new, prior.to(new.dtype), self.momentum) if self.momentum else new
         # Positions that no query attends to keep their prior.
-        self.prior.copy_(torch.where(pairs > 0, new, self.prior.to(new.dtype)))
+        prior.copy_(torch.where(pairs > 0, new, prior.to(new.dtype)))
 
     def _sum_by_position(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Sum [B, Hk, *, S] over the batch into the columns of key positions, [Hk, *, P]."""
@@ -193,6 +209,7 @@ class LogVariance(nn.Module):
     """Base class: log σ² per head and component. Unequal variances require the normaliser (D/2) log 1/σ²."""
 
     log_variance: Tensor  # [Hk, M]
+    head_shards: HeadShards | None = None
 
     def __init__(self, heads: int, components: int, head_dim: int, variant: Variant, preset: Preset, **factory: Any):
         super().__init__()
@@ -209,7 +226,7 @@ class LogVariance(nn.Module):
         nn.init.constant_(self.log_variance, self.start)
 
     def current(self) -> Tensor:
-        return self.log_variance
+        return local_tensor(self.log_variance)
 
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
         log_variance = self.current()
@@ -231,18 +248,19 @@ class EMVariance(LogVariance, EMState):
         self.state_log = CheckpointedStateLog()
 
     def current(self) -> Tensor:
-        return self.state_log.state_for_forward(self.log_variance)
+        return self.state_log.state_for_forward(local_tensor(self.log_variance))
 
     @torch.no_grad()
     def update(self, statistics: EMStatistics, positions: Tensor | None) -> None:
         """Update the variance with the statistics of a training batch."""
         assert statistics.spread is not None
         count, spread = statistics.count.sum((0, -1)), statistics.spread.sum((0, -1))  # [Hk, M]
-        sum_over_ranks(count, spread)
-        old = self.log_variance.exp().to(count.dtype)
+        count, spread = sum_over_ranks(count, spread, shards=self.head_shards)
+        log_variance = local_tensor(self.log_variance)
+        old = log_variance.exp().to(count.dtype)
         new = torch.where(count > 0, spread / (count * self.head_dim).clamp(min=torch.finfo(count.dtype).tiny), old)
         new = torch.lerp(new, old, self.momentum) if self.momentum else new
-        self.log_variance.copy_(new.clamp(min=self.floor).log())
+        log_variance.copy_(new.clamp(min=self.floor).log())
 
 
 VARIANCES = {"fixed": FixedVariance, "learned": LearnedVariance, "em": EMVariance}

@@ -53,14 +53,14 @@ def cases(ranks):
     return sorted({*result, *everything, *linear})
 
 
-def make_layer(name, is_causal, dtype):
+def make_layer(name, is_causal, dtype, **sizes):
     """Return a layer with random parameters; those of all dtypes are the same numbers."""
     torch.manual_seed(1)
     options = dict(LAYERS[name])
     if options.get("feature_map") == "favor":
         options["feature_map"] = mgk.FAVOR(WIDTH, 8)
-    sizes = {"head_dim": WIDTH, "num_kv_heads": KV_HEADS}
-    layer = mgk.Attention(EMBED, HEADS, is_causal=is_causal, rotary=100.0, dropout=0.0, **sizes, **options)
+    options = {"head_dim": WIDTH, "num_kv_heads": KV_HEADS, **sizes, **options}
+    layer = mgk.Attention(EMBED, HEADS, is_causal=is_causal, rotary=100.0, dropout=0.0, **options)
     return scrambled(layer.float()).to(dtype).train()
 
 
@@ -106,6 +106,7 @@ def shard_options(options, mesh):
 
 def error_of(actual, expected):
     """Return the largest error relative to the largest entry."""
+    actual, expected = actual.detach(), expected.detach()
     if not bool(torch.isfinite(actual).all()):
         return float("inf")
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
