@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
+DECAYS = ("all", "matrices")
 PADDINGS = ("packed", "full", "longest")
 # Model settings determined by the model spec and the preset, and the options to use instead of --set.
 OPTIONS_OF_SETTINGS = {
@@ -104,6 +105,12 @@ class TrainConfig:
     # Language models: stride of the sliding window in the final evaluation. The paper uses 1; larger strides are
     # cheaper but give each token less context.
     stride: int = 1
+    # Second coefficient of AdamW; 0.95 is common for language models.
+    beta2: float = 0.999
+    # Learning rate at the end of the schedule "cosine", as a share of lr.
+    final_lr: float = 0.0
+    # Parameters with weight decay: "all", or "matrices", the weights of linear layers.
+    decay: str = "all"
     # packed: documents concatenated without padding; same as full on a CPU and for linear attention, which have no
     # varlen kernels. full: padded to the task's maximum length. longest: padded to the longest document in the batch.
     padding: str = "packed"
@@ -115,6 +122,9 @@ class TrainConfig:
         number("eps", self.eps, 0, above=True)
         for name in ("weight_decay", "clip", "warmup"):
             number(name, getattr(self, name), 0)
+        number("beta2", self.beta2, 0, 1)
+        number("final_lr", self.final_lr, 0, 1)
+        one_of("decay", self.decay, DECAYS)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("precision", self.precision, PRECISIONS)
         one_of("padding", self.padding, PADDINGS)

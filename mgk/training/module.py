@@ -12,7 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from mgk._core.priors import sum_over_ranks
@@ -28,11 +28,14 @@ def one_cycle(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
 
 
 def cosine(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
-    """Return a schedule with linear warm-up and cosine decay to 0."""
+    """Return a schedule with linear warm-up and cosine decay to `final_lr`."""
 
     def factor(step: int) -> float:
         progress = (step - s.warmup) / max(1, s.steps - s.warmup)
-        return (step + 1) / s.warmup if step < s.warmup else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        if step < s.warmup:
+            return (step + 1) / s.warmup
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return s.final_lr + (1 - s.final_lr) * cosine
 
     return LambdaLR(optimizer, factor)
 
@@ -42,6 +45,21 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, TrainConfig], LRScheduler
     "constant": lambda optimizer, s: LambdaLR(optimizer, lambda step: 1.0),
     "cosine": cosine,
 }
+
+
+def parameter_groups(model: nn.Module, settings: TrainConfig) -> Any:
+    """Return the parameters for AdamW, in two groups if only matrices have weight decay.
+
+    Embeddings, norms, biases and the parameters of the mixture have none then.
+    """
+    if settings.decay == "all":
+        return model.parameters()
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if id(p) in matrices]},
+        {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
+    ]
 
 
 class TrainingModule(pl.LightningModule):
@@ -156,7 +174,12 @@ class TrainingModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         s = self.settings
         optimizer = torch.optim.AdamW(
-            self.model.parameters(), s.lr, eps=s.eps, weight_decay=s.weight_decay, fused=self.device.type == "cuda"
+            parameter_groups(self.model, s),
+            s.lr,
+            betas=(0.9, s.beta2),
+            eps=s.eps,
+            weight_decay=s.weight_decay,
+            fused=self.device.type == "cuda",
         )
         schedule = SCHEDULERS[s.schedule](optimizer, s)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -34,9 +34,12 @@ from mgk.training.objectives import OBJECTIVES
 from mgk.training.progress import ProgressBar
 
 STRATEGIES = ("auto", "ddp", "fsdp")
-# Model settings added later, with the value that earlier runs used implicitly. At this value they are left out of the
-# hash, so that the hashes of earlier runs stay the same.
-ADDED_SETTINGS = {"token_std": 0.02, "num_key_heads": None}
+# Settings added later, with the value that earlier runs used implicitly. At this value they are left out of the hash,
+# so that the hashes of earlier runs stay the same.
+ADDED_SETTINGS: dict[str, dict[str, Any]] = {
+    "model": {"token_std": 0.02, "num_key_heads": None},
+    "training": {"beta2": 0.999, "final_lr": 0.0, "decay": "all"},
+}
 # Packages besides torch whose versions are listed in environment.json.
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 # Compiler warnings that need no action.
@@ -91,10 +94,9 @@ class Run:
     def setup(self, task: Any) -> str:
         """Return a short hash of all settings that determine the run, except the seed."""
         description = {key: value for key, value in self.describe(task).items() if key != "seed"}
-        model = description["model"]
-        description["model"] = {
-            key: value for key, value in model.items() if key not in ADDED_SETTINGS or value != ADDED_SETTINGS[key]
-        }
+        for section, added in ADDED_SETTINGS.items():
+            settings = description[section].items()
+            description[section] = {key: value for key, value in settings if key not in added or value != added[key]}
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -186,7 +188,7 @@ def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dic
     differing = [name for name in requested if stored.get(name) != requested[name]]
     for section in ("model", "training"):
         if section in differing:
-            stored_section = stored.get(section, {})
+            stored_section = {**ADDED_SETTINGS[section], **stored.get(section, {})}
             names = [name for name, value in requested[section].items() if stored_section.get(name) != value]
             differing = [name for name in differing if name != section] + names
     if differing or stored.keys() != requested.keys():
