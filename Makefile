@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-quick test-hf test-oldest test-gpu docs lint format bench clean
+.PHONY: help install browser demo test test-quick test-hf test-oldest test-faults test-gpu docs lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 
 test-oldest: $(OLDEST)/.installed ## Run the tests that do not need a GPU under the oldest torch, 2.6
 	$(PYTEST:$(BIN)/%=$(OLDEST)/bin/%) -m "not gpu"
+
+test-faults: $(STAMP) ## Kill, stop and starve a run at every operation, damage its files, and write results/faults.csv
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --results results/faults.csv
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise python3) in SHARDS processes
 	@mkdir -p build; for part in $$(seq $(SHARDS)); do \
