@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 # Import names of the packages that the extra `train` installs.
-EXTRA = ("matplotlib", "pytorch_lightning", "rich", "tensorboard", "tokenizers", "typer", "yaml")
+EXTRA = ("filelock", "matplotlib", "psutil", "pytorch_lightning", "rich", "tensorboard", "tokenizers", "typer", "yaml")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,6 +25,12 @@ from mgk.training.signals import STOP_AT_END_OF_INPUT
 STATUS_INTERVAL = 30
 # Seconds between a second interrupt and SIGKILL.
 KILL_TIMEOUT = 5.0
+# Options of Popen that keep a Ctrl-C in the terminal from a process.
+NEW_SESSION: dict[str, Any] = (
+    {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
+    if os.name == "nt"
+    else {"start_new_session": True}
+)
 # PyTorch's error messages for a failed allocation, on the GPU or the host.
 OUT_OF_MEMORY = re.compile(rb"out of memory|OutOfMemoryError|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
@@ -58,8 +65,9 @@ class Job:
         """True if the job ran out of memory while sharing the machine (OOM in the log, or SIGKILL)."""
         if not self.has_failed or not self.shared or self.process is None:
             return False
-        killed = self.process.returncode == -signal.SIGKILL
-        return killed or OUT_OF_MEMORY.search(self.log.read_bytes()[self.log_start :]) is not None
+        # Windows has no SIGKILL, and no system that sends it to a process for lack of memory.
+        is_killed = self.process.returncode == -getattr(signal, "SIGKILL", 9)
+        return is_killed or OUT_OF_MEMORY.search(self.log.read_bytes()[self.log_start :]) is not None
 
 
 @dataclass
@@ -97,7 +105,7 @@ class JobQueue:
             # The pipe to the process closes when this process ends in any way; the training then saves and stops.
             environment = {**(self.environment or os.environ), STOP_AT_END_OF_INPUT: "1"}
             job.process = subprocess.Popen(
-                job.command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+                job.command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, **NEW_SESSION
             )
         self.running.append(job)
         job.shared = False
@@ -122,9 +130,7 @@ class JobQueue:
         processes = [job.process for job in self.running if job.process is not None]
         try:
             for process in processes:
-                process.terminate()
-                # The end of this process must not send a second signal, which ends a training without saving.
-                _end_watch(process)
+                _request_stop(process)
             for process in processes:
                 process.wait()
         except (KeyboardInterrupt, SystemExit):
@@ -133,6 +139,19 @@ class JobQueue:
                 process.terminate()
             _wait_or_kill(processes)
             raise
+
+
+def _request_stop(process: subprocess.Popen[bytes]) -> None:
+    """Let a job save a checkpoint and end."""
+    if os.name == "nt":
+        # On Windows, `terminate` ends a process at once. The end of its input is the stop signal.
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+    else:
+        process.terminate()
+        # The end of this process must not send a second signal, which ends a run without saving.
+        _end_watch(process)
 
 
 def _end_watch(process: subprocess.Popen[bytes] | None) -> None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -39,7 +39,11 @@ def stop_with_parent() -> None:
 
     def watch() -> None:
         if not os.read(0, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
+            if os.name == "nt":
+                # On Windows, os.kill ends the process without calling the handler.
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     if os.environ.pop(STOP_AT_END_OF_INPUT, ""):
         threading.Thread(target=watch, daemon=True).start()
@@ -53,10 +57,13 @@ class SignalListener:
     Args:
         numbers: Signals to listen to.
         message: Reply to the first signal; empty for none.
+        on_first: Function to call at the first signal, in the thread.
     """
 
-    def __init__(self, numbers: Collection[int], message: str = STOPPING) -> None:
-        self._numbers, self._message = frozenset(numbers), message
+    def __init__(
+        self, numbers: Collection[int], message: str = STOPPING, on_first: Callable[[], None] | None = None
+    ) -> None:
+        self._numbers, self._message, self._on_first = frozenset(numbers), message, on_first
         self._closed = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -80,6 +87,8 @@ class SignalListener:
                     first = time.monotonic()
                     if self._message:
                         print(self._message, file=sys.stderr, flush=True)
+                    if self._on_first is not None:
+                        self._on_first()
                 elif time.monotonic() > first + SAME_REQUEST and not self._closed.wait(GRACE):
                     os._exit(128 + received[0])
 
@@ -93,14 +102,14 @@ class StopRequest:
         self._previous_handlers: dict[int, Any] = {}
         self._listener: SignalListener | None = None
 
-    def install(self, message: str = STOPPING) -> None:
-        """Install the handlers and the listener; `message` is the reply to the first signal."""
+    def install(self, message: str = STOPPING, on_first: Callable[[], None] | None = None) -> None:
+        """Install the handlers and the listener, which prints `message` and calls `on_first` at the first signal."""
         for name in STOP_SIGNALS:
             number = getattr(signal, name, None)
             # Under nohup, SIGHUP stays ignored.
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 self._previous_handlers[number] = signal.signal(number, self._handle)
-        self._listener = SignalListener(self._previous_handlers, message)
+        self._listener = SignalListener(self._previous_handlers, message, on_first)
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._number is None:
