@@ -65,7 +65,9 @@ def moved_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any
     def getattribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        _warn(f"{package}.{name}", f"{modules[name]}.{name}", stacklevel=2)
+        # `from package import name` reads the attribute twice, first from the import system.
+        if sys._getframe(1).f_globals.get("__name__") != "importlib._bootstrap":
+            _warn(f"{package}.{name}", f"{modules[name]}.{name}", stacklevel=2)
         return getattr(importlib.import_module(modules[name]), name)
 
     return getattribute

@@ -76,6 +76,13 @@ def test_names_of_the_former_training_module(name):
         _ = mgk.training.walk
 
 
+def test_import_of_a_former_name_warns_once():
+    pytest.importorskip("pytorch_lightning")
+    with pytest.warns(DeprecationWarning, match=r"^mgk\.training\.Run has moved") as caught:
+        exec(compile("\n\nfrom mgk.training import Run", "user_code.py", "exec"), {})
+    assert [(warning.filename, warning.lineno) for warning in caught] == [("user_code.py", 3)]
+
+
 def test_import_of_the_package_warns_of_nothing_and_imports_no_target():
     code = "import sys, mgk; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
