@@ -36,6 +36,14 @@ Settings = Annotated[
     typer.Option("--set", help="Override a setting of the recipe: key=value or model.key=value; may be repeated."),
 ]
 
+KeepCheckpoints = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Checkpoints to keep in a run directory, with checksums. A damaged one is replaced by the one before it.",
+    ),
+]
+
 
 def resolve_data_dir(option: Path | None, description: dict[str, Any] | None = None) -> Path:
     """Return the data directory: --data-dir, $MGK_DATA, the one in a run's description, or ./data."""

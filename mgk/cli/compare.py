@@ -16,6 +16,7 @@ from mgk._core.io import exclusive, remove_stale_temporaries
 from mgk._core.validation import number, one_of
 from mgk.cli.app import (
     DataDir,
+    KeepCheckpoints,
     Settings,
     app,
     apply_steps,
@@ -66,6 +67,7 @@ def compare(
     ] = False,
     out: Annotated[Path, typer.Option(help="Directory for results, table and plot.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Parent directory of the run directories.")] = Path("runs"),
+    keep_checkpoints: KeepCheckpoints = config.KEEP_CHECKPOINTS,
 ) -> None:
     """Train the rows of a recipe with several seeds and compare them in a table and a plot.
 
@@ -119,6 +121,7 @@ def compare(
                 runs=runs,
                 recipe_argument=recipe,
                 overrides=overrides,
+                keep_checkpoints=None if keep_checkpoints == config.KEEP_CHECKPOINTS else keep_checkpoints,
             )
             for seed in range(seeds)
             for model in models

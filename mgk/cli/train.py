@@ -13,6 +13,7 @@ import typer
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.cli.app import (
     DataDir,
+    KeepCheckpoints,
     Settings,
     app,
     apply_steps,
@@ -52,7 +53,7 @@ def train(
     settings: Settings = None,
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/RECIPE/ROW-PRESET-sSEED.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto: continue from the last checkpoint, if any.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto: continue from the newest good checkpoint, if any.")] = None,
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp or fsdp.")] = "auto",
     graphs: Annotated[
@@ -60,13 +61,14 @@ def train(
         typer.Option(help="Capture steps as CUDA graphs on a single GPU; small models train up to 3 times as fast."),
     ] = True,
     results_file: Annotated[Path | None, typer.Option("--results", help="CSV file to append the results to.")] = None,
+    keep_checkpoints: KeepCheckpoints = config.KEEP_CHECKPOINTS,
 ) -> None:
     """Train one model and evaluate its best checkpoint on the test splits."""
     from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from mgk import tasks
-    from mgk.training.distributed import shutdown_distributed
+    from mgk.training.distributed import is_first_rank, shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.runs import run_path
     from mgk.training.signals import stop_with_parent
@@ -104,7 +106,7 @@ def train(
     task.prepare(data, os.cpu_count() or 1, print_progress)
     run = Run(loaded, row, preset, seed, data, directory)
     with lock_run(run):
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             count = count_parameters(run.model_config(task))
             print(
                 f"{row}, {count:,} parameters, on {task.dataset}: {loaded.training.steps:,} steps",
@@ -114,7 +116,13 @@ def train(
                 warn_if_gpu_recommended(loaded, task.max_length, count)
         try:
             module, checkpoints = fit(
-                run, task, resume=resume == "auto", accelerator=accelerator, strategy=strategy, graphs=graphs
+                run,
+                task,
+                resume=resume == "auto",
+                accelerator=accelerator,
+                strategy=strategy,
+                graphs=graphs,
+                keep_checkpoints=keep_checkpoints,
             )
         except MisconfigurationException as error:
             raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
@@ -126,8 +134,9 @@ def train(
         if module.global_rank != 0:
             return
 
-        # A run that had already finished keeps the times and the memory measured during training.
-        is_finished = run.files.result.exists() and not checkpoints.steps
+        # A run that had already finished keeps the times and the memory measured during training, also if its newest
+        # checkpoint is damaged and the last steps were repeated.
+        is_finished = run.files.result.exists() and (not checkpoints.steps or checkpoints.is_resumed)
         rows = run.files.read_result() if is_finished else evaluate_run(run, task, module, checkpoints)
         objective = module.objective
         if results_file is not None:
@@ -168,4 +177,4 @@ def _append_results(
         predictions.save(file.parent, key, values)
     curve = results.curve_file(file.parent, name, run.row, run.preset, run.seed, None if is_default else setup)
     curve.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(curve, run.files.metrics.read_text())
+    write_atomically(curve, run.files.metrics.read_text(encoding="utf-8"))

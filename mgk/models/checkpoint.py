@@ -1,4 +1,4 @@
-"""Saved models: model.safetensors and config.json in one directory, without pickle."""
+"""Saved models: model.safetensors, config.json and their checksums in one directory, without pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mgk._core.io import replacing, write_atomically
+from mgk._core.checksums import replacing_verified, verify, write_verified
+from mgk._core.io import DataError, make_directory
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 from mgk.models.vision import VisionConfig, VisionTransformer
@@ -28,7 +29,7 @@ REMEDY = "train again, or use another directory"
 
 
 def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the weights and the configuration of a model; each file is written atomically.
+    """Write the weights, the configuration and the checksums of a model; each file is written atomically and durably.
 
     Args:
         model: A LanguageModel, Classifier or VisionTransformer.
@@ -43,11 +44,11 @@ def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tenso
         ...     again = mgk.models.load_model(folder)
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
     config: Any = model.config
-    write_atomically(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
-    with replacing(directory / "model.safetensors") as temporary:
+    write_verified(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
+    with replacing_verified(directory / "model.safetensors") as temporary:
         save_file({name: value.contiguous() for name, value in (weights or model.state_dict()).items()}, temporary)
 
 
@@ -55,7 +56,7 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
     """Load a model that `save_model` wrote.
 
     Args:
-        directory: Directory with model.safetensors and config.json.
+        directory: Directory with model.safetensors and config.json, verified by checksums.json if that exists.
         device: Device of the model.
 
     Returns:
@@ -69,12 +70,16 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
     """
     directory = Path(directory)
     try:
+        for name in ("config.json", "model.safetensors"):
+            verify(directory / name)
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or fields.get("kind") not in KINDS:
             raise ValueError(f"kind in config.json must be {' or '.join(KINDS)}")
         config_class, model_class = KINDS[fields.pop("kind")]
         model: nn.Module = model_class(config_class(**fields))
         model.load_state_dict(load_file(directory / "model.safetensors"))
+    except DataError:
+        raise
     except FileNotFoundError as error:
         # FileNotFoundErrors of safetensors have no file name.
         missing = Path(error.filename or "model.safetensors").name

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from mgk._core.checksums import MANIFEST, verify
+from mgk._core.io import DataError
 from mgk.models.checkpoint import REMEDY, load_model
 from mgk.models.decoder import LanguageModel
 
@@ -21,8 +24,9 @@ class RunDirectory:
         description: run.json, all settings that determine the run.
         environment: environment.json, machine and versions of each start.
         metrics: metrics.csv, metrics over the steps.
-        checkpoint: last.ckpt, the checkpoint that a resumed run loads.
-        unfinished_checkpoint: .last.ckpt.tmp, replaces the checkpoint when it is complete.
+        checkpoint: last.ckpt, the newest checkpoint, which a resumed run loads; the one before it is last-1.ckpt.
+        unfinished_checkpoint: .last.ckpt.tmp, becomes the newest checkpoint when it is complete.
+        checksums: checksums.json, the checksums of the checkpoints, run.json, result.json and vocabulary.txt.
         best_model: best/, the weights with the best metric on the development set.
         result: result.json, the result rows of the finished run.
         log: log.txt, the output of a run that a sweep has started.
@@ -37,11 +41,22 @@ class RunDirectory:
         self.metrics = self.path / "metrics.csv"
         self.checkpoint = self.path / "last.ckpt"
         self.unfinished_checkpoint = self.path / ".last.ckpt.tmp"
+        self.checksums = self.path / MANIFEST
         self.best_model = self.path / "best"
         self.result = self.path / "result.json"
         self.log = self.path / "log.txt"
         self.lock = self.path / ".run.lock"
         self.tensorboard = self.path / "tensorboard"
+
+    def older_checkpoint(self, age: int) -> Path:
+        """Return the path of the checkpoint that is `age` saves older than the newest."""
+        return self.path / f"last-{age}.ckpt" if age else self.checkpoint
+
+    def checkpoints(self) -> list[Path]:
+        """Return the existing checkpoints, newest first. A process killed while saving may leave only older ones."""
+        ages = (re.fullmatch(r"last-([1-9]\d*)\.ckpt", path.name) for path in self.path.glob("last-*.ckpt"))
+        older = [self.older_checkpoint(age) for age in sorted(int(match[1]) for match in ages if match)]
+        return [path for path in (self.checkpoint, *older) if path.is_file()]
 
     def predictions(self, name: str, split: str) -> Path:
         """Return the file with one prediction per example of a split; `name` is its kind."""
@@ -57,11 +72,14 @@ class RunDirectory:
             ValueError: run.json is missing, damaged, or lacks a required key.
         """
         try:
+            verify(self.description)
             description = json.loads(self.description.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
                 f"{self.path} is not a run directory (no run.json). `mgk train` prints the directory in its last line"
             ) from None
+        except DataError:
+            raise
         except ValueError as error:
             raise ValueError(f"{self.description} is damaged: {error}; {REMEDY}") from None
         missing = [key for key in ("task", *required) if not isinstance(description, dict) or key not in description]
@@ -71,6 +89,7 @@ class RunDirectory:
 
     def read_result(self) -> list[dict[str, Any]]:
         """Read the rows of result.json; raise a ValueError if it is damaged."""
+        verify(self.result)
         try:
             return list(json.loads(self.result.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -78,7 +97,7 @@ class RunDirectory:
 
     def existing_best_model(self) -> Path:
         """Return `best_model`, or raise a ValueError if the run stopped before its first evaluation."""
-        if not self.best_model.exists() and self.checkpoint.exists():
+        if not self.best_model.exists() and self.checkpoints():
             raise ValueError(
                 f"{self.path} has no model yet: the run stopped before its first evaluation. "
                 "Repeat the command that started it with --resume auto"

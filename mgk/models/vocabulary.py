@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mgk._core.checksums import verify
 from mgk._core.io import DataError, write_atomically
 
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -73,6 +74,7 @@ class WordVocabulary(Vocabulary):
         """Read vocabulary.txt from a folder; raise DataError if it is missing or damaged."""
         path = folder / FILE
         try:
+            verify(path)
             # splitlines() would also split at Unicode line breaks, which words may contain.
             words = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:

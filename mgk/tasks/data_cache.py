@@ -11,8 +11,9 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from mgk._core.checksums import file_checksum
 from mgk._core.io import ABANDONED, locked, write_atomically
 
 FORMAT = 1  # version of the file formats; enters the name of the directory
@@ -88,7 +89,7 @@ def find_prepared(data_dir: Path, name: str, settings: dict[str, Any], verify: b
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read the manifest of a directory: format, settings, source, facts and files."""
-    manifest = json.loads((directory / MANIFEST).read_text())
+    manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict):
         raise ValueError(f"{directory / MANIFEST} is not a manifest")
     return manifest
@@ -120,20 +121,6 @@ def json_checksum(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def file_checksum(path: str | Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: BinaryIO) -> str:
-    """Compute the digest without hashlib.file_digest, which Python 3.10 does not have."""
-    digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _build_directory(
     root: Path, directory: Path, manifest: dict[str, Any], build: Callable[[Path], dict[str, Any]]
 ) -> None:
@@ -149,7 +136,9 @@ def _build_directory(
             path.name: {"bytes": path.stat().st_size, "sha256": file_checksum(path)}
             for path in sorted(temporary.iterdir())
         }
-        (temporary / MANIFEST).write_text(json.dumps({**manifest, "facts": metadata, "files": files}, indent=1))
+        (temporary / MANIFEST).write_text(
+            json.dumps({**manifest, "facts": metadata, "files": files}, indent=1), encoding="utf-8"
+        )
         if directory.exists():
             # Move the damaged directory away first: a directory cannot be renamed to an existing one.
             damaged = root / f".making-{uuid.uuid4().hex}"
@@ -193,7 +182,7 @@ def _read_stamp(path: Path, state: str) -> dict[str, Any] | None:
     """Return the stamp that was written for this state of the files, if any."""
     stamps = [_unwritten.get(os.path.abspath(path))]
     with contextlib.suppress(OSError, ValueError):
-        stamps.append(json.loads(path.read_text()))
+        stamps.append(json.loads(path.read_text(encoding="utf-8")))
     return next((stamp for stamp in stamps if isinstance(stamp, dict) and stamp.get("seen") == state), None)
 
 

@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 
-from mgk._core.io import write_atomically
+from mgk._core.io import append_durably, mark_stopping, write_atomically
 from mgk.models import save_model
 from mgk.models.run_directory import RunDirectory
+from mgk.training.checkpoints import CheckpointStore
 from mgk.training.config import TrainConfig
 from mgk.training.distributed import gather_weights, is_distributed
 from mgk.training.module import TrainingModule
@@ -34,10 +35,13 @@ class CheckpointCallback(pl.Callback):
         steps: Number of steps trained by this process.
         step_ms: Mean time of a step between two evaluations.
         device: Training device.
+        is_resumed: Whether the run continues from a checkpoint.
     """
 
-    def __init__(self, directory: Path, settings: TrainConfig) -> None:
+    def __init__(self, directory: Path, settings: TrainConfig, checkpoints: CheckpointStore | None = None) -> None:
         self.files, self.settings = RunDirectory(directory), settings
+        self._checkpoints = checkpoints or CheckpointStore(self.files)
+        self.is_resumed = self._checkpoints.selected is not None
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
         self.steps = 0
@@ -53,13 +57,10 @@ class CheckpointCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         path = self.files.metrics
         if trainer.is_global_zero and path.exists():
-            # Rows after the checkpoint will be written again.
-            header, *rows = csv.reader(path.read_text().splitlines())
-            rows = [row for row in rows if int(row[0]) <= trainer.global_step]
-            write_atomically(path, "".join(",".join(row) + "\n" for row in (header, *rows)))
+            _drop_rows_after(path, trainer.global_step)
         if trainer.is_global_zero and not path.exists():
             write_atomically(path, f"step,split,loss,{cast(TrainingModule, module).objective.metric},lr,unix_time\n")
-        self._stop_request.install(STOPPING if trainer.is_global_zero else "")
+        self._stop_request.install(STOPPING if trainer.is_global_zero else "", lambda: mark_stopping(self.files.lock))
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self._stop_request.close_listener()
@@ -105,9 +106,8 @@ class CheckpointCallback(pl.Callback):
         # Evaluate the last step even if it is not a multiple of eval_every.
         is_evaluated = self._last_evaluation is not None and self._last_evaluation[0] == trainer.global_step
         if not self._skip_evaluation and not is_evaluated:
-            module.eval()
             trained = cast(TrainingModule, module)
-            self._record_evaluation(trainer, trained, trained.objective.evaluate_means("dev"))
+            self._record_evaluation(trainer, trained, trained.evaluate())
 
     def _record_evaluation(self, trainer: pl.Trainer, module: TrainingModule, dev_means: dict[str, float]) -> None:
         """Write training and development metrics, the model if it is the best so far, and a checkpoint."""
@@ -118,13 +118,14 @@ class CheckpointCallback(pl.Callback):
             raise ValueError(f"the loss is not finite at step {step}: the training has diverged; lower lr, or set clip")
         if trainer.is_global_zero:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
-            with self.files.metrics.open("a") as file:
-                for split, values in means.items():
-                    loss = values.get("loss", math.nan)
-                    file.write(f"{step},{split},{loss:.6g},{metrics[split]:.6g},{lr:.6g},{time.time():.1f}\n")
-            loss = means["train"].get("loss", math.nan)
+            losses = {split: values.get("loss", math.nan) for split, values in means.items()}
+            rows = (
+                f"{step},{split},{loss:.6g},{metrics[split]:.6g},{lr:.6g},{time.time():.1f}\n"
+                for split, loss in losses.items()
+            )
+            append_durably(self.files.metrics, "".join(rows))
             dev_metric = objective.format_metric(metrics["dev"])
-            line = f"step {step}/{self.settings.steps}  loss {loss:.3f}  dev {dev_metric}"
+            line = f"step {step}/{self.settings.steps}  loss {losses['train']:.3f}  dev {dev_metric}"
             print(line, file=sys.stderr, flush=True)
         if objective.is_better(metrics["dev"], module.best[objective.metric]):
             module.best = {objective.metric: metrics["dev"], "step": step}
@@ -135,12 +136,24 @@ class CheckpointCallback(pl.Callback):
         self._last_evaluation = (trainer.global_step, self._clock(module))
 
     def _save_checkpoint(self, trainer: pl.Trainer) -> None:
-        temporary = self.files.unfinished_checkpoint
-        trainer.save_checkpoint(temporary, weights_only=False)
-        if trainer.is_global_zero:
-            temporary.replace(self.files.checkpoint)
+        self._checkpoints.save(lambda path: trainer.save_checkpoint(path, weights_only=False))
 
     def _clock(self, module: pl.LightningModule) -> float:
         if module.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    """Drop the rows of metrics.csv after a step, which will be written again, and an incomplete last row."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        header, *rows = csv.reader(text[: text.rfind("\n") + 1].splitlines())
+        rows = [row for row in rows if int(row[0]) <= step]
+        if any(len(row) != len(header) for row in rows):
+            raise ValueError("a row has too few or too many columns")
+    except (ValueError, IndexError, csv.Error) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): restore it, or move it to another place to continue without earlier metrics"
+        ) from None
+    write_atomically(path, "".join(",".join(row) + "\n" for row in (header, *rows)))

@@ -18,6 +18,8 @@ SCHEDULES = ("one-cycle", "constant", "cosine")
 PRECISIONS = ("bf16", "fp32")
 DECAYS = ("all", "matrices")
 PADDINGS = ("packed", "full", "longest")
+# Checkpoints that a run keeps by default: the newest, and the one before it in case the newest is damaged.
+KEEP_CHECKPOINTS = 2
 # Model settings determined by the model spec and the preset, and the options to use instead of --set.
 OPTIONS_OF_SETTINGS = {
     "variant": "--variant or --rows (models with a variant per layer are built in Python, by the config's variant)",

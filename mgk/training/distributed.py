@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
+
+
+def is_first_rank() -> bool:
+    """Return whether this process writes the files of a run; valid before the process group exists."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def is_distributed() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import resource
 import shlex
 import statistics
 import sys
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mgk._core.io import write_atomically
+from mgk._core.checksums import write_verified
 from mgk.models import load_model
 from mgk.training import results
 from mgk.training.callbacks import CheckpointCallback
@@ -48,7 +47,15 @@ def peak_memory_mb() -> float:
     """Return the peak memory of this process, on the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        memory = psutil.Process().memory_info()
+        return float(getattr(memory, "peak_wset", memory.rss)) / 2**20
+    # macOS counts bytes, Linux KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def first_step_above(metrics: Path, accuracy: float) -> int:
@@ -134,7 +141,7 @@ def evaluate_run(run: Run, task: Any, module: TrainingModule, callback: Checkpoi
             if split in scores
         ]
         rows += [{**columns, "split": split, **entry._asdict()} for entry in metrics]
-    write_atomically(run.files.result, json.dumps(rows, indent=2))
+    write_verified(run.files.result, json.dumps(rows, indent=2))
     return rows
 
 

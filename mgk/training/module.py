@@ -155,8 +155,21 @@ class TrainingModule(pl.LightningModule):
 
         Lightning's average over processes divides by a mean of integer counts, which is rounded.
         """
-        if not self._dev_batches:
-            return
+        if self._dev_batches:
+            self.dev_means = self._average_over_processes()
+            dev_means = {f"dev_{name}": value for name, value in self.dev_means.items()}
+            self.log_dict(dev_means, prog_bar=True, batch_size=1, sync_dist=True)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the development metrics outside Lightning's loop; all processes must call this together."""
+        self.eval()
+        self.on_validation_epoch_start()
+        with torch.no_grad(), self.objective.autocast():
+            for number, batch in enumerate(self.val_dataloader()):
+                self.validation_step(batch, number)
+        return self._average_over_processes()
+
+    def _average_over_processes(self) -> dict[str, float]:
         names = list(self._dev_batches[0][1])
         counts = torch.tensor([count for count, _ in self._dev_batches], dtype=torch.float64)
         means = torch.stack([torch.stack([values[name] for name in names]) for _, values in self._dev_batches])
@@ -167,9 +180,7 @@ class TrainingModule(pl.LightningModule):
             totals = totals.to(self.device)
             sum_over_ranks(totals)
         *sums, examples = totals.tolist()
-        self.dev_means = {name: total / examples for name, total in zip(names, sums, strict=True)}
-        dev_means = {f"dev_{name}": value for name, value in self.dev_means.items()}
-        self.log_dict(dev_means, prog_bar=True, batch_size=1, sync_dist=True)
+        return {name: total / examples for name, total in zip(names, sums, strict=True)}
 
     def configure_optimizers(self) -> Any:
         s = self.settings

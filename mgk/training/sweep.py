@@ -124,6 +124,7 @@ def train_job(
     runs: Path,
     recipe_argument: str | None = None,
     overrides: Sequence[str] = (),
+    keep_checkpoints: int | None = None,
 ) -> Job:
     """Return the job that trains a model with `mgk train`.
 
@@ -137,6 +138,7 @@ def train_job(
         runs: Parent directory of the run directories.
         recipe_argument: Recipe on the command line, if it is a file; by default the recipe's name.
         overrides: Changed settings, in the format of --set.
+        keep_checkpoints: Number of checkpoints to keep; None means the default of `mgk train`.
     """
     directory = run_path(runs, recipe.name, model, preset, seed)
     command = [sys.executable, "-m", "mgk", "train", recipe_argument or recipe.name, "--preset", preset]
@@ -144,5 +146,6 @@ def train_job(
     command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", model.variant, "--heads", str(model.heads)]
     command += ["--kv-heads", str(model.kv_heads)] if model.kv_heads else []
     command += ["--key-heads", str(model.key_heads)] if model.key_heads else []
+    command += [] if keep_checkpoints is None else ["--keep-checkpoints", str(keep_checkpoints)]
     command += ["--seed", str(seed), "--out", str(directory), "--resume", "auto"]
     return Job(recipe.name, model, seed, directory, command)

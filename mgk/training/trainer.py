@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,16 +20,18 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 
-from mgk._core.io import exclusive, remove_stale_temporaries, write_atomically
-from mgk._core.validation import one_of
+from mgk._core.checksums import write_verified
+from mgk._core.io import exclusive, make_directory, remove_stale_temporaries, write_atomically
+from mgk._core.validation import one_of, positive_integer
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
 from mgk.training.callbacks import LOG_EVERY, CheckpointCallback
-from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.checkpoints import CheckpointFile, CheckpointStore, set_aside_damaged_manifest
+from mgk.training.config import KEEP_CHECKPOINTS, ModelSpec, Recipe, TrainConfig
 from mgk.training.data import seed_of
+from mgk.training.distributed import is_first_rank
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES
 from mgk.training.progress import ProgressBar
@@ -44,16 +47,6 @@ ADDED_SETTINGS: dict[str, dict[str, Any]] = {
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 # Compiler warnings that need no action.
 IGNORED_WARNINGS = ("Online softmax is disabled", "TensorFloat32 tensor cores")
-
-
-class CheckpointFile(TorchCheckpointIO):
-    """Writes checkpoints directly to their path.
-
-    Lightning writes to a file in $TMPDIR first, which stays there if the process is killed.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        torch.save(checkpoint, path)
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ def lock_run(run: Run) -> Iterator[None]:
     Raises:
         ValueError: Another process trains in the directory.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         yield
         return
     remedy = "wait until it ends, or pass another directory (train --out, compare --runs)"
@@ -115,48 +108,78 @@ def lock_run(run: Run) -> Iterator[None]:
         for directory in (run.directory, run.files.best_model):
             remove_stale_temporaries(directory)
         run.files.unfinished_checkpoint.unlink(missing_ok=True)
+        set_aside_damaged_manifest(run.files)
         yield
 
 
 def fit(
-    run: Run, task: Any, *, resume: bool, accelerator: str = "auto", strategy: str = "auto", graphs: bool = False
+    run: Run,
+    task: Any,
+    *,
+    resume: bool,
+    accelerator: str = "auto",
+    strategy: str = "auto",
+    graphs: bool = False,
+    keep_checkpoints: int = KEEP_CHECKPOINTS,
 ) -> tuple[TrainingModule, CheckpointCallback]:
     """Train a model, or resume its training, and write the run directory.
 
     Args:
         run: The run.
         task: Task of the run, with prepared data.
-        resume: Whether to continue from the last checkpoint, if there is one.
+        resume: Whether to continue from the newest intact checkpoint, if there is one.
         accelerator: Lightning's accelerator.
         strategy: One of STRATEGIES.
         graphs: Whether to run steps as CUDA graphs where possible.
+        keep_checkpoints: Number of checkpoints to keep.
 
     Returns:
         The module with the model of the last step, and the callback with step times and the stop signal.
     """
     with lock_run(run):
-        return _fit(run, task, resume, accelerator, strategy, graphs)
+        return _fit(run, task, resume, accelerator, strategy, graphs, keep_checkpoints)
 
 
 def _fit(
-    run: Run, task: Any, resume: bool, accelerator: str, strategy: str, graphs: bool
+    run: Run, task: Any, resume: bool, accelerator: str, strategy: str, graphs: bool, keep_checkpoints: int
 ) -> tuple[TrainingModule, CheckpointCallback]:
     settings = run.recipe.training
     config = run.model_config(task)
     _silence_libraries()
-    _write_description(run, task, resume)
+    checkpoints = CheckpointStore(run.files, positive_integer("keep_checkpoints", keep_checkpoints))
+    _write_description(run, task, resume, checkpoints)
     objective = OBJECTIVES[task.objective]
-    objective.save_assets(task, run.data_dir, run.directory)
+    if is_first_rank():
+        objective.save_assets(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
     torch.manual_seed(seed_of(run.seed, 0))
     module = TrainingModule(objective(objective.model_class(config), settings, task, splits), run.seed, graphs)
-    callback = CheckpointCallback(run.directory, settings)
+    callback = CheckpointCallback(run.directory, settings, checkpoints)
     trainer = _make_trainer(run.files, settings, callback, accelerator, strategy)
     if trainer.is_global_zero:
         write_environment(run.files.environment, trainer.strategy.root_device)
-    checkpoint = run.files.checkpoint
-    trainer.fit(module, ckpt_path=str(checkpoint) if checkpoint.exists() else None, weights_only=True)
+    path = checkpoints.selected
+    with _tensorboard_errors_once():
+        trainer.fit(module, ckpt_path=None if path is None else str(path), weights_only=True)
     return module, callback
+
+
+@contextmanager
+def _tensorboard_errors_once() -> Iterator[None]:
+    """Do not print OSErrors of TensorBoard's thread, for example about a full disk: the main thread raises them too."""
+    report = threading.excepthook
+
+    def report_others(arguments: threading.ExceptHookArgs) -> None:
+        if not (
+            isinstance(arguments.exc_value, OSError) and type(arguments.thread).__module__.startswith("tensorboard")
+        ):
+            report(arguments)
+
+    threading.excepthook = report_others
+    try:
+        yield
+    finally:
+        threading.excepthook = report
 
 
 def _silence_libraries() -> None:
@@ -167,19 +190,20 @@ def _silence_libraries() -> None:
         warnings.filterwarnings("ignore", message=rf"\s*{message}")
 
 
-def _write_description(run: Run, task: Any, resume: bool) -> None:
-    """Write run.json, after checking that a checkpoint in the directory belongs to the same run."""
+def _write_description(run: Run, task: Any, resume: bool, checkpoints: CheckpointStore) -> None:
+    """Write run.json, after selecting a checkpoint and checking that it belongs to the same run."""
     description = json.loads(json.dumps(run.describe(task)))
-    run.directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = run.files.checkpoint
-    if checkpoint.exists() and not resume:
+    make_directory(run.directory)
+    has_checkpoint = bool(run.files.checkpoints())
+    if has_checkpoint and not resume:
         raise ValueError(f"{run.directory} already holds a run: pass --resume auto to continue it, or another --out")
-    if checkpoint.exists():
+    if has_checkpoint:
         _check_same_settings(run.directory, run.files.read_description(), description)
-        _check_readable(checkpoint)
+        checkpoints.select()
     # Read by later commands. Added after the comparison, because the data may be moved between starts.
     description["data_dir"] = str(run.data_dir.resolve())
-    write_atomically(run.files.description, json.dumps(description, indent=2))
+    if is_first_rank():
+        write_verified(run.files.description, json.dumps(description, indent=2))
 
 
 def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dict[str, Any]) -> None:
@@ -194,18 +218,8 @@ def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dic
     if differing or stored.keys() != requested.keys():
         raise ValueError(
             f"{directory} holds a run with different settings ({', '.join(differing)}): "
-            "remove it, or pass another directory (train --out, compare --runs)"
+            "pass another directory (train --out, compare --runs)"
         )
-
-
-def _check_readable(checkpoint: Path) -> None:
-    try:
-        torch.load(checkpoint, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Keep only the first sentence: torch appends paragraphs of advice.
-        sentence = str(error).partition("\n")[0].partition(". ")[0]
-        reason = ": ".join(part for part in (type(error).__name__, sentence) if part)
-        raise ValueError(f"{checkpoint} is damaged ({reason}): remove {checkpoint.parent} and train again") from error
 
 
 def _make_trainer(

@@ -1,10 +1,14 @@
 """Training in several processes: every family of recipes, with DDP and FSDP."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from mgk.models import Classifier, EncoderConfig
 from mgk.models.run_directory import RunDirectory
-from mgk.training.objectives import OBJECTIVES
+from mgk.training.module import TrainingModule
+from mgk.training.objectives import OBJECTIVES, Classification
 from mgk.variants import PRESETS, VARIANTS
 from tests.support import tiny_training
 from tests.support.launch_training import needs_fsdp, torchrun, train
@@ -52,14 +56,32 @@ def metrics_of_one_process(tmp_path_factory):
     return dev_metrics(out)
 
 
-# 10 examples in batches of 3: rank 0 has 4 examples in two batches, the others 3 in one.
-UNEVEN = ("steps=4", "eval_every=2", "warmup=1", "batch_size=12", "eval_batch_size=3")
+# 10 examples in batches of 3: rank 0 has 4 examples in two batches, the others 3 in one. The last step is
+# not a multiple of eval_every.
+UNEVEN = ("steps=5", "eval_every=2", "warmup=1", "batch_size=12", "eval_batch_size=3")
 
 
 def dev_metrics(out):
     rows = [line.split(",") for line in RunDirectory(out).metrics.read_text().splitlines()]
     best = torch.load(RunDirectory(out).checkpoint, weights_only=True)["best"]
     return [float(value) for row in rows if row[1] == "dev" for value in row[2:4]] + list(best.values())
+
+
+def test_last_evaluation_of_a_rank_covers_its_examples(tmp_path):
+    task, settings = tiny_training.TinyTask(), tiny_training.run(str(tmp_path), eval_batch_size=2).recipe.training
+    model = Classifier(EncoderConfig(16, 4, 24, embed_dim=8))
+    module = TrainingModule(Classification(model, settings, task, {"dev": task.split(tmp_path, "dev")}), seed=0)
+    module.objective.to_device(torch.device("cpu"))
+    indices = []
+    measure = module.objective.measure
+    module.objective.measure = lambda batch, split: indices.extend(batch.tolist()) or measure(batch, split)
+    module.trainer = SimpleNamespace(global_rank=1, world_size=3, strategy=None)
+    means = module.evaluate()
+    assert indices == [1, 4, 7]
+    assert not model.training
+    with torch.no_grad():
+        expected = measure(torch.tensor(indices), "dev")
+    assert means == pytest.approx({name: float(value) for name, value in expected.items()})
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mgk._core.io import replacing
 from mgk._core.validation import one_of
 from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
-from mgk.training.data import SequentialSampler
 
 
 class Metric(NamedTuple):
@@ -208,23 +208,20 @@ class Objective(ABC):
     def save_predictions(self, directory: Path | None, split: str, predictions: np.ndarray) -> None:
         """Save one value per example of a split to a run directory."""
         if directory is not None:
-            np.save(RunDirectory(directory).predictions(self.predictions_file, split), predictions, allow_pickle=False)
+            path = RunDirectory(directory).predictions(self.predictions_file, split)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, predictions, allow_pickle=False)
 
     def read_predictions(self, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the split and the values of each predictions file in a run directory."""
-        for path in sorted(directory.glob(RunDirectory(directory).predictions(self.predictions_file, "*").name)):
-            yield path.stem.removeprefix(f"{self.predictions_file}-"), np.load(path, allow_pickle=False)
-
-    @torch.no_grad()
-    def evaluate_means(self, split: str) -> dict[str, float]:
-        """Return the means of `measure` over a whole split."""
-        totals: dict[str, float] = {}
-        for indices in SequentialSampler(len(self.splits[split]), self.settings.eval_batch_size):
-            with self.autocast():
-                means = self.measure(indices, split)
-            for name, value in means.items():
-                totals[name] = totals.get(name, 0.0) + float(value) * len(indices)
-        return {name: total / len(self.splits[split]) for name, total in totals.items()}
+        run = RunDirectory(directory)
+        for path in sorted(directory.glob(run.predictions(self.predictions_file, "*").name)):
+            try:
+                values = np.load(path, allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                reason = f"{path} is damaged ({error})"
+                raise ValueError(f"{reason}: remove {run.result} to evaluate the model again") from None
+            yield path.stem.removeprefix(f"{self.predictions_file}-"), values
 
     @staticmethod
     @abstractmethod

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk._core.checksums import add_checksum, file_checksum
 from mgk.models import DecoderConfig, LanguageModel
 from mgk.models.sliding_window import sliding_losses
+from mgk.models.vocabulary import FILE as VOCABULARY
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
 from mgk.training.data import TokenSegments
 from mgk.training.objectives.base import Metric, MetricFormat, Objective, repeat_to_size
@@ -44,6 +46,8 @@ class LanguageModelling(Objective):
     @classmethod
     def save_assets(cls, task: Any, data_dir: Path, directory: Path) -> None:
         task.vocabulary(data_dir).save(directory)
+        if (path := directory / VOCABULARY).exists():
+            add_checksum(path, file_checksum(path), count=1)
 
     def load_split(self, split: Any) -> TokenSegments:
         return TokenSegments(split, self.model.config.cutoffs, self.device)
