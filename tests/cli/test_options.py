@@ -75,6 +75,7 @@ COMPARE = [
         [ModelSpec("smgk", 4), ModelSpec("softmax", 8, 4)],
     ),
     ("seeds", ["--rows", "smgk:4", "--seeds", "2"], lambda a: [job.seed for job in a["jobs"]], [0, 1]),
+    ("keep_checkpoints", ["--keep-checkpoints", "3"], lambda a: value_of(a["command"], "--keep-checkpoints"), "3"),
     ("preset", ["--preset", "ref-lra"], lambda a: "--preset ref-lra" in " ".join(a["command"]), True),
     ("steps", ["--steps", "2000"], lambda a: "--set steps=2000" in " ".join(a["command"]), True),
     ("settings", ["--set", "lr=1e-2"], lambda a: "--set lr=1e-2" in " ".join(a["command"]), True),

@@ -56,6 +56,7 @@ OPTIONS = [
     ("resume", ["--resume", "auto"], lambda a: a["resume"], True),
     ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
     ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
+    ("keep_checkpoints", ["--keep-checkpoints", "3"], lambda a: a["keep_checkpoints"], 3),
     ("graphs", ["--no-graphs"], lambda a: a["graphs"], False),
     ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
 ]

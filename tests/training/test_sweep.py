@@ -1,5 +1,7 @@
 """Which results belong to a model of a sweep."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -49,3 +51,15 @@ def test_setup_separates_settings_and_data(tmp_path):
         tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "these"), np.ones(5, bool)
     )
     assert predictions.read(tmp_path, predictions.PredictionsKey("listops", row, "paper", 0, "test", "those")) is None
+
+
+def test_number_of_checkpoints_is_passed_to_the_runs():
+    def command(**options):
+        directories = {"data_dir": Path("data"), "out": Path("out"), "runs": Path("runs")}
+        return sweep.train_job(
+            config.load_recipe("demo"), ModelSpec("smgk", 2), 0, preset="paper", **directories, **options
+        )
+
+    assert "--keep-checkpoints" not in command().command
+    arguments = command(keep_checkpoints=3).command
+    assert arguments[arguments.index("--keep-checkpoints") + 1] == "3"

@@ -18,6 +18,7 @@ from mgk._core.validation import one_of
 from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.data import SequentialSampler
 
 
 class Metric(NamedTuple):
@@ -222,6 +223,17 @@ class Objective(ABC):
                 reason = f"{path} is damaged ({error})"
                 raise ValueError(f"{reason}: remove {run.result} to evaluate the model again") from None
             yield path.stem.removeprefix(f"{self.predictions_file}-"), values
+
+    @torch.no_grad()
+    def evaluate_means(self, split: str) -> dict[str, float]:
+        """Return the means of `measure` over a whole split."""
+        totals: dict[str, float] = {}
+        for indices in SequentialSampler(len(self.splits[split]), self.settings.eval_batch_size):
+            with self.autocast():
+                means = self.measure(indices, split)
+            for name, value in means.items():
+                totals[name] = totals.get(name, 0.0) + float(value) * len(indices)
+        return {name: total / len(self.splits[split]) for name, total in totals.items()}
 
     @staticmethod
     @abstractmethod
