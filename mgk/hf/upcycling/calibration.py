@@ -26,10 +26,14 @@ class Calibration:
     batches: list[Batch]
     held_out: list[Batch]
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in `batches` without padding."""
-        return sum(count_tokens(batch) for batch in self.batches)
+    def first(self, tokens: int) -> list[Batch]:
+        """Return the first batches, until they have a number of tokens."""
+        selected: list[Batch] = []
+        for batch in self.batches:
+            if sum(map(count_tokens, selected)) >= tokens:
+                break
+            selected.append(batch)
+        return selected
 
 
 def count_tokens(batch: Mapping[str, Any]) -> int:

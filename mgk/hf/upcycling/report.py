@@ -40,7 +40,7 @@ class UpcycleReport:
         cache_bytes: Bytes of keys and values per token before and after, in the dtype of the model.
         fidelity: Agreement with the original model on held-out text: {"merged": ..., "distilled": ...}; see
             `mgk.hf.upcycling.fidelity`.
-        calibration_tokens: Tokens of the calibration text.
+        calibration_tokens: Tokens of the text that the merges are calibrated on.
         settings: Arguments of the call.
         distillation: Losses of the distillation, one entry per logged step.
     """

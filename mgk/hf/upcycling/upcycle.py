@@ -17,7 +17,7 @@ from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
 from mgk.hf.shared_heads import ENTRY, find_projections
 from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
-from mgk.hf.upcycling.calibration import Calibration, prepare
+from mgk.hf.upcycling.calibration import Calibration, count_tokens, prepare
 from mgk.hf.upcycling.distil import distil
 from mgk.hf.upcycling.fidelity import fidelity, run_model
 from mgk.hf.upcycling.layers import MergeableLayer, find_layers
@@ -27,8 +27,9 @@ from mgk.hf.upcycling.report import LayerReport, UpcycleReport
 from mgk.hf.upcycling.weights import METHODS, MergedLayer, merge_heads, read_weights, write_weights
 
 Progress = Callable[[str, int, int], None]
-# Tokens per dimension of the keys of a layer, below which their covariance is too noisy to merge by.
-TOKENS_PER_DIMENSION = 2
+# Tokens per dimension of the keys of a layer: below the first, their covariance is too noisy to merge by; more than the
+# second are used for the distillation alone.
+MIN_TOKENS, MAX_TOKENS = 2, 20
 
 
 def upcycle(
@@ -65,7 +66,8 @@ def upcycle(
         cache: Size of the cache relative to the present one, between 0 and 1; chooses the numbers per layer. Excludes
             num_key_heads and num_value_heads.
         calibration: Texts (with `tokenizer`), or inputs of the model as dictionaries of tensors, similar to those that
-            the model is used for. A tenth is held out to measure the fidelity.
+            the model is used for. A tenth is held out to measure the fidelity. Merges use the first 20 tokens per
+            dimension of the keys of a layer, the distillation all.
         tokenizer: Tokenizer of the texts.
         mixture: Add mixture keys (sMGK) to the merged heads; outputs are initially unchanged, see `mgk.hf.convert`.
         num_components: Number of Gaussians per key of a mixture.
@@ -95,9 +97,13 @@ def upcycle(
     data = prepare(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
     layers = find_layers(model, data.batches[0])
     numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
-    _check_tokens(layers, data.tokens)
+    width = max(layer.units * layer.key_dim for layer in layers)
+    selected = data.first(MAX_TOKENS * width)
+    tokens = sum(map(count_tokens, selected))
+    if tokens < MIN_TOKENS * width:
+        fail("calibration", f"has {tokens:,} tokens, and at least {MIN_TOKENS * width:,} are needed: add more text")
     report_progress("calibrating", 0, 1)
-    moments = collect(model, layers, data.batches)
+    moments = collect(model, layers, selected)
     report_progress("calibrating", 1, 1)
     if numbers is None:
         assert cache is not None
@@ -105,7 +111,7 @@ def upcycle(
     student, merged = _merge(model, layers, moments, numbers, method, report_progress)
     changed = [layer for layer in layers if layer.name in merged]
     if settings["refit"] and changed:
-        refit_outputs(model, changed, find_copies(student, changed), data.batches, data.tokens)
+        refit_outputs(model, changed, find_copies(student, changed), selected, tokens)
     if mixture:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -134,7 +140,7 @@ def upcycle(
         (_parameters(model), _parameters(student)),
         _cache_bytes(model, layers, numbers),
         quality,
-        data.tokens,
+        tokens,
         settings,
         losses,
     )
@@ -183,12 +189,6 @@ def _check_model(model: Any) -> None:
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
     if is_changed(model.config):
         fail("model", "has mixture keys or merged heads already: upcycle the original model")
-
-
-def _check_tokens(layers: Sequence[MergeableLayer], tokens: int) -> None:
-    required = TOKENS_PER_DIMENSION * max(layer.units * layer.key_dim for layer in layers)
-    if tokens < required:
-        fail("calibration", f"has {tokens:,} tokens, and at least {required:,} are needed: add more text")
 
 
 def _fixed_numbers(layers: Sequence[MergeableLayer], key_heads: int | None, value_heads: int | None) -> Numbers:

@@ -1,0 +1,148 @@
+"""Tables and figure of docs/upcycling.md, from results/upcycle.csv."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.paper.evidence_page import fill
+from experiments.paper.figures import Picture
+from experiments.upcycle.arms import HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
+from mgk._core.io import format_number, markdown_table, write_atomically
+from mgk.training import results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Rows = Sequence[dict[str, str]]
+KEY = ("method", "variant", "key_heads", "kv_heads", "steps", "seed", "metric")
+# Column of the tables -> method, mixture, whether it is trained.
+COLUMNS = {
+    "SVD": ("svd", False, False),
+    "SVD without refit": ("svd without refit", False, False),
+    "mean": ("mean", False, False),
+    "SVD, trained": ("svd", False, True),
+    "mean, trained": ("mean", False, True),
+    "SVD + mixture, trained": ("svd", True, True),
+}
+STYLES = {
+    "SVD": ("tab:blue", "o", "none"),
+    "mean": ("tab:red", "s", "none"),
+    "SVD, trained": ("tab:blue", "o", "full"),
+    "mean, trained": ("tab:red", "s", "full"),
+    "SVD + mixture, trained": ("tab:orange", "^", "full"),
+}
+
+
+def read_results(path: Path) -> Rows:
+    """Return the latest measurement of every arm and metric."""
+    return results.latest(results.read([path]), KEY)
+
+
+def values(rows: Rows, arm: Arm, metric: str) -> list[float]:
+    """Return the values of an arm, one per seed."""
+    key = {name: value for name, value in arm.key().items() if name != "seed"}
+    return [
+        float(row["value"])
+        for row in rows
+        if row["metric"] == metric and all(row[name] == value for name, value in key.items())
+    ]
+
+
+def cell(numbers: Sequence[float], digits: int = 3) -> str:
+    """Format the mean of the seeds, with their standard deviation and number if there are several."""
+    if len(numbers) < 2:
+        return format_number(numbers[0] if numbers else None, digits)
+    return f"{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f} ({len(numbers)})"
+
+
+def arm_of(column: str, numbers: tuple[int, int]) -> Arm:
+    """Return the arm of a column of the tables."""
+    method, mixture, is_trained = COLUMNS[column]
+    return Arm(method, *numbers, mixture=mixture, steps=STEPS if is_trained else 0)
+
+
+def table(rows: Rows, metric: str) -> str:
+    """Return a table of one metric: numbers of heads by way of merging."""
+    original = values(rows, Arm("none", HEADS, HEADS), metric)
+    lines = [["key / value heads", "cache", *COLUMNS], [f"{HEADS} / {HEADS}", "1.00", cell(original), *["–"] * 5]]
+    for numbers in NUMBERS:
+        cells = [cell(values(rows, arm_of(column, numbers), metric)) for column in COLUMNS]
+        lines.append([f"{numbers[0]} / {numbers[1]}", f"{Arm('svd', *numbers).cache:.2f}", *cells])
+    return markdown_table(lines)
+
+
+def sizes(rows: Rows) -> str:
+    """Return a table of parameters, cache and latency."""
+    lines = [["key / value heads", "parameters", "cache, bytes per token", "latency, ms"]]
+    for arm in [Arm("none", HEADS, HEADS), *(Arm("svd", *numbers) for numbers in NUMBERS)]:
+        key = arm.key()
+        found = [row for row in rows if all(row[name] == value for name, value in key.items())]
+        parameters = f"{int(found[0]['params']):,}" if found else "–"
+        width = (arm.key_heads + arm.value_heads) * HEAD_DIM * LAYERS * 4
+        latency = cell(values(rows, arm, "latency_ms"), 0)
+        lines.append([f"{arm.key_heads} / {arm.value_heads}", parameters, f"{width:,}", latency])
+    return markdown_table(lines)
+
+
+def source(rows: Rows) -> str:
+    """Return a sentence about the origin of the numbers."""
+    if not rows:
+        return "No measurements."
+    last = rows[-1]
+    missing = sum(not values_of_seed(rows, arm) for arm in plan())
+    parts = f"torch {last['torch']}, Transformers {last['transformers']}, {last['gpu']}, commit {last['commit']}"
+    text = f"Measured on {last['date']} with {parts}; `results/upcycle.csv`."
+    return text if not missing else f"{text} {missing} of {len(plan())} planned measurements are missing."
+
+
+def values_of_seed(rows: Rows, arm: Arm) -> list[float]:
+    """Return the cosine of an arm with its seed."""
+    return values([row for row in rows if row["seed"] == str(arm.seed)], arm, "cosine")
+
+
+def picture(rows: Rows) -> Picture:
+    """Plot the cosine against the cache."""
+    data = {
+        column: [
+            [Arm("svd", *numbers).cache, f"{numbers[0]}/{numbers[1]}", statistics.mean(cosines)]
+            for numbers in NUMBERS
+            if (cosines := values(rows, arm_of(column, numbers), "cosine"))
+        ]
+        for column in STYLES
+    }
+    return Picture("upcycling", data, _draw)
+
+
+def _draw(data: dict[str, list[Any]]) -> Figure:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for column, points in data.items():
+        colour, marker, fill_style = STYLES[column]
+        face = colour if fill_style == "full" else "white"
+        caches, _, cosines = zip(*points, strict=True) if points else ((), (), ())
+        axes.plot(caches, cosines, marker, color=colour, markerfacecolor=face, label=column)
+    for cache, label, cosine in data["SVD"]:
+        axes.annotate(label, (cache, cosine), textcoords="offset points", xytext=(7, -3), fontsize=8)
+    axes.set_xlabel("cache relative to the original model")
+    axes.set_ylabel("cosine to the original embeddings")
+    axes.set_title("all-MiniLM-L6-v2 with fewer key / value heads")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def write_page(path: Path, page: Path) -> list[Path]:
+    """Write the marked parts of the page, and its figure in figures/ beside it."""
+    rows = read_results(path)
+    texts = {
+        "fidelity": table(rows, "cosine"),
+        "similarity": table(rows, "spearman"),
+        "sizes": sizes(rows),
+        "source": source(rows),
+    }
+    write_atomically(page, fill(page.read_text(encoding="utf-8"), texts))
+    return [page, picture(rows).write(page.parent / "figures")]
