@@ -27,7 +27,7 @@ def shutdown_distributed() -> None:
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the full state dict of a model; with FSDP, all ranks must call this together."""
-    from torch.distributed.tensor import DTensor
+    # Imported here: DTensor takes longer to import than the rest of the package.
+    from mgk.distributed.checkpoint import gather_weights
 
-    state = model.state_dict()
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return gather_weights(model)
