@@ -1,0 +1,81 @@
+"""Run the study and write its page: python -m experiments.cost_quality."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgk._core.validation import number
+from mgk.cli import run_app
+from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
+
+# Child processes load the task, the recipes and the layers of this package through MGK_PLUGINS.
+PLUGIN = "experiments.cost_quality"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def study(
+    results: Annotated[Path, typer.Option(help="Results directory.")] = Path("results"),
+    page: Annotated[Path, typer.Option(help="Page to write.")] = Path("docs/cost-quality.md"),
+    figures: Annotated[
+        Path | None, typer.Option(help="Directory for the figure; default: figures/ next to the page.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan of the runs; default: the plan.yaml of the study.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="First run the planned runs without results.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="With --run: concurrent runs; default: 4 on a GPU.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --run: stop after this time; the same command continues.")
+    ] = None,
+    data_dir: DataDir = None,
+    runs: Annotated[Path, typer.Option(help="With --run: parent directory of the run directories.")] = Path("runs"),
+) -> None:
+    """Run the study of cost and quality, and write its page from the results."""
+    from experiments.cost_quality.page import draw, write_page
+    from experiments.cost_quality.plan import PLAN, load_plan
+    from experiments.cost_quality.run import read_results
+    from experiments.cost_quality.run import run as run_plan
+    from experiments.cost_quality.summary import summarize
+    from mgk._core.io import replacing, write_atomically
+
+    if minutes is not None:
+        number("--minutes", minutes, 0, above=True)
+    loaded = load_plan(plan or PLAN)
+    failed = []
+    if run:
+        check_output_directory("--results", results)
+        check_output_directory("--runs", runs)
+        failed = run_plan(loaded, results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress)
+    rows = read_results(results)
+    summaries = summarize(loaded, rows)
+    if not summaries:
+        raise ValueError(f"--results {results} has no run of the plan: add --run")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    folder = figures or page.parent / "figures"
+    text = write_page(loaded, rows, results)
+    recipe = next(iter(summaries)).recipe
+    figure = draw(summaries, recipe) if summaries[next(iter(summaries))].is_language_model else None
+    if figure is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / "cost-quality.png") as temporary:
+            figure.savefig(temporary, format="png", dpi=110)
+        text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/cost-quality.png)\n"
+    write_atomically(page, text)
+    print(page)
+    if failed:
+        raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")
+
+
+def main() -> None:
+    plugins = [name for name in os.environ.get("MGK_PLUGINS", "").split(",") if name not in ("", PLUGIN)]
+    os.environ["MGK_PLUGINS"] = ",".join([*plugins, PLUGIN])
+    run_app(lambda: app, "python -m experiments.cost_quality", sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

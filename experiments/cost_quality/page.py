@@ -1,0 +1,127 @@
+"""Page and picture of the study, made from results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.cost_quality.plan import Arm, Plan, Rows
+from experiments.cost_quality.statistics import mean_interval
+from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
+from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.palette import colour_of
+from mgk.training.config import load_recipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Panels of the picture: title and value.
+PANELS = (
+    ("training time, minutes", lambda summary: summary.minutes),
+    ("cache, bytes per token", lambda summary: summary.cache_bytes),
+    ("parameters, millions", lambda summary: summary.params / 1e6),
+)
+
+
+def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
+    """Return the page: answers, then one table per recipe."""
+    summaries = summarize(plan, rows)
+    parts = ["# Cost and quality of mixture keys\n", *_introduction(plan)]
+    parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
+    for recipe in dict.fromkeys(arm.recipe for arm in summaries):
+        parts.append(f"\n## {load_recipe(recipe).title}\n\n{_arms_table(summaries, recipe)}")
+    return "\n".join(parts) + "\n"
+
+
+def _introduction(plan: Plan) -> list[str]:
+    runs = sum(plan.arms.values())
+    return [
+        f"{len(plan.arms)} arms, {runs} planned runs (`experiments/cost_quality/plan.yaml`). Written by",
+        "`python -m experiments.cost_quality` from `results/`.\n",
+        "An interval is a 95 % interval over seeds and text. The deviation over seeds is pooled over the arms of a "
+        "recipe; the",
+        f"deviation over text is that of blocks of at least 4,096 tokens of `{plan.judged_split}`, which selects "
+        "nothing.\n",
+    ]
+
+
+def _answers_table(answers: list[Answer]) -> str:
+    lines = [["comparison", "first − second", "answer"]]
+    for item in answers:
+        text = "–"
+        if item.interval is not None:
+            text = format_signed(item.interval.difference)
+            if not math.isnan(item.interval.half_width):
+                text += f" ± {format_number(item.interval.half_width)}"
+            text += f" {item.unit}"
+        title = f"{item.question.title} (`{item.question.first}`, `{item.question.second}`)"
+        lines.append([title, text, item.words])
+    return markdown_table(lines)
+
+
+def _arms_table(summaries: dict[Arm, ArmSummary], recipe: str) -> str:
+    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe]
+    spread = family_spread(summaries, recipe)
+    quality = "perplexity" if family[0].is_language_model else "accuracy, %"
+    lines = [["arm", "seeds", quality, "step, ms", "training, minutes", "parameters, M", "cache, bytes per token"]]
+    for summary in family:
+        interval = mean_interval(list(summary.values.values()), spread)
+        factor = summary.quality if summary.is_language_model else 100
+        half_width = "" if math.isnan(interval.half_width) else f" ± {factor * interval.half_width:.2f}"
+        settings = f" ({', '.join(summary.arm.overrides)})" if summary.arm.overrides else ""
+        lines.append(
+            [
+                f"`{summary.arm}`{settings}",
+                str(len(summary.values)),
+                f"{summary.quality:.2f}{half_width}",
+                format_number(summary.step_ms, 1),
+                format_number(summary.minutes, 1),
+                f"{summary.params / 1e6:.1f}",
+                "–" if summary.cache_bytes is None else f"{summary.cache_bytes:,}",
+            ]
+        )
+    return markdown_table(lines)
+
+
+def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other point beats in cost and perplexity, by increasing cost."""
+    front: list[tuple[float, float]] = []
+    for cost, value in sorted(points):
+        if not front or value < front[-1][1]:
+            front.append((cost, value))
+    return front
+
+
+def draw(summaries: dict[Arm, ArmSummary], recipe: str) -> Figure | None:
+    """Draw perplexity against training time, cache and parameters; None without results of the recipe."""
+    from matplotlib.figure import Figure
+
+    family = [s for arm, s in summaries.items() if arm.recipe == recipe and not arm.overrides]
+    if not family:
+        return None
+    spread = family_spread(summaries, recipe)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    axes = figure.subplots(1, len(PANELS), sharey=True)
+    for axis, (title, cost_of) in zip(axes, PANELS, strict=True):
+        points = []
+        for summary in family:
+            cost = cost_of(summary)
+            if cost is None:
+                continue
+            points.append((cost, summary.quality))
+            half_width = mean_interval(list(summary.values.values()), spread).half_width
+            error = None if math.isnan(half_width) else summary.quality * half_width
+            colour = colour_of(summary.arm.model.variant)
+            axis.errorbar(cost, summary.quality, yerr=error, fmt="o", color=colour, capsize=2, markersize=5)
+            axis.annotate(
+                str(summary.arm), (cost, summary.quality), xytext=(5, 3), textcoords="offset points", fontsize=8,
+                color=colour,
+            )  # fmt: skip
+        front = pareto_front(points)
+        axis.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1, zorder=0) if front else None
+        axis.set_xlabel(title)
+        axis.margins(x=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("perplexity")
+    return figure

@@ -1,0 +1,176 @@
+"""Summaries of the arms from results: quality, training time, cache and parameters, and answers to the questions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.cost_quality.plan import PRESET, STEP_TIME, Arm, Plan, Question, Rows, runs_of
+from experiments.cost_quality.statistics import Interval, Spread, compare, merge_blocks, pooled_spread
+from mgk import tasks
+from mgk.models.attention_layer import make_attention
+from mgk.training import predictions, results
+from mgk.training.config import ModelSpec, Recipe
+from mgk.training.objectives import OBJECTIVES, LanguageModelling
+
+CACHE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """Results of one arm.
+
+    Attributes:
+        arm: The arm.
+        recipe: Its recipe, with the number of steps that it trained.
+        values: Loss in nats per token, or accuracy, by seed.
+        setup: Setup hash of the runs.
+        minutes: Training time, steps times the step time in isolation; None if it was not measured.
+        step_ms: Step time in isolation.
+        params: Number of parameters.
+        cache_bytes: Bytes of cache per token in bf16; None for a classifier.
+    """
+
+    arm: Arm
+    recipe: Recipe
+    values: dict[int, float]
+    setup: str
+    minutes: float | None
+    step_ms: float | None
+    params: int
+    cache_bytes: int | None
+
+    @property
+    def is_language_model(self) -> bool:
+        return self.cache_bytes is not None
+
+    @property
+    def quality(self) -> float:
+        """Perplexity, or accuracy in per cent, of the mean value."""
+        mean = float(np.mean(list(self.values.values())))
+        return math.exp(mean) if self.is_language_model else 100 * mean
+
+
+def cache_bytes_per_token(recipe: Recipe, model: ModelSpec) -> int:
+    """Count the bytes that one token adds to the caches of all layers, in bf16."""
+    sizes = {"vocab_size": 2, "max_length": 1}
+    config: Any = LanguageModelling.resolve_config(recipe, model, PRESET, sizes)
+    total = 0
+    for index, variant in enumerate(config.layer_variants):
+        with torch.device("meta"):
+            layer = make_attention(config, variant, index, is_causal=True, rotary=10000.0)
+        if variant == "mla":
+            total += layer.cache_width * CACHE_DTYPE.itemsize
+        elif variant == "diff":
+            total += (layer.key.out_features + layer.value.out_features) * CACHE_DTYPE.itemsize
+        else:
+            total += layer.to(CACHE_DTYPE).make_cache(1, 1).nbytes
+    return total
+
+
+def metric_of(recipe: Recipe, plan: Plan) -> tuple[str, str]:
+    """Return the split and the metric that judge the runs of a recipe."""
+    objective = OBJECTIVES[tasks.get_task(recipe.task).objective]
+    metric = objective.test_metric(recipe.training)
+    if objective is LanguageModelling:
+        return plan.judged_split, metric.replace("perplexity", "loss", 1)
+    return "test", metric
+
+
+def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
+    """Summarize the arms that have results; runs of several setups of one arm raise a ValueError."""
+    summaries = {}
+    for arm in plan.arms:
+        recipe = arm.resolve(rows)
+        if recipe is None:
+            continue
+        split, metric = metric_of(recipe, plan)
+        runs = runs_of(rows, arm, recipe)
+        judged = [row for row in runs if row["split"] == split and row["metric"] == metric]
+        if not judged:
+            continue
+        setups = {row["setup"] for row in judged}
+        if len(setups) > 1:
+            raise ValueError(f"{arm} of {arm.recipe} has results of {len(setups)} different settings or data")
+        timed = runs_of(rows, arm, arm_recipe) if (arm_recipe := _timed_recipe(arm, rows)) else runs
+        step_ms = results.latest_value(timed, STEP_TIME)
+        is_text = OBJECTIVES[tasks.get_task(recipe.task).objective] is LanguageModelling
+        summaries[arm] = ArmSummary(
+            arm,
+            recipe,
+            {int(row["seed"]): float(row["value"]) for row in results.latest(judged, ["seed"])},
+            setups.pop(),
+            None if step_ms is None else recipe.training.steps * step_ms / 60_000,
+            step_ms,
+            int(judged[-1]["params"]),
+            cache_bytes_per_token(recipe, arm.model) if is_text else None,
+        )
+    return summaries
+
+
+def _timed_recipe(arm: Arm, rows: Rows) -> Recipe | None:
+    """Return the recipe under which the arm's model was timed: a time-matched arm has the step time of its model."""
+    return Arm(arm.recipe, arm.model).resolve(rows) if arm.time_of or arm.overrides else None
+
+
+def family_spread(summaries: dict[Arm, ArmSummary], recipe: str) -> Spread | None:
+    """Pool the deviation over seeds of the arms of a recipe."""
+    return pooled_spread([list(s.values.values()) for arm, s in summaries.items() if arm.recipe == recipe])
+
+
+def read_blocks(summary: ArmSummary, plan: Plan, folder: Path) -> np.ndarray | None:
+    """Read the losses per block of text (or correctness per example), averaged over the seeds of an arm."""
+    split, _ = metric_of(summary.recipe, plan)
+    arrays = []
+    for seed in summary.values:
+        key = predictions.PredictionsKey(summary.arm.recipe, summary.arm.model, PRESET, seed, split, summary.setup)
+        array = predictions.read(folder, key)
+        if array is None:
+            return None
+        arrays.append(merge_blocks(array, predictions.BLOCK) if summary.is_language_model else array)
+    return np.asarray(np.mean(arrays, axis=0)) if len({len(array) for array in arrays}) == 1 else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The comparison of a question. The interval is in per cent of perplexity, or in points of accuracy."""
+
+    question: Question
+    interval: Interval | None
+    unit: str
+
+    @property
+    def words(self) -> str:
+        """The answer in words, by the rule that an interval without 0 decides."""
+        if self.interval is None:
+            return "no runs yet"
+        if math.isnan(self.interval.half_width):
+            return "undecided: the error is unknown with one seed per arm"
+        if not self.interval.excludes_zero:
+            return "no difference found"
+        lower_is_better = self.unit != "points"
+        return "better" if (self.interval.difference < 0) == lower_is_better else "worse"
+
+
+def answer(question: Question, plan: Plan, summaries: dict[Arm, ArmSummary], folder: Path) -> Answer:
+    """Compare the two arms of a question."""
+    first, second = summaries.get(question.first), summaries.get(question.second)
+    if first is None or second is None:
+        return Answer(question, None, "%")
+    blocks = read_blocks(first, plan, folder), read_blocks(second, plan, folder)
+    paired = None if blocks[0] is None or blocks[1] is None else (blocks[0], blocks[1])
+    interval = compare(
+        list(first.values.values()),
+        list(second.values.values()),
+        family_spread(summaries, question.first.recipe),
+        paired,
+    )
+    # A difference of d nats changes the perplexity by the factor exp(d); below 5 % both agree to a fortieth.
+    if first.is_language_model:
+        return Answer(question, Interval(100 * math.expm1(interval.difference), 100 * interval.half_width), "%")
+    return Answer(question, Interval(100 * interval.difference, 100 * interval.half_width), "points")

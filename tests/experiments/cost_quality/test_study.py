@@ -1,0 +1,211 @@
+"""Plan, statistics, page and runner of the study of cost and quality."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.cost_quality import page, run, statistics, summary
+from experiments.cost_quality.plan import PRESET, Arm, load_plan, time_matched_steps
+from mgk.training import predictions, results
+from mgk.training.config import ModelSpec, load_recipe
+
+ROOT = Path(__file__).parents[3]
+
+
+def result_row(recipe, model, seed, metric, value, split="wikitext-103-valid", setup="abc", **changes):
+    settings = recipe.training
+    columns = {"recipe": recipe.name, "variant": model.variant, "preset": PRESET, "heads": str(model.heads)}
+    columns |= {"kv_heads": str(model.kv_heads or model.heads), "seed": str(seed), "steps": str(settings.steps)}
+    columns |= {"lr": str(settings.lr), "batch": str(settings.batch_size), "split": split, "metric": metric}
+    columns |= {"value": str(value), "params": "1000000", "setup": setup, "date": "2026-01-01", "commit": "c"}
+    return {**dict.fromkeys(results.COLUMNS, ""), **columns, **changes}
+
+
+def test_plan_names_known_recipes_and_every_question_has_its_arms():
+    plan = load_plan()
+    recipes = {arm.recipe for arm in plan.arms}
+    assert recipes == {"study", "study-8", "study-m4", "image", "image-patches"}
+    assert plan.arms[Arm.parse("study", "softmax:8")] == 5  # the rate of the recipe is no override
+    assert plan.arms[Arm.parse("study", "smgk:8", ("lr=2e-3",))] == 1
+    for question in plan.questions:
+        assert question.first in plan.arms
+        assert question.second in plan.arms
+
+
+@pytest.mark.parametrize("text", ["softmax:8@steps=4", "softmax", "softmax:8@time=x:8"])
+def test_wrong_arms(text):
+    with pytest.raises(ValueError, match="arm"):
+        Arm.parse("study", text)
+
+
+def test_a_question_without_runs_is_refused(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text().replace('"gaussian:8": 3, "softmax', '"softmax')
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"no stage of .* trains gaussian:8 of study"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_time_matched_steps():
+    recipe, softmax, smgk = load_recipe("study"), ModelSpec("softmax", 8), ModelSpec("smgk", 8)
+    rows = [result_row(recipe, softmax, 0, "step_ms_alone", 50.0, split="train")]
+    assert time_matched_steps(rows, recipe, softmax, smgk) is None
+    rows.append(result_row(recipe, smgk, 0, "step_ms_alone", 60.0, split="train"))
+    assert time_matched_steps(rows, recipe, softmax, smgk) == round(recipe.training.steps * 1.2)
+    arm = Arm.parse("study", "softmax:8@time=smgk:8")
+    assert arm.resolve([]) is None
+    resolved = arm.resolve(rows)
+    assert resolved.training.steps == 2280
+    assert arm.command_overrides(resolved) == ("steps=2280",)
+    assert arm.runs_folder(Path("runs")) == Path("runs/equal-time")
+    assert Arm.parse("study", "smgk:8", ("lr=2e-3",)).runs_folder(Path("runs")) == Path("runs/lr-2e-3")
+
+
+def test_pooled_spread_of_two_arms_is_that_of_the_t_test():
+    first, second = [1.0, 1.4, 0.9], [2.0, 2.3, 2.2, 1.7]
+    spread = statistics.pooled_spread([first, second, [5.0]])
+    assert spread.degrees == 5
+    # Without an error over text the interval is that of Student's t test with pooled variance.
+    blocks = np.zeros(10)
+    interval = statistics.compare(first, second, spread, (blocks, blocks))
+    expected = stats.ttest_ind(first, second).confidence_interval()
+    assert interval.difference - interval.half_width == pytest.approx(expected.low)
+    assert interval.difference + interval.half_width == pytest.approx(expected.high)
+    assert statistics.pooled_spread([[1.0], [2.0]]) is None
+
+
+def test_interval_without_seed_variance_is_that_of_the_paired_t_test():
+    generator = np.random.default_rng(0)
+    first, second = generator.normal(0.1, 1, 30), generator.normal(0, 1, 30)
+    spread = statistics.Spread(0.0, 4)
+    interval = statistics.compare([first.mean()], [second.mean()], spread, (first, second))
+    expected = stats.ttest_rel(first, second).confidence_interval()
+    assert interval.difference - interval.half_width == pytest.approx(expected.low)
+
+
+def test_intervals_cover_the_true_difference():
+    generator, covered, trials = np.random.default_rng(1), 0, 2000
+    for _ in range(trials):
+        text = generator.normal(0, 0.5, (2, 40))
+        runs = [generator.normal(0, 0.1, n) for n in (3, 5, 3)]
+        first, second = runs[0] + text[0].mean(), runs[1] + text[1].mean()
+        interval = statistics.compare(first, second, statistics.pooled_spread(runs), (text[0], text[1]))
+        covered += not interval.excludes_zero
+    # Three standard errors of a share of 0.95 in 2,000 trials are 0.015.
+    assert covered / trials == pytest.approx(0.95, abs=0.015)
+
+
+def test_unknown_errors_give_no_interval():
+    blocks = np.arange(4.0)
+    assert math.isnan(statistics.compare([1.0], [2.0], None, (blocks, blocks)).half_width)
+    spread = statistics.Spread(1.0, 2)
+    assert math.isnan(statistics.compare([1.0], [2.0], spread, None).half_width)
+    assert math.isnan(statistics.compare([1.0], [2.0], spread, (blocks, blocks[:3])).half_width)
+
+
+def test_blocks_have_at_least_4096_tokens():
+    means = np.arange(19.0)
+    assert statistics.merge_blocks(means, 512).tolist() == [3.5, 11.5]
+    assert statistics.merge_blocks(means, 1000).tolist() == [2.0, 7.0, 12.0]
+
+
+def test_cache_bytes():
+    recipe = load_recipe("study")
+    expected = {"softmax:8": 2 * 8, "smgk:8": 2 * 8, "mgk:8": 3 * 8, "softmax:8/4": 8, "smgk:8/1/8": 9}
+    expected |= {"diff:8/4": 8, "mla:8/4": 8}
+    for name, heads in expected.items():
+        assert summary.cache_bytes_per_token(recipe, ModelSpec.parse(name)) == 8 * heads * 64 * 2, name
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Results of two arms whose losses differ by 0.02 nats, and of a third with one seed."""
+    recipe, generator = load_recipe("study"), np.random.default_rng(0)
+    text = generator.normal(3.0, 0.3, 8 * 20)
+    rows = []
+    arms = {"softmax:8": (0.0, 5), "smgk:8": (-0.02, 5), "gaussian:8": (0.0, 1)}
+    for name, (offset, seeds) in arms.items():
+        model = ModelSpec.parse(name)
+        for seed in range(seeds):
+            losses = text + offset + generator.normal(0, 0.002) + generator.normal(0, 0.001, len(text))
+            rows.append(result_row(recipe, model, seed, "loss_stride_512", losses.mean()))
+            key = predictions.PredictionsKey("study", model, PRESET, seed, "wikitext-103-valid", "abc")
+            predictions.save(tmp_path, key, np.repeat(losses, predictions.BLOCK))
+        rows.append(result_row(recipe, model, 0, "step_ms_alone", 50 if name == "softmax:8" else 55, split="train"))
+    results.append(tmp_path / "study.csv", rows)
+    return tmp_path
+
+
+def test_page_answers_the_questions(study):
+    plan, rows = load_plan(), run.read_results(study)
+    text = page.write_page(plan, rows, study)
+    answers = {line.split(" | ")[0].strip("| "): line for line in text.split("\n") if line.startswith("|")}
+    equal = answers["sMGK against softmax, equal heads (`smgk:8`, `softmax:8`)"]
+    assert equal.endswith("| better |")
+    assert "−1.9" in equal or "−2.0" in equal
+    one = answers["One Gaussian against softmax (`gaussian:8`, `softmax:8`)"]
+    assert one.endswith("| no difference found |")
+    assert answers["sMGK against softmax, half of all heads (`smgk:4`, `softmax:4`)"].endswith("| no runs yet |")
+    row = answers["`smgk:8`"].split(" | ")
+    assert row[1] == "5"
+    assert row[3:7] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
+
+
+def test_runs_of_two_setups_are_refused(study):
+    recipe = load_recipe("study")
+    results.append(study / "study.csv", [result_row(recipe, ModelSpec("smgk", 8), 9, "loss_stride_512", 3, setup="x")])
+    with pytest.raises(ValueError, match="smgk:8 of study has results of 2 different settings"):
+        page.write_page(load_plan(), run.read_results(study), study)
+
+
+def test_pareto_front():
+    points = [(3.0, 1.0), (1.0, 5.0), (2.0, 2.0), (2.5, 3.0), (4.0, 1.0)]
+    assert page.pareto_front(points) == [(1.0, 5.0), (2.0, 2.0), (3.0, 1.0)]
+
+
+def test_picture_shows_every_arm(study):
+    summaries = summary.summarize(load_plan(), run.read_results(study))
+    figure = page.draw(summaries, "study")
+    for axis in figure.axes:
+        assert {text.get_text() for text in axis.texts} == {"softmax:8", "smgk:8", "gaussian:8"}
+    assert page.draw(summaries, "study-8") is None
+
+
+PLAN = """
+judged_split: test
+stages:
+  - name: tiny
+    recipe: bytes
+    sets: [[steps=2, warmup=1, batch_size=2, eval_every=2, stride=256, model.num_layers=1, model.embed_dim=8]]
+    arms: {"softmax:1": 1, "smgk:1": 1}
+questions: []
+"""
+
+
+@pytest.mark.slow
+def test_command_runs_the_plan_and_continues(tmp_path):
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log ; " * 200)
+    command = [sys.executable, "-m", "experiments.cost_quality", "--plan", "plan.yaml", "--run", "--jobs", "1"]
+    command += ["--data-dir", str(tmp_path), "--results", "out", "--page", "page.md", "--runs", "runs"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert first.returncode == 0, first.stderr
+    text = (tmp_path / "page.md").read_text()
+    assert "`softmax:1` (steps=2" in text
+    written = (tmp_path / "out/bytes.csv").read_text()
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out/bytes.csv").read_text() == written
+
+
+def test_arms_are_hashable_records():
+    arm = Arm.parse("study", "smgk:8/4")
+    assert dataclasses.replace(arm) == arm
+    assert str(arm) == "smgk:8/4"
