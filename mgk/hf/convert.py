@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, one_of, positive_integer
+from mgk.hf.example_inputs import make_example
 from mgk.hf.mixture_keys import NAME, MixtureKeys, install, remove, with_attention
 from mgk.hf.registration import (
     change_config,
@@ -72,8 +73,8 @@ def convert(
         layers: Layers to convert: indices in the order of the modules, or patterns of names in model.base_model such
             as "layers.0.*". Default: all. Other layers are not changed.
         shift_std: Standard deviation of the initial shifts.
-        example: Inputs of the model, used to find its layers and to check that the outputs do not change. Default:
-            model.dummy_inputs, a few tokens.
+        example: Inputs of the model, used to find its layers and to check that the outputs do not change. Default: a
+            few tokens, an image or audio, by the model's main input and configuration.
 
     Returns:
         The model, now of a subclass with its own model type. Save it with `save_pretrained`; after `import mgk.hf` the
@@ -94,7 +95,7 @@ def convert(
         fail("model", "has already been converted")
     if "layers" in (getattr(model.config, NAME, None) or {}):
         fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
-    example = _default_example(model) if example is None else example
+    example = make_example(model) if example is None else example
     try:
         before = _run_example(model, example)
     except Exception as error:
@@ -191,13 +192,6 @@ def _add_mixture_keys(model: PreTrainedModel, settings: dict[str, Any]) -> None:
 
 
 register_builder("layers", _add_mixture_keys)
-
-
-def _default_example(model: PreTrainedModel) -> dict[str, Any]:
-    example = model.dummy_inputs
-    if model.main_input_name not in example:
-        fail("example", f"is required: {type(model).__name__} takes {model.main_input_name}")
-    return {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in example.items()}
 
 
 def _run_example(model: PreTrainedModel, example: Mapping[str, Any]) -> list[Tensor]:

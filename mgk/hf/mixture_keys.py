@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from mgk.variants import PRESETS, VARIANTS
 
 NAME = "mgk"  # of the attention function, the submodule of a converted layer, and the entry in config.json
 
-# Arguments of attention functions that change the weights and are not supported.
+# Arguments of attention functions that change the weights, if a function does not take them.
 UNSUPPORTED = {
     "softcap": "capped logits",
     "s_aux": "learned attention sinks",
@@ -71,8 +72,14 @@ class MixtureKeys(nn.Module):
         dropout: float,
         scaling: float | None,
         need_weights: bool,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        result = smgk_attention(
+        """Return the output [B, H, L, E] and, if needed, the weights [B, H, L, S].
+
+        `sinks` [H] are logits of one more key at 0, whose value is 0.
+        """
+        settings: dict[str, Any] = {"scale": scaling, "similarity": self.tau}
+        results = smgk_attention(
             query,
             key,
             value,
@@ -80,12 +87,22 @@ class MixtureKeys(nn.Module):
             mask,
             is_causal=is_causal,
             dropout_p=dropout,
-            scale=scaling,
             log_prior=self.prior(key.shape[2], None),
-            similarity=self.tau,
             return_weights=need_weights,
+            return_lse=sinks is not None,
+            **settings,
         )
-        return result if need_weights else (result, None)
+        output, *others = results if isinstance(results, tuple) else (results,)
+        weights = others[0] if need_weights else None
+        if sinks is not None:
+            zero = torch.zeros_like(key[:, :, :1])
+            _, sink_lse = smgk_attention(
+                query, zero, zero, self.shift, log_prior=self.prior(1, None), return_lse=True, **settings
+            )
+            share = torch.sigmoid(others[-1] - sink_lse - sinks[:, None]).unsqueeze(-1)  # [B, H, L, 1] of the keys
+            output = (output * share).to(output.dtype)
+            weights = None if weights is None else (weights * share).to(weights.dtype)
+        return output, weights
 
 
 def install(module: nn.Module, mixture: MixtureKeys) -> None:
@@ -159,6 +176,13 @@ def resolve_mask(
     return mask, is_causal
 
 
+def add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """Return an additive mask: a bias of the logits, -inf where a mask hides a key."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+
+
 def attend(
     module: nn.Module,
     query: Tensor,  # [B, H, L, D]
@@ -168,6 +192,8 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **extras: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with mixture keys: return [B, L, H, E] and, if the model runs `eager`, the weights."""
@@ -180,6 +206,8 @@ def attend(
     check_supported(module, extras)
     config = shared_config(module)
     mask, is_causal = resolve_mask(module, config, query, attention_mask, is_causal)
+    if position_bias is not None:
+        mask = add_bias(mask, position_bias)
     output, weights = mixture(
         query,
         key,
@@ -189,6 +217,7 @@ def attend(
         dropout=dropout,
         scaling=scaling,
         need_weights=config._attn_implementation == "eager",
+        sinks=s_aux,
     )
     return output.transpose(1, 2).contiguous(), weights
 

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask  # noqa: E402
+from transformers.masking_utils import flash_attention_mask, sdpa_mask  # noqa: E402
 
 import mgk.analysis.hf_models  # noqa: E402
 from mgk.hf import MGKConfig, MGKForCausalLM, convert, load_converted  # noqa: E402
@@ -25,6 +25,7 @@ from tests.support.hf_models import (  # noqa: E402
     mixtures,
     randomize,
     small,
+    use_literal_attention,
 )
 from tests.support.remote_code import make_repository  # noqa: E402
 
@@ -47,36 +48,13 @@ def test_converted_model_keeps_logits(name, implementation):
         assert (logits(model, batch) - expected).abs().max() > 0.1
 
 
-def literal(module, query, key, value, attention_mask, scaling=None, **extras):
-    """Compute Eq. 9 and 10 with τ from the parameters of a converted layer."""
-    mixture = module.mixture
-    group = query.shape[1] // key.shape[1]
-    keys = (key.unsqueeze(2) + mixture.shift.unsqueeze(-2)).repeat_interleave(group, 1)  # [B, H, M, S, D]
-    prior = mixture.prior.weights.softmax(1).repeat_interleave(group, 0)  # [H, M, 1]
-    tau = mixture.tau.repeat_interleave(group)[:, None, None]
-    norms = tau * keys.square().sum(-1)  # [B, H, M, S]
-    products = torch.einsum("bhld,bhmsd->bhlms", query, keys)
-    weights = (prior.unsqueeze(1) * torch.exp(scaling * (products - 0.5 * norms.unsqueeze(2)))).sum(3)
-    if attention_mask is not None:
-        weights = weights * (attention_mask == 0)
-    output = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ value.repeat_interleave(group, 1)
-    return output.transpose(1, 2), None
-
-
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_layers_compute_mixture(name, padding):
     """Test causal, windowed and padded attention with the model's queries, keys and masks."""
     original, batch = make(name).double(), inputs(padding)
     model = randomize(convert(copy.deepcopy(original), layers=[0, -1]))
-    transformers.AttentionInterface.register("literal", literal)
-    transformers.AttentionMaskInterface.register("literal", eager_mask)
-    for path in model.config.mgk["layers"]:
-        layer = original.base_model.get_submodule(path)
-        layer.config = copy.copy(layer.config)
-        layer.config._attn_implementation_internal = "literal"
-        layer.mixture = model.base_model.get_submodule(path).mgk
-    original.set_attn_implementation("eager")
+    use_literal_attention(original, model)
     torch.testing.assert_close(logits(model, batch), logits(original, batch), rtol=1e-9, atol=1e-9)
 
 
@@ -326,27 +304,15 @@ UNSUPPORTED = {
         lambda: small("Gemma2ForCausalLM", "Gemma2Config", head_dim=8),
         "capped logits .softcap. in its Gemma2",
     ),
-    "position bias": (
-        lambda: small("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, num_layers=1, d_ff=32),
-        "a position bias .position_bias. in its T5Attention",
-    ),
-    "sinks": (
-        lambda: small(
-            "GptOssForCausalLM",
-            "GptOssConfig",
-            head_dim=8,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        ),
-        "learned attention sinks .s_aux. in its GptOssAttention",
-    ),
     "alibi": (lambda: small("BloomForCausalLM", "BloomConfig"), "BloomForCausalLM, none of whose layers"),
     "ours": (
         lambda: MGKForCausalLM(MGKConfig(vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)),
         "MGKForCausalLM, none of whose layers",
     ),
-    "images": (lambda: small("ViTModel", "ViTConfig", image_size=16, patch_size=8), "example is required: ViTModel"),
+    "no tokens": (
+        lambda: small("TimesFmModelForPrediction", "TimesFmConfig", head_dim=8, horizon_length=8),
+        "example is required: TimesFmModelForPrediction takes past_values",
+    ),
     "something else": (with_capped_attention, "attention is not pure softmax"),
     "other masks": (lambda: with_other_masks(make("llama")), "runs 'other masks' attention"),
     "converted": (lambda: convert(make("llama")), "already been converted"),
@@ -387,12 +353,3 @@ def test_unsupported_model_raises(name):
 def test_invalid_setting_raises(settings, message):
     with pytest.raises(ValueError, match=message):
         convert(make("llama"), **settings)
-
-
-def test_vision_model():
-    model = small("ViTModel", "ViTConfig", image_size=16, patch_size=8).eval()
-    example = {"pixel_values": torch.randn(2, 3, 16, 16)}
-    with torch.no_grad():
-        before = model(**example).last_hidden_state
-        assert_close(convert(model, example=example)(**example).last_hidden_state, before)
-    assert len(mixtures(model)) == 2

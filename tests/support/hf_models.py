@@ -1,5 +1,7 @@
 """Tiny models of Transformers with random weights, and their inputs."""
 
+import copy
+
 import torch
 
 from mgk.hf.mixture_keys import MixtureKeys
@@ -69,3 +71,43 @@ def small(model_class, config_class, **settings):
     import transformers
 
     return getattr(transformers, model_class)(getattr(transformers, config_class)(**{**SIZES, **settings}))
+
+
+def literal(module, query, key, value, attention_mask, scaling=None, position_bias=None, s_aux=None, **extras):
+    """Compute Eq. 9 and 10 with τ from the parameters of a converted layer; a sink is a key at 0 without a value."""
+    mixture = module.mixture
+    group = query.shape[1] // key.shape[1]
+    if s_aux is not None:
+        key, value = (torch.cat([tensor, torch.zeros_like(tensor[:, :, :1])], 2) for tensor in (key, value))
+    keys = (key.unsqueeze(2) + mixture.shift.unsqueeze(-2)).repeat_interleave(group, 1)  # [B, H, M, S, D]
+    prior = mixture.prior.weights.softmax(1).repeat_interleave(group, 0)  # [H, M, 1]
+    tau = mixture.tau.repeat_interleave(group)[:, None, None]
+    norms = tau * keys.square().sum(-1)  # [B, H, M, S]
+    products = torch.einsum("bhld,bhmsd->bhlms", query, keys)
+    weights = (prior.unsqueeze(1) * torch.exp(scaling * (products - 0.5 * norms.unsqueeze(2)))).sum(3)
+    length = weights.shape[-1] - (s_aux is not None)
+    factors = torch.ones_like(weights[..., :length])
+    if position_bias is not None:
+        factors = factors * position_bias.exp()
+    if attention_mask is not None:
+        factors = factors * (attention_mask == 0)
+    if s_aux is not None:
+        factors = torch.cat([factors, s_aux.exp()[:, None, None].expand(*factors.shape[:3], 1)], -1)
+    weights = weights * factors
+    output = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ value.repeat_interleave(group, 1)
+    return output.transpose(1, 2), None
+
+
+def use_literal_attention(original, converted):
+    """Make the layers of a copy of a model compute the mixture of its converted layers, directly."""
+    import transformers
+    from transformers.masking_utils import eager_mask
+
+    transformers.AttentionInterface.register("literal", literal)
+    transformers.AttentionMaskInterface.register("literal", eager_mask)
+    for path in converted.config.mgk["layers"]:
+        layer = original.base_model.get_submodule(path)
+        layer.config = copy.copy(layer.config)
+        layer.config._attn_implementation_internal = "literal"
+        layer.mixture = converted.base_model.get_submodule(path).mgk
+    original.set_attn_implementation("eager")
