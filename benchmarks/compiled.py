@@ -40,7 +40,10 @@ OPERATORS = ("smgk", "smgk-hard", "mgk", "mgk-hard", "smlk", "mlk")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 32, 64, 128, 256)
 COMPONENTS = (1, 2, 4, 8)
-FEATURES = ("plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query", "shared keys")
+FEATURES = (
+    "plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query", "shared keys", "fewer key heads",
+    "fewer key heads, one query",
+)  # fmt: skip
 LONG, SHORT = 2048, 64  # sequence lengths; SHORT makes a call small
 
 
@@ -130,7 +133,8 @@ def _attend(call: Call) -> None:
     """Call an operator on uninitialized tensors, with gradients."""
     family, _, hard = call.operator.partition("-")
     D, M, B, H, N = call.width, call.components, 2, 2, SHORT if call.feature == "small" else LONG
-    decoding, packed = call.feature in ("one query", "shared keys"), call.feature == "packed"
+    decoding, packed = call.feature == "shared keys" or "one query" in call.feature, call.feature == "packed"
+    fewer_keys = call.feature.startswith("fewer key heads")
 
     def tensor(*shape: int, dtype: torch.dtype = TYPES[call.dtype]) -> Tensor:
         return torch.empty(shape, dtype=dtype).requires_grad_(not decoding)
@@ -154,9 +158,9 @@ def _attend(call: Call) -> None:
             options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts)
             options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), N // 2)
     operator = getattr(mgk, f"{family}_attention")
-    sharing = 2 if call.feature == "shared keys" else 1
+    sharing = 2 if call.feature == "shared keys" or fewer_keys else 1
     query = tensor(B, sharing * H, 1 if decoding and not linear else N, D)
-    out = operator(query, *keys, tensor(B, H, N, D), *shift, **options)
+    out = operator(query, *keys, tensor(B, 2 * H if fewer_keys else H, N, D), *shift, **options)
     if not decoding:
         out.sum().backward()
 

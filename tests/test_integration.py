@@ -33,7 +33,6 @@ COMPILED = {
     "smgk-causal": {"variant": "smgk", "is_causal": True, "rotary": 100.0},
     "mgk": {"variant": "mgk", "num_kv_heads": HK},
     "smgk-key-heads": {"variant": "smgk", "num_key_heads": HK},
-    "mlk-key-heads": {"variant": "mlk", "num_key_heads": HK, "is_causal": True},
     "softmax": {"variant": "softmax", "is_causal": True},
     "smgk-hard": {"variant": "smgk-hard", "is_causal": True},
     "mlk": {"variant": "mlk", "is_causal": True},

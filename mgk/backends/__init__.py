@@ -43,8 +43,11 @@ def _prefer_triton_to_plain(call: MixtureCall) -> str | None:
     """
     is_decode_step = call.query.is_cuda and _is_cudnn_decode_step(call) and triton.uses_decode_kernel(call)
     has_key_mask = call.attn_mask is not None and call.attn_mask.shape[2] == 1
-    if not (is_decode_step or has_key_mask) or triton.mixture_unsupported_reason(call) is not None:
+    has_pairs = call.keys.shape[1] != call.value.shape[1]
+    if not (is_decode_step or has_key_mask or has_pairs) or triton.mixture_unsupported_reason(call) is not None:
         return None
+    if has_pairs:
+        return "triton needs no copies of keys or values, whose numbers of heads differ"
     if is_decode_step:
         return "triton is faster: cuDNN makes a new plan for every number of keys"
     return "triton is faster: it reads the key mask once per key, and skips masked keys"

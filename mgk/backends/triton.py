@@ -38,6 +38,8 @@ MAX_COMPONENTS = 8
 DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
 # Without gradients, up to this many query rows per key head run on the decode kernel, which splits the keys.
 DECODE_ROWS = 16
+# The same for one query per head if there are more value heads than key heads: a key is read once for all of them.
+DECODE_HEADS = 32
 # The decode kernel indexes the batch by the grid's last axis.
 MAX_BATCH = 65_535
 # The linear kernels index the heads of all batch entries by the grid's second axis.
@@ -66,8 +68,6 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
     if reason is not None:
         return reason
     query, value = call.query, call.value
-    if value.shape[1] != call.keys.shape[1]:
-        return "different numbers of key and value heads are not supported"
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
         return f"head dimensions above {MAX_WIDTH} are not supported"
     if call.components > MAX_COMPONENTS:
@@ -93,8 +93,6 @@ def linear_unsupported_reason(call: LinearCall) -> str | None:
     if reason is not None:
         return reason
     query, value = call.query, call.value
-    if value.shape[1] != call.keys.shape[1]:
-        return "different numbers of key and value heads are not supported"
     if call.cu_seqlens is not None and not call.causal:
         return "packed sequences (cu_seqlens) are supported with is_causal=True only"
     if call.unsupported_transform is not None:
@@ -172,7 +170,11 @@ def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, 
                 query, keys, value, shift, call.log_prior, call.initial_state, MAPS[call.feature_map], call.normalise
             )
             return output, state, None
-        initial = torch.cat([call.initial_state[0].flatten(2), call.initial_state[1]], dim=-1).float()
+        total, norm = call.initial_state
+        # The kernels have a z for every Z.
+        repeats = total.shape[1] // norm.shape[1]
+        norm = norm if repeats == 1 else norm.repeat_interleave(repeats, dim=1)
+        initial = torch.cat([total.flatten(2), norm], dim=-1).float()
     key_mask = None if call.key_mask is None else call.key_mask.to(torch.uint8).contiguous()
     output, final = ops.linear_attention(
         query, keys, value, shift, call.log_prior, key_mask, initial, call.cu_seqlens, MAPS[call.feature_map],
@@ -181,6 +183,8 @@ def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, 
     if not call.return_state:
         return output, None, None
     total, norm = final.split([width * columns, width], dim=-1)
+    repeats = norm.shape[1] // keys.shape[1]
+    norm = norm if repeats == 1 else norm[:, ::repeats]
     return output, (total.unflatten(-1, (width, columns)), norm), None
 
 
@@ -212,7 +216,9 @@ def uses_decode_kernel(call: MixtureCall) -> bool:
 def _fits_decode_kernel(call: MixtureCall) -> bool:
     if call.packed is not None or call.dropout_p > 0 or call.query.shape[0] > MAX_BATCH:
         return False
-    return call.query.shape[2] * call.group <= DECODE_ROWS
+    queries, group = call.query.shape[2], call.group
+    shares_keys = call.value.shape[1] > call.keys.shape[1]
+    return queries * group <= DECODE_ROWS or (shares_keys and queries == 1 and group <= DECODE_HEADS)
 
 
 def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> tuple[Tensor, Tensor]:

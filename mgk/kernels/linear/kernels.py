@@ -6,6 +6,9 @@ CAUSAL: `sum_chunks` computes the state of each chunk and `scan_states` their pr
 is the state before chunk n; within a chunk, weights are formed tile by tile. The backward uses suffix sums: row n + 1
 is the state after chunk n. Not causal: all keys are one state, the sum over all chunks, and no weights are formed.
 
+States belong to pair heads, of which KEY_REPEAT share a key head and VALUE_REPEAT a value head; both are 1 unless the
+numbers of key and value heads differ. In kernels over states, HK and GROUP count pair heads.
+
 S is the number of rows that the programs of a kernel cover: queries or keys. Every sum is taken by one program in a
 fixed order. TYPE is the input type of the GEMMs: bf16 for bf16, else fp32, because the sums exceed the range of fp16.
 """
@@ -56,6 +59,14 @@ def chunk_bounds(table, chunk, S, CHUNK: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def head_pointer(x, batch, head, stride_b, stride_h):
     return x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def shared_head(head, REPEAT: tl.constexpr):
+    """Return the key or value head of a pair head."""
+    if REPEAT == 1:
+        return head
+    return head // REPEAT
 
 
 @triton.jit
@@ -161,9 +172,9 @@ def sum_chunks(
     features, value, inverse, factor, states, table, f_b, f_h, f_s, v_b, v_h, v_s, HK, GROUP, S, n_chunks, FIRST,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MAP: tl.constexpr, REVERSE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ f xᵀ and Σ f of a chunk into row chunk + FIRST.
+    """Write Σ f xᵀ and Σ f of a chunk into row chunk + FIRST, for a pair head.
 
     Forward: f = φ̃ and x = v. REVERSE (backward): f = φ(q)/d and x = dO over the heads of a group, and Σ factor·φ(q)
     instead of Σ f.
@@ -177,7 +188,9 @@ def sum_chunks(
     total, norm = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
     for g in range(GROUP):
         q_head = head * GROUP + g
-        base_f, base_v = head_pointer(features, batch, q_head, f_b, f_h), head_pointer(value, batch, q_head, v_b, v_h)
+        f_head = q_head if REVERSE else shared_head(q_head, KEY_REPEAT)
+        v_head = q_head if REVERSE else shared_head(q_head, VALUE_REPEAT)
+        base_f, base_v = head_pointer(features, batch, f_head, f_b, f_h), head_pointer(value, batch, v_head, v_b, v_h)
         o_rows = (batch * HK * GROUP + q_head).to(tl.int64) * S
         for start in range(begin, end, BLOCK):
             rows = start + tl.arange(0, BLOCK)
@@ -240,7 +253,7 @@ def linear_forward(
     GROUP, S, n_chunks,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr,
 ):  # fmt: skip
     """Write the output of a tile of queries, and 1/d (0 where d is 0).
 
@@ -255,8 +268,8 @@ def linear_forward(
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
     base_q = head_pointer(query, batch, head, q_b, q_h)
-    base_k = head_pointer(key, batch, head // GROUP, k_b, k_h)
-    base_v = head_pointer(value, batch, head // GROUP, v_b, v_h)
+    base_k = head_pointer(key, batch, shared_head(head // GROUP, KEY_REPEAT), k_b, k_h)
+    base_v = head_pointer(value, batch, shared_head(head // GROUP, VALUE_REPEAT), v_b, v_h)
     row = chunk if CAUSAL else 0
     state = states + ((i_bh // GROUP).to(tl.int64) * (n_chunks + 1) + row) * (D * (E + 1))
     state_width = tl.where(is_first == 0, D, 0)
@@ -291,7 +304,7 @@ def linear_backward_dq(
     v_h, v_s, d_b, d_h, d_s, H, GROUP, S, n_chunks,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr,
 ):  # fmt: skip
     """Write dq of a tile of queries, and −δ/d (`factor`) for `linear_backward_dkdv`.
 
@@ -307,8 +320,8 @@ def linear_backward_dq(
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
     base_q, base_g = head_pointer(query, batch, head, q_b, q_h), head_pointer(grad, batch, head, g_b, g_h)
-    base_k = head_pointer(key, batch, head // GROUP, k_b, k_h)
-    base_v = head_pointer(value, batch, head // GROUP, v_b, v_h)
+    base_k = head_pointer(key, batch, shared_head(head // GROUP, KEY_REPEAT), k_b, k_h)
+    base_v = head_pointer(value, batch, shared_head(head // GROUP, VALUE_REPEAT), v_b, v_h)
     row = chunk if CAUSAL else 0
     state = states + ((i_bh // GROUP).to(tl.int64) * (n_chunks + 1) + row) * (D * (E + 1))
     state_width = tl.where(is_first == 0, D, 0)
@@ -352,9 +365,9 @@ def linear_backward_dkdv(
     v_b, v_h, v_s, d_b, d_h, d_s, HK, GROUP, S, n_chunks,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr,
 ):  # fmt: skip
-    """Write dφ̃ and dv of a tile of keys.
+    """Write dφ̃ and dv of a tile of keys, for a pair head.
 
     Adds the state after the tile's chunk (not causal: of all queries) and the queries of the chunk from each key on.
     """
@@ -366,7 +379,8 @@ def linear_backward_dkdv(
     if start >= end:
         return
     rows, columns_d, columns_e = start + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BE)
-    base_k, base_v = head_pointer(key, batch, head, k_b, k_h), head_pointer(value, batch, head, v_b, v_h)
+    base_k = head_pointer(key, batch, shared_head(head, KEY_REPEAT), k_b, k_h)
+    base_v = head_pointer(value, batch, shared_head(head, VALUE_REPEAT), v_b, v_h)
     row = chunk + 1 if CAUSAL else 0
     state = states + (i_bh.to(tl.int64) * (n_chunks + 1) + row) * (D * (E + 1))
     state_width = tl.where(is_last == 0, D, 0)

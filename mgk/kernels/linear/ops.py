@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mgk._core.heads import pair_heads
 from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import kernels
@@ -85,6 +86,7 @@ class LaunchConfig(NamedTuple):
     B: int
     H: int
     HK: int
+    HP: int  # pair heads: the fewest that key and value heads can be repeated to
     L: int  # queries
     S: int  # keys
     D: int
@@ -102,7 +104,8 @@ class LaunchConfig(NamedTuple):
 def _make_config(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, cu_seqlens: Tensor | None, causal: bool
 ) -> LaunchConfig:
-    (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
+    (B, H, L, D), (HV, S, E), HK = query.shape, value.shape[1:], keys.shape[1]
+    HP = pair_heads(HK, HV)
     dtype = feature_dtype(query.dtype)
     block = select_block(max(padded_width(D), padded_width(E)), dtype.itemsize)
     block = block if causal else block._replace(chunk=FULL_CHUNK)
@@ -112,9 +115,10 @@ def _make_config(
     constexprs = {
         "D": D, "E": E, "BLOCK": block.block, "CHUNK": block.chunk, "CAUSAL": causal, "PACKED": table is not None,
         "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
+        "KEY_REPEAT": HP // HK, "VALUE_REPEAT": HP // HV,
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
-    return LaunchConfig(B, H, HK, L, S, D, E, M, causal, table, block, constexprs)
+    return LaunchConfig(B, H, HK, HP, L, S, D, E, M, causal, table, block, constexprs)
 
 
 @functools.lru_cache(1 << 10)
@@ -159,7 +163,7 @@ def _mixing_launch(
 def _sum_states(
     config: LaunchConfig, start: Tensor | None, features: Tensor, value: Tensor, rows: tuple[Any, Any], feature_map: int
 ) -> Tensor:
-    """Return the states [B, Hk, chunks + 1, D·(E+1)] before or after each chunk; one state if not causal.
+    """Return the states [B, Hs, chunks + 1, D·(E+1)] before or after each chunk; one state if not causal.
 
     Args:
         config: Sizes and constexprs of the call.
@@ -169,10 +173,10 @@ def _sum_states(
         rows: (None, None) for the states before each chunk; 1/d and −δ/d of each query for those after it.
         feature_map: Code of the feature map.
     """
-    B, H, HK, D, E = config.B, config.H, config.HK, config.D, config.E
+    B, H, HP, D, E = config.B, config.H, config.HP, config.D, config.E
     reverse, length = rows[0] is not None, features.shape[2]
     chunks, width = config.count_chunks(length), D * (E + 1)
-    states = features.new_empty(B, HK, chunks + 1, width, dtype=torch.float32)
+    states = features.new_empty(B, HP, chunks + 1, width, dtype=torch.float32)
     first = states[:, :, -1 if reverse else 0]
     if start is None:
         first.zero_()
@@ -183,8 +187,8 @@ def _sum_states(
         BD, BE = min(STATE_COLUMNS, padded_width(D)), min(STATE_COLUMNS, padded_width(E))
         parts = ceil_div(D, BD) * ceil_div(E, BE)
         _launch(
-            kernels.sum_chunks, (chunks, B * HK, parts), (features, value, *rows, states, config.table),
-            (*features.stride()[:3], *value.stride()[:3], HK, H // HK if reverse else 1, length, chunks,
+            kernels.sum_chunks, (chunks, B * HP, parts), (features, value, *rows, states, config.table),
+            (*features.stride()[:3], *value.stride()[:3], HP, H // HP if reverse else 1, length, chunks,
             0 if reverse else 1),
             {**config.constexprs, "BD": BD, "BE": BE, "MAP": feature_map, "REVERSE": reverse}, *config.block[2:],
         )  # fmt: skip
@@ -192,7 +196,7 @@ def _sum_states(
         return states.sum(2, keepdim=True)
     if not is_empty:
         _launch(
-            kernels.scan_states, (ceil_div(width, 128), B * HK), (states, config.table), (width, chunks),
+            kernels.scan_states, (ceil_div(width, 128), B * HP), (states, config.table), (width, chunks),
             {"STEP": 16, "BLOCK": 128, "REVERSE": reverse, "PACKED": config.table is not None},
         )  # fmt: skip
     return states
@@ -214,7 +218,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs of `forward_op`."""
     config = _make_config(query, keys, value, shift, cu_seqlens, causal)
-    B, H, HK, L, S, D, E = config[:7]
+    B, H, HK, HP, L, S, D, E = config[:8]
     out = empty_like_bshd(query, E)
     mixed = query.new_empty(B, HK, S, D, dtype=feature_dtype(query.dtype))
     if mixed.numel() > 0:
@@ -226,7 +230,7 @@ def launch_forward(
         tiles, chunks, constexprs = _tile_launch(config, L)
         _launch(
             kernels.linear_forward, (tiles, B * H), (query, mixed, value, states, config.table, out, inverse),
-            (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HK, L, chunks),
+            (*(n for x in (query, mixed, value, out) for n in x.stride()[:3]), H, H // HP, L, chunks),
             {**constexprs, "MAP": feature_map, "NORMALISE": normalise}, *config.block[2:],
         )  # fmt: skip
     return out, states[:, :, -1].clone(), mixed, states, inverse
@@ -238,7 +242,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of `backward_op`."""
     config = _make_config(query, keys, value, shift, cu_seqlens, causal)
-    B, H, HK, L, S, D = config[:6]
+    B, H, HK, HP, L, S, D = config[:7]
     dquery, dkeys, dvalue = map(empty_like_bshd, (query, keys, value))
     dprior = states.new_empty(B, HK, config.M, S) if prior is not None else states.new_empty(0)
     grid, scalars, constexprs = _mixing_launch(config, keys, shift, prior, mask, feature_map)
@@ -250,19 +254,25 @@ def launch_backward(
         _launch(
             kernels.linear_backward_dq, (tiles, B * H),
             (grad, query, mixed, value, states, inverse, config.table, dquery, factor),
-            (*strides, *dquery.stride()[:3], H, H // HK, L, chunks),
+            (*strides, *dquery.stride()[:3], H, H // HP, L, chunks),
             {**tile_constexprs, "MAP": feature_map, "NORMALISE": normalise}, *config.block[2:],
         )  # fmt: skip
     states_after = _sum_states(config, grad_final, query, grad, (inverse, factor), feature_map)
     if value.numel() > 0:
-        dmixed = states.new_empty(B, HK, S, D)
+        dmixed = states.new_empty(B, HP, S, D)
+        # With different numbers of key and value heads, the kernel writes parts of the gradients, one per pair head.
+        pairs = dvalue if value.shape[1] == HP else empty_like_bshd(value, heads=HP, dtype=torch.float32)
         tiles, chunks, tile_constexprs = _tile_launch(config, S)
         _launch(
-            kernels.linear_backward_dkdv, (tiles, B * HK),
-            (grad, query, mixed, value, states_after, inverse, factor, config.table, dmixed, dvalue),
-            (*strides, *dvalue.stride()[:3], HK, H // HK, S, chunks),
+            kernels.linear_backward_dkdv, (tiles, B * HP),
+            (grad, query, mixed, value, states_after, inverse, factor, config.table, dmixed, pairs),
+            (*strides, *pairs.stride()[:3], HP, H // HP, S, chunks),
             {**tile_constexprs, "MAP": feature_map}, *config.block[2:],
         )  # fmt: skip
+        if pairs is not dvalue:
+            dvalue.copy_(pairs.unflatten(1, (value.shape[1], -1)).sum(2))
+        if HP != HK:
+            dmixed = dmixed.unflatten(1, (HK, -1)).sum(2)
         _launch(
             kernels.unmix_gradients, grid, (dmixed, keys, shift, prior, mask, dkeys, dshift, dprior),
             (*scalars, *key_strides(dkeys.stride(), shift is not None)), constexprs,
@@ -280,31 +290,32 @@ def launch_decode(
     Args:
         query: [B, H, 1, D].
         keys: [B, Hk, 1, D] if shift is given, else [B, Hk, M, 1, D].
-        value: [B, Hk, 1, E].
+        value: [B, Hv, 1, E].
         shift: [Hk, M, D] or None.
         prior: Log prior, broadcastable to [B, Hk, M, 1], or None.
-        state: Z [B, Hk, D, E] and z [B, Hk, D] of the preceding tokens.
+        state: Z [B, Hs, D, E] and z [B, Hk, D] of the preceding tokens.
         feature_map: Code of the feature map.
         normalise: Whether to divide by φ(q)·z.
     """
-    (B, H, _, D), (HK, _, E) = query.shape, value.shape[1:]
+    (B, H, _, D), (HV, _, E), HK = query.shape, value.shape[1:], keys.shape[1]
+    HP = pair_heads(HK, HV)
     M = keys.shape[2] if shift is None else shift.shape[1]
     total, norm = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in state)
     out = query.new_empty(B, H, 1, E)
-    new_total, new_norm = total.new_empty(B, HK, D, E), total.new_empty(B, HK, D)
+    new_total, new_norm = total.new_empty(B, HP, D, E), total.new_empty(B, HK, D)
     width = min(DECODE_COLUMNS, padded_width(E))
     prior_strides: tuple[int, ...] = (0, 0, 0)
     if prior is not None:
         prior_strides = broadcast_strides(prior.shape[:3], prior.stride()[:3])
     constexprs: dict[str, Any] = {
         "D": D, "E": E, "BD": padded_width(D), "BE": width, "MAP": feature_map, "SHIFTED": shift is not None,
-        "PRIOR": prior is not None, "NORMALISE": normalise,
+        "PRIOR": prior is not None, "NORMALISE": normalise, "KEY_REPEAT": HP // HK, "VALUE_REPEAT": HP // HV,
     }  # fmt: skip
     _launch(
-        decode_token, (ceil_div(E, width), HK, B),
+        decode_token, (ceil_div(E, width), HP, B),
         (query, keys, value, shift, prior, total, norm, out, new_total, new_norm),
         (*query.stride()[:2], *keys.stride()[:2], 0 if shift is not None else keys.stride(2), *value.stride()[:2],
-        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HK, H // HK, M), constexprs,
+        *prior_strides, *total.stride()[:3], *norm.stride()[:2], 1 / M, HP, H // HP, M), constexprs,
     )  # fmt: skip
     return out, (new_total, new_norm)
 
@@ -314,10 +325,10 @@ def forward_op(
     query: Tensor, keys: Tensor, value: Tensor, shift: Tensor | None, prior: Tensor | None, mask: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, feature_map: int, normalise: bool, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return out [B, H, L, E], the final state [B, Hk, D·(E+1)] and, for the backward pass, three tensors.
+    """Return out [B, H, L, E], the final state [B, Hs, D·(E+1)] and, for the backward pass, three tensors.
 
-    Those are φ̃ [B, Hk, S, D], the states before each chunk [B, Hk, chunks + 1, D·(E+1)] (not causal: of all keys, [B,
-    Hk, 1, D·(E+1)]) and 1/d [B, H, L], the inverse denominators.
+    Those are φ̃ [B, Hk, S, D], the states before each chunk [B, Hs, chunks + 1, D·(E+1)] (not causal: of all keys, [B,
+    Hs, 1, D·(E+1)]) and 1/d [B, H, L], the inverse denominators. Hs is the number of pair heads.
     """
     return launch_forward(query, keys, value, shift, prior, mask, initial, cu_seqlens, feature_map, normalise, causal)
 
@@ -327,7 +338,8 @@ def _forward_fake(
     query: Any, keys: Any, value: Any, shift: Any, prior: Any, mask: Any, initial: Any, cu_seqlens: Any,
     feature_map: Any, normalise: Any, causal: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (B, H, L, D), (HK, S, E) = query.shape, value.shape[1:]
+    (B, H, L, D), (HV, S, E), HK = query.shape, value.shape[1:], keys.shape[1]
+    HP = pair_heads(HK, HV)
     dtype = feature_dtype(query.dtype)
     # int: head dimensions are specialized even if torch.compile treats other sizes as dynamic.
     chunk = select_block(max(padded_width(int(D)), padded_width(int(E))), dtype.itemsize).chunk
@@ -335,7 +347,7 @@ def _forward_fake(
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     state = D * (E + 1)
     mixed = query.new_empty(B, HK, S, D, dtype=dtype)
-    return empty_like_bshd(query, E), empty(B, HK, state), mixed, empty(B, HK, chunks + 1, state), empty(B, H, L)
+    return empty_like_bshd(query, E), empty(B, HP, state), mixed, empty(B, HP, chunks + 1, state), empty(B, H, L)
 
 
 @torch.library.custom_op("mgk::linear_attention_backward", mutates_args=())
@@ -361,7 +373,7 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
     dshift = states.new_empty(shift.shape if shift is not None else 0)
-    dprior = states.new_empty(*value.shape[:2], M, value.shape[2]) if prior is not None else states.new_empty(0)
+    dprior = states.new_empty(*keys.shape[:2], M, value.shape[2]) if prior is not None else states.new_empty(0)
     dinitial = states.new_empty(*states.shape[:2], states.shape[3])
     return *map(empty_like_bshd, (query, keys, value)), dshift, dprior, dinitial
 
@@ -393,19 +405,19 @@ linear_attention = make_autograd_op(forward_op, launch_forward, launch_backward,
 backward_op.register_autograd(raise_no_double_backward)
 
 
-def _gemm_flops(query: Any, value: Any) -> int:
+def _gemm_flops(query: Any, keys: Any, value: Any) -> int:
     """Count Σ φ̃ vᵀ over the keys, φ(q)·Z and φ(q)·z of each query, as the meta backend does."""
-    (B, H, L, D), (HK, S, E) = query, value[1:]
-    return 2 * B * D * (HK * S * E + H * L * (E + 1))
+    (B, H, L, D), (HV, S, E) = query, value[1:]
+    return 2 * B * D * (pair_heads(keys[1], HV) * S * E + H * L * (E + 1))
 
 
 @register_flop_formula(torch.ops.mgk.linear_attention)
 def _forward_flops(query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return _gemm_flops(query, value)
+    return _gemm_flops(query, keys, value)
 
 
 @register_flop_formula(torch.ops.mgk.linear_attention_backward)
 def _backward_flops(
     grad: Any, grad_final: Any, query: Any, keys: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    return 2 * _gemm_flops(query, value)
+    return 2 * _gemm_flops(query, keys, value)

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
+from mgk._core.heads import pair_heads
+
 
 class MixtureArgs(NamedTuple):
     """Arguments of one mixture attention call, in the order of `torch.ops.mgk.mixture_forward`.
@@ -13,7 +15,7 @@ class MixtureArgs(NamedTuple):
 
     query: Tensor  # [B, H, L, D]
     keys: Tensor  # [B, Hk, S, D] if shift is given, else [B, Hk, M, S, D]
-    value: Tensor  # [B, Hk, S, E]
+    value: Tensor  # [B, Hv, S, E]
     shift: Tensor | None  # [Hk, M, D]
     bias: Tensor | None  # log prior and masks that are the same for all queries, broadcastable to [B, Hk, M, S]
     scale_t: Tensor | None  # [Hk, 1 or M], replaces scale
@@ -34,6 +36,18 @@ class MixtureArgs(NamedTuple):
     @property
     def components(self) -> int:
         return self.keys.shape[2] if self.shift is None else self.shift.shape[1]
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Numbers of key heads, value heads and pair heads: the fewest that both can be repeated to."""
+        key_heads, value_heads = self.keys.shape[1], self.value.shape[1]
+        return key_heads, value_heads, pair_heads(key_heads, value_heads)
+
+    @property
+    def value_group(self) -> int:
+        """Query heads per value head, or 0 if there are as many value heads as key heads."""
+        key_heads, value_heads, _ = self.head_counts
+        return 0 if key_heads == value_heads else self.query.shape[1] // value_heads
 
     @property
     def num_sequences(self) -> int:

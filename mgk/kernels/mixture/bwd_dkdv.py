@@ -44,6 +44,7 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     query_bounds,
     schedule,
     sequence_bounds,
+    shared_head,
     skip_tile,
     store_rows,
     to_registers,
@@ -220,7 +221,7 @@ def walk_queries(
 
 @triton.jit
 def sum_over_queries(
-    begin, full, whole, keys, b_v, coef, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q, rows_src,
+    begin, full, whole, keys, b_v, coef, lam, dks, dv, q_src, do_src, i_b, i_p, i_seq, start_q, rows_src,
     row_operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh, stride_ql, stride_gb,
     stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows, GROUP, H, L, n_q, n_k,
     FIRST: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
@@ -230,7 +231,7 @@ def sum_over_queries(
 ):  # fmt: skip
     """Return dks (without the tau term), dv, d c and d lambda of COUNT components from FIRST on.
 
-    They are sums over the queries of all heads of the group. USE_FAST selects the form.
+    They are sums over the queries of the GROUP heads of pair head i_p. USE_FAST selects the form.
     """
     COMPONENT_GEMM: tl.constexpr = row_operand_src is not None and USE_FAST
     # Hard assignment of shifted keys: 2^c_j0 is a factor, applied after the loop.
@@ -243,7 +244,7 @@ def sum_over_queries(
         dcs = zeros_tuple(tl.zeros([BN], tl.float32), COUNT)
     dlams = zeros_tuple(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
     for g in range(GROUP):
-        i_h = i_k * GROUP + g
+        i_h = i_p * GROUP + g
         o_row = (i_b * H + i_h).to(tl.int64) * padded_rows(L) + start_q
         q_head = head_pointer(q_src, i_b, i_h, start_q, stride_qb, stride_qh, stride_ql, TMA)
         do_head = head_pointer(do_src, i_b, i_h, start_q, stride_gb, stride_gh, stride_gl, TMA)
@@ -287,13 +288,15 @@ def mixture_backward_dkdv(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BQ: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr,
     TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr,
-    TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
+    PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr, TMA: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr, TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv, this tile's part of d shift, d tau and d scale, and d log pi.
 
     PRIOR: 1 this tile's part of the sum of d log pi, 2 d log pi of every key. The query heads of a group are processed
-    one after another.
+    one after another. With different numbers of key and value heads, the group of a program are the query heads of a
+    pair of them; dk, dv and d log pi are written per pair head, KEY_REPEAT of a key head, VALUE_REPEAT of a value head.
     """
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
@@ -304,16 +307,19 @@ def mixture_backward_dkdv(
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
-    HK = H // GROUP
-    i_k = i_bk % HK
-    i_seq = i_bk // HK
+    HP = H // GROUP
+    HK = shared_head(HP, KEY_REPEAT)
+    i_p = i_bk % HP
+    i_k = shared_head(i_p, KEY_REPEAT)
+    i_v = shared_head(i_p, VALUE_REPEAT)
+    i_seq = i_bk // HP
     i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     p_flag = flags_ptr + i_bk * n_tiles + i_n
     if i_n * BN >= n_k or skip_tile(p_flag, PATH):
         return
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
-    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
+    v_ptr += i_b.to(tl.int64) * stride_vb + i_v.to(tl.int64) * stride_vh + start_k.to(tl.int64) * stride_vs
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -328,7 +334,7 @@ def mixture_backward_dkdv(
 
     spread = 0.0
     if PATH == FAST or PATH == BOTH:
-        spread = max_spread(spread_ptr, i_seq, i_k, n_query_tiles, n_q, GROUP, H, BQ)
+        spread = max_spread(spread_ptr, i_seq, i_p, n_query_tiles, n_q, GROUP, H, BQ)
     # Offset from c to C.
     o_factors = (HK * M).to(tl.int64) * n_key_tiles * KEY_TILE
     if PATH == FAST or (HARD and SHIFTED and not UNEQUAL):
@@ -355,11 +361,14 @@ def mixture_backward_dkdv(
     TAUS: tl.constexpr = M * D if SHIFTED else 0
     SUMS: tl.constexpr = TAUS + 1 + M + (M if PRIOR == 1 else 0)
     o_d = tl.arange(0, BD)
-    p_sums = sums_ptr + ((n_query_sums + i_seq * n_tiles + i_n) * HK + i_k).to(tl.int64) * SUMS
-    # dk is [B, S, HK, NS, D] and dv [B, S, HK, E] in memory.
-    o_head = (i_b * S + start_k).to(tl.int64) * HK + i_k
+    i_part = i_seq * n_tiles + i_n
+    if KEY_REPEAT > 1:
+        i_part = i_part * KEY_REPEAT + i_p % KEY_REPEAT
+    p_sums = sums_ptr + ((n_query_sums + i_part) * HK + i_k).to(tl.int64) * SUMS
+    # dk is [B, S, HP, NS, D] and dv [B, S, HP, E] in memory.
+    o_head = (i_b * S + start_k).to(tl.int64) * HP + i_p
     p_dk = dk_ptr + o_head * NS * D
-    p_dbias = dbias_ptr + ((i_b * HK + i_k) * M).to(tl.int64) * S + start_k + o_j
+    p_dbias = dbias_ptr + ((i_b * HP + i_p) * M).to(tl.int64) * S + start_k + o_j
     dtau = 0.0
     dscale = 0.0
     # COUNT components from `first` on: all of them, or one per loop.
@@ -380,14 +389,14 @@ def mixture_backward_dkdv(
                 else:
                     terms = coef
                 dks, dv, dcs, dlams = sum_over_queries(
-                    begin, full, whole, keys, b_v, terms, lam, dks, dv, q_src, do_src, i_b, i_k, i_seq, start_q,
+                    begin, full, whole, keys, b_v, terms, lam, dks, dv, q_src, do_src, i_b, i_p, i_seq, start_q,
                     rows_src, row_operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh,
                     stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows,
                     GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if USE_FAST else GENERAL_BM, BN, SHIFTED,
                     HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, TMA_ROWS, OUTPUTS, USE_FAST,
                 )  # fmt: skip
         if OUTPUTS != DK_ONLY and first + COUNT == M:
-            store_rows(dv_ptr + o_head * E, dv, o_j, HK * E, n_k, E, BE)
+            store_rows(dv_ptr + o_head * E, dv, o_j, HP * E, n_k, E, BE)
         if OUTPUTS != DV_ONLY:
             if HARD and not UNEQUAL:
                 dcs = subtract_rest(dcs, M)
@@ -413,14 +422,14 @@ def mixture_backward_dkdv(
                     tl.store(p_sums + r * D + o_d, -tau * lam[r] * tl.sum(b_dck, 0), mask=o_d < D)
                 else:
                     b_dk = lam[r] * (dks[r - first] - tau * b_dck)
-                    store_rows(p_dk + r * D, b_dk, o_j, HK * NS * D, n_k, D, BD)
+                    store_rows(p_dk + r * D, b_dk, o_j, HP * NS * D, n_k, D, BD)
                 if UNEQUAL:
                     tl.store(p_sums + TAUS + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)
                 else:
                     dscale -= 0.5 * tau * square
             if SHIFTED:
                 b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
-                store_rows(p_dk, b_dk, o_j, HK * D, n_k, D, BD)
+                store_rows(p_dk, b_dk, o_j, HP * D, n_k, D, BD)
     if OUTPUTS != DV_ONLY:
         tl.store(p_sums + TAUS, dtau)
         if not UNEQUAL:

@@ -53,6 +53,7 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     skip_tile,
     store_rows,
     to_registers,
+    value_head,
     zeros_tuple,
 )
 
@@ -60,8 +61,8 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
 @triton.jit
 def walk_keys(
     first, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc, das, total, k_src, v_src, key_operand_src, i_b,
-    i_k, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,
-    stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
+    i_k, i_v, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p,
+    stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
@@ -78,7 +79,7 @@ def walk_keys(
             b_q, k_src, i_b, i_k, start_k, n, stride_km, stride_ks, S, BN, D, BD, 0, NS, MASKED, SHIFTED, PRECISION,
             TMA,
         )  # fmt: skip
-        b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
+        b_v = load_tile(v_src, i_b, i_v, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         b_g = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         scores = mask_tile(
             scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
@@ -124,7 +125,7 @@ def walk_keys(
 
 @triton.jit
 def sum_over_keys(
-    full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k,
+    full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k,
     o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
     stride_vs, stride_ml, stride_mj, stride_dl, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
@@ -147,10 +148,10 @@ def sum_over_keys(
     for MASKED in tl.static_range(2):
         acc, das, total = walk_keys(
             full if MASKED else 0, last if MASKED else full, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc, das,
-            total, k_src, v_src, key_operand_src, i_b, i_k, start_k, o_operand, c_ptr, coef_ptr, mask_ptr, dmask_ptr,
-            seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, stride_dl,
-            L, S, n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION, UNEQUAL,
-            MASKED, not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
+            total, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k, o_operand, c_ptr, coef_ptr, mask_ptr,
+            dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj,
+            stride_dl, L, S, n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION,
+            UNEQUAL, MASKED, not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
         )  # fmt: skip
     if COMPONENT_GEMM:
         das = component_sums(das[0], 1, M, False)
@@ -169,8 +170,8 @@ def mixture_backward_dq(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr,
-    PATH: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUE_GROUP: tl.constexpr, TMA: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write dq, the gradient of a float mask, and this tile's part of d shift, d tau and d scale.
 
@@ -186,6 +187,7 @@ def mixture_backward_dq(
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
+    i_v = value_head(i_h, i_k, VALUE_GROUP)
     i_seq = i_bh // H
     i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
@@ -197,7 +199,7 @@ def mixture_backward_dq(
     do_ptr += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh + start_q.to(tl.int64) * stride_gl
     out_ptr += i_b.to(tl.int64) * stride_ob + i_h.to(tl.int64) * stride_oh + start_q.to(tl.int64) * stride_ol
     k_src = head_pointer(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
-    v_src = head_pointer(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
+    v_src = head_pointer(v_src, i_b, i_v, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
     if DMASK:
@@ -274,8 +276,8 @@ def mixture_backward_dq(
         if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
             acc, das, total = sum_over_keys(
                 full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k,
-                start_k, (i_k * n_key_tiles + key_tile) * KEY_TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed, i_bh,
-                o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k,
+                i_v, start_k, (i_k * n_key_tiles + key_tile) * KEY_TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed,
+                i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, S, n_q, n_k,
                 n_key_tiles, M, D, E, BD, BE, BM, BN if USE_FAST else GENERAL_BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
                 DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
             )  # fmt: skip

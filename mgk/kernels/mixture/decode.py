@@ -19,6 +19,7 @@ from mgk.kernels.mixture.tile import (
     load_shift,
     mask_scores,
     row_terms,
+    value_head,
 )
 
 
@@ -38,9 +39,12 @@ def decode_split(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, COUNTED: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_STEP: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of the keys of a key head, for the queries of all heads of its group.
 
+    The keys are read once, and the VALUE_HEADS value heads of the group one after another; head t of them belongs to
+    the VALUE_STEP query heads from t * VALUE_STEP on.
     Writes the sum of weighted values [B, HK, n_splits, BM, E], and the largest exponent and the sum of weights
     [2, B, HK, n_splits, BM].
     """
@@ -64,7 +68,10 @@ def decode_split(
     a, _ = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     row = as_columns(a, 0.0, M)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
-    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
+    if VALUE_GROUP == 0:
+        v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
+    else:
+        v_ptr += i_b.to(tl.int64) * stride_vb
     if BIAS:
         bias_ptr += i_b.to(tl.int64) * stride_bb + i_k * stride_bh
     if MASK:
@@ -108,8 +115,16 @@ def decode_split(
                 b_p += tl.exp2(xs[r] - m_safe[:, None])
         rescale = tl.exp2(m - m_safe)
         l = l * rescale + tl.sum(b_p, 1)
-        b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, True)
-        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
+        if VALUE_GROUP == 0:
+            b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, True)
+            acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
+        else:
+            acc = acc * rescale[:, None]
+            for t in tl.static_range(VALUE_HEADS):
+                i_v = (i_k * GROUP + t * VALUE_STEP) // VALUE_GROUP
+                b_v = load_rows(v_ptr + i_v.to(tl.int64) * stride_vh, o_n, stride_vs, S, E, BE, True)
+                b_new = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+                acc = tl.where((i_g // VALUE_STEP == t)[:, None], b_new, acc)
         m = m_new
     i_partial = ((i_b * (H // GROUP) + i_k) * n_splits + i_s).to(tl.int64)
     o_e = tl.arange(0, BE)
@@ -147,15 +162,15 @@ def load_fp32(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASK
 
 @triton.jit
 def walk_keys(
-    first, last, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptr, bias_ptr, stride_km, stride_ks, stride_vs,
+    first, last, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptrs, bias_ptr, stride_km, stride_ks, stride_vs,
     stride_bm, stride_bs,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr,
+    STAGES: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_STEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate accs, ls and ms (one per query) over the keys first to last.
 
-    rows and constants have one entry per query and component.
+    rows and constants have one entry per query and component, v_ptrs one per value head.
     """
     o_i = tl.arange(0, BI)
     # num_stages is set on the loop: the compiler does not pipeline a loop without GEMMs otherwise.
@@ -166,7 +181,8 @@ def walk_keys(
         for i in tl.static_range(BN // BI):
             o_n = i * BI + o_i
             b_k = load_fp32(k_ptr, n, o_n, stride_ks, last, D, BD, MASKED)
-            values = values + (load_fp32(v_ptr, n, o_n, stride_vs, last, E, BE, MASKED),)
+            for t in tl.static_range(VALUE_HEADS):
+                values = values + (load_fp32(v_ptrs[t], n, o_n, stride_vs, last, E, BE, MASKED),)
             for r in tl.static_range(M):
                 if r > 0 and not SHIFTED:
                     b_k = load_fp32(k_ptr + r * stride_km, n, o_n, stride_ks, last, D, BD, MASKED)
@@ -203,7 +219,7 @@ def walk_keys(
                     for r in tl.static_range(1, M):
                         b_p += tl.exp2(xs[(i * M + r) * GROUP + g] - m_safe)
                 l += b_p
-                acc += b_p[:, None] * values[i]
+                acc += b_p[:, None] * values[i * VALUE_HEADS + g // VALUE_STEP]
             new_accs = new_accs + (acc,)
             new_ls = new_ls + (l,)
             new_ms = new_ms + (m,)
@@ -221,6 +237,7 @@ def decode_row(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SHIFTED: tl.constexpr,
     HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, BI: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, COUNTED: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_STEP: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of the keys, for one query of each of GROUP heads, which share every load.
 
@@ -228,7 +245,7 @@ def decode_row(
     are processed one after another by the same threads. Each of the BI lanes has its own running maximum and sums until
     the end, so the loop needs no reduction across threads and is memory-bound. With k_jr = k_j + b_r the exponent is
     linear in k_j except for its norm: lambda_r ((q - tau b_r).k_j - tau |k_j|^2 / 2) plus a term independent of j.
-    BIAS: 1 the same for all keys, 2 one per key.
+    BIAS: 1 the same for all keys, 2 one per key. VALUE_GROUP, VALUE_HEADS, VALUE_STEP: as in `decode_split`.
     """
     i_s, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if COUNTED:
@@ -265,7 +282,10 @@ def decode_row(
         ls = ls + (tl.zeros([BI], tl.float32),)
         ms = ms + (tl.full([BI], -float("inf"), tl.float32),)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
-    v_ptr += i_b.to(tl.int64) * stride_vb + i_k.to(tl.int64) * stride_vh
+    v_ptrs = ()
+    for t in tl.static_range(VALUE_HEADS):
+        i_v = value_head(i_k * GROUP + t * VALUE_STEP, i_k, VALUE_GROUP)
+        v_ptrs = v_ptrs + (v_ptr + (i_b.to(tl.int64) * stride_vb + i_v.to(tl.int64) * stride_vh),)
     first = i_s * split_size
     last = min(first + split_size, S)
     if CAUSAL == 1:
@@ -273,9 +293,9 @@ def decode_row(
     full = first + max(last - first, 0) // BN * BN
     for MASKED in tl.static_range(2):
         accs, ls, ms = walk_keys(
-            full if MASKED else first, last if MASKED else full, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptr,
+            full if MASKED else first, last if MASKED else full, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptrs,
             bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, GROUP, BN, BI, SHIFTED,
-            HARD, BIAS, 1 if MASKED else STAGES, MASKED,
+            HARD, BIAS, 1 if MASKED else STAGES, VALUE_HEADS, VALUE_STEP, MASKED,
         )  # fmt: skip
     i_partial = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)
     n_partials = tl.num_programs(2).to(tl.int64) * HK * n_splits

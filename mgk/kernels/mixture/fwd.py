@@ -41,6 +41,7 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     skip_tile,
     store_rows,
     to_registers,
+    value_head,
 )
 
 
@@ -90,7 +91,7 @@ def tile_weights(
 
 @triton.jit
 def walk_keys(
-    first, last, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src, key_operand_src, i_b, i_k, start_k,
+    first, last, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k,
     key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
     stride_ml, stride_mj, L, S, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
@@ -128,14 +129,14 @@ def walk_keys(
         l += tl.sum(b_p, 1)
         if DROPOUT:
             b_p = tl.where(dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_p, 0.0)
-        b_v = load_tile(v_src, i_b, i_k, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
+        b_v = load_tile(v_src, i_b, i_v, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, l, m
 
 
 @triton.jit
 def attend_tile(
-    full, last, b_q, a, bound, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr,
+    full, last, b_q, a, bound, lam, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k, key_tile, c_ptr, coef_ptr,
     mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S,
     n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
@@ -164,10 +165,10 @@ def attend_tile(
     for MASKED in tl.static_range(2):
         acc, l, m = walk_keys(
             full if MASKED else 0, last if MASKED else full, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src,
-            key_operand_src, i_b, i_k, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset,
-            dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M, D, E, BD, BE, BN,
-            SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not USE_FAST, not USE_FAST or not FACTORED,
-            UNEQUAL, TMA, COMPONENT_GEMM,
+            key_operand_src, i_b, i_k, i_v, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i,
+            causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M, D, E,
+            BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not USE_FAST,
+            not USE_FAST or not FACTORED, UNEQUAL, TMA, COMPONENT_GEMM,
         )  # fmt: skip
     return acc, l, m
 
@@ -181,7 +182,7 @@ def mixture_forward(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for fully masked rows."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -190,6 +191,7 @@ def mixture_forward(
     i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
+    i_v = value_head(i_h, i_k, VALUE_GROUP)
     i_bq, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_bh // H, L, PACKED)
     i_b, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_bh // H, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
@@ -197,7 +199,7 @@ def mixture_forward(
         return
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
     k_src = head_pointer(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
-    v_src = head_pointer(v_src, i_b, i_k, start_k, stride_vb, stride_vh, stride_vs, TMA)
+    v_src = head_pointer(v_src, i_b, i_v, start_k, stride_vb, stride_vh, stride_vs, TMA)
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
     c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
@@ -233,9 +235,9 @@ def mixture_forward(
     for USE_FAST in tl.static_range(2):
         if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
             acc, l, m = attend_tile(
-                full, last, b_q, a, score_bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, start_k,
-                key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks,
-                stride_vs, stride_ml, stride_mj, n_q, n_k, n_key_tiles, M, D, E, BD, BE, BM,
+                full, last, b_q, a, score_bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, i_v,
+                start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,
+                stride_ks, stride_vs, stride_ml, stride_mj, n_q, n_k, n_key_tiles, M, D, E, BD, BE, BM,
                 BN if USE_FAST else GENERAL_BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
             )  # fmt: skip
 

@@ -24,6 +24,8 @@ from mgk.kernels.mixture.launch_config import (  # fmt: skip
     broadcast_strides,
     ceil_div,
     constexprs_of,
+    decode_constexprs,
+    decode_value_heads,
     forward_config,
     key_strides,
     layouts,
@@ -107,19 +109,21 @@ def empty_operand(like: Tensor, rows: int) -> Tensor | None:
     return like.new_empty(rows, COMPONENT_GEMM_WIDTH, dtype=torch.bfloat16) if rows else None
 
 
-def empty_like_bshd(x: Tensor, width: int | None = None) -> Tensor:
+def empty_like_bshd(
+    x: Tensor, width: int | None = None, heads: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Allocate an output or gradient like x with the memory layout of a projection.
 
     [B, H, L, D] or [B, H, M, L, D] is laid out as [B, L, H, (M,) D]: a layer then reshapes it without a copy. `width`
-    replaces D.
+    replaces D, and `heads` H.
     """
+    B, H, *components, L, D = x.shape
+    H, D = H if heads is None else heads, D if width is None else width
     # new_empty_strided instead of a transposed view: users must be able to change the result in place.
-    if x.dim() == 4:
-        B, H, L, D = x.shape
-        E = D if width is None else width
-        return x.new_empty_strided((B, H, L, E), (L * H * E, E, H * E, 1))
-    B, H, M, L, D = x.shape
-    return x.new_empty_strided((B, H, M, L, D), (L * H * M * D, M * D, D, H * M * D, 1))
+    if not components:
+        return x.new_empty_strided((B, H, L, D), (L * H * D, D, H * D, 1), dtype=dtype)
+    (M,) = components
+    return x.new_empty_strided((B, H, M, L, D), (L * H * M * D, M * D, D, H * M * D, 1), dtype=dtype)
 
 
 def leading_strides(x: Tensor | None, n: int) -> tuple[int, ...]:
@@ -155,7 +159,7 @@ def preprocess(args: MixtureArgs, prepared: Tensor, stats: Tensor) -> None:
 def launch_forward(args: MixtureArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, prepared and stats of `ops.forward_op`."""
     query, value = args.query, args.value
-    (B, H, L, _), (_, HK, S, E) = query.shape, value.shape
+    (B, H, L, _), HK, (S, E) = query.shape, args.keys.shape[1], value.shape[2:]
     out = empty_like_bshd(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
     prepared, stats = empty_workspace(lse, HK, args.components, count_key_tiles(args.cu_k, B, S))
@@ -246,7 +250,8 @@ def chunks(batch: int, key_heads: int, chunk_heads: int) -> Iterator[tuple[slice
 def launch_inference(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tensor | None]:
     """Return out and lse (None unless return_lse) as `launch_forward` does, chunk by chunk if the call is large."""
     query, value, shift, cu_q = args.query, args.value, args.shift, args.cu_q
-    (B, H, L, D), (_, HK, S, E), M = query.shape, value.shape, args.components
+    (B, H, L, D), (_, HV, S, E), M = query.shape, value.shape, args.components
+    HK = args.keys.shape[1]
     out = empty_like_bshd(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32) if return_lse else None
     # Not in chunks: packed sequences, which share a batch entry, and dropout, whose random numbers depend on the head.
@@ -254,6 +259,8 @@ def launch_inference(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tenso
     if out.numel() and S and cu_q is None and args.dropout_p == 0:
         block = select_block(CHUNK_KEY, padded_width(max(D, E)), M, shift is not None, query.element_size())
         chunk_heads = key_heads_per_chunk(B, H, HK, L, S, M, block)
+        # Key heads with the value heads of other chunks: only batch entries are separated.
+        chunk_heads = chunk_heads if HK == HV else max(chunk_heads, HK)
     if chunk_heads >= B * HK:
         prepared, stats = empty_workspace(query, HK, M, count_key_tiles(args.cu_k, B, S))
         forward_into(out, lse, prepared, stats, args)
@@ -271,8 +278,9 @@ def launch_inference(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tenso
 
     for batch, keys in chunks(B, HK, chunk_heads):
         rows = slice(keys.start * group, keys.stop * group)
+        values = keys if HK == HV else slice(0, HV)
         chunk = args._replace(
-            query=take(query, batch, rows), keys=take(args.keys, batch, keys), value=take(value, batch, keys),
+            query=take(query, batch, rows), keys=take(args.keys, batch, keys), value=take(value, batch, values),
             shift=None if shift is None else shift[keys], bias=take(args.bias, batch, keys),
             scale_t=None if args.scale_t is None else args.scale_t[keys],
             tau_t=None if args.tau_t is None else args.tau_t[keys], mask=take(args.mask, batch, rows),
@@ -294,22 +302,6 @@ def _leading(prepared: Tensor, stats: Tensor, heads: int, key_tiles: int) -> tup
 # Maximum number of exponents per key (queries that share it times components) for decoding without GEMMs: more take
 # longer than reading the keys.
 MAX_ROW_SCORES = 8
-DECODE_CONSTEXPRS = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
-
-
-@functools.cache
-def _decode_constexprs(
-    constexprs: tuple[tuple[str, Any], ...], rows: int, block_n: int, keys_at_once: int, stages: int, bias: int,
-    counted: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the constexprs of `decode_row` or, with keys_at_once 0, of `decode_split`."""
-    shared = dict(constexprs)
-    common = {name: shared[name] for name in DECODE_CONSTEXPRS} | {"BN": block_n}
-    if keys_at_once:
-        return common | {"GROUP": rows, "BI": keys_at_once, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
-    return common | {
-        "BM": rows, "MASK": shared["MASK"], "BIAS": bias > 0, "PRECISION": shared["PRECISION"], "COUNTED": counted
-    }  # fmt: skip
 
 
 @functools.cache
@@ -321,7 +313,7 @@ def _num_sms(device: torch.device) -> int:
 def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return out and lse of `ops.decode_op`."""
     query, keys, value, shift, bias, scale_t, tau_t, mask, _, _, _, scale, tau, constant, _, _, _, _, _ = args
-    (B, H, L, _), (_, HK, S, E), shifted = query.shape, value.shape, shift is not None
+    (B, H, L, _), HK, (S, E), shifted = query.shape, keys.shape[1], value.shape[2:], shift is not None
     out = query.new_empty(B, H, L, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
     if out.numel() == 0:
@@ -332,20 +324,21 @@ def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tenso
     mask = None if mask is None else mask.expand(B, H, L, S)
     bias_strides = (0,) * 4 if bias is None else broadcast_strides(bias.shape, bias.stride())
     group = H // HK
+    value_heads = decode_value_heads(group, args.value_group)
     by_rows = L == 1 and mask is None and group * shared["M"] <= MAX_ROW_SCORES
     width, size, tiles = max(shared["BD"], shared["BE"]), query.element_size(), 1 if shifted else shared["M"]
     if by_rows:
-        block_n, num_warps, stages, programs_per_sm = select_decode_config(width, tiles + 1, size)
+        block_n, num_warps, stages, programs_per_sm = select_decode_config(width, tiles + value_heads[1], size)
     else:
         keys_in_shared = (1 << 15) // (width * size * tiles)
         block_n = min(128, max(16, 1 << (keys_in_shared.bit_length() - 1)))
         num_warps, stages, programs_per_sm = 4, 2, 4
     rows = group if by_rows else padded_width(group * L)
-    constexprs = _decode_constexprs(
+    constexprs = decode_constexprs(
         tuple(shared.items()), rows, block_n,
         # A thread reads 16 bytes.
         min(block_n, max(1, num_warps * 32 * 16 // (width * size))) if by_rows else 0, stages,
-        0 if bias is None else 1 + (bias_strides[3] != 0), count is not None,
+        0 if bias is None else 1 + (bias_strides[3] != 0), count is not None, value_heads,
     )  # fmt: skip
     # One wave of programs, with at least two blocks of keys each.
     splits = max(1, min(programs_per_sm * _num_sms(query.device) // (B * HK), ceil_div(S, 2 * block_n)))
@@ -383,7 +376,8 @@ def launch_backward(
     (
         query, keys, value, shift, _, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, _, dropout_p, causal, _, _, _,
     ) = args  # fmt: skip
-    (B, H, L, D), (_, HK, S, _), M = query.shape, value.shape, prepared.shape[2]
+    (B, H, L, D), S, M = query.shape, value.shape[2], prepared.shape[2]
+    HK, HV, HP = args.head_counts
     dq, dk, dv = empty_like_bshd(query), empty_like_bshd(keys), empty_like_bshd(value)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == FULL_PRIOR_GRAD else None
     dmask = (lse.new_zeros if causal else lse.new_empty)(B, H, L, S) if mask_grad else None
@@ -415,6 +409,10 @@ def launch_backward(
         parts if dmask is None else dmask, row_vectors, row_operand,
         *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts), floats,
     )  # fmt: skip
+    # With different numbers of key and value heads, the kernel writes fp32 parts of the gradients, one per pair head.
+    pair_dk = dk if HK == HP else empty_like_bshd(keys, heads=HP, dtype=torch.float32)
+    pair_dv = dv if HV == HP else empty_like_bshd(value, heads=HP, dtype=torch.float32)
+    pair_dbias = dbias if dbias is None or HK == HP else lse.new_empty(B, HP, M, S)
     for spec, block_m, tma_rows in config.dkdv:
         launch(
             spec,
@@ -422,8 +420,11 @@ def launch_backward(
             *as_descriptors(tma_queries, block_m, grad),
             TensorDescriptor(row_vectors, row_vectors.shape, row_vectors.stride(), [1, block_m]) if tma_rows
             else row_vectors,
-            *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, dk, dv,
-            parts if dbias is None else dbias, parts), floats,
+            *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, pair_dk, pair_dv,
+            parts if dbias is None else pair_dbias, parts), floats,
         )  # fmt: skip
+    for total, pairs in ((dk, pair_dk), (dv, pair_dv), (dbias, pair_dbias)):
+        if total is not None and pairs is not None and pairs is not total:
+            total.copy_(pairs.unflatten(1, (total.shape[1], -1)).sum(2))
     launch(config.add_parts, (parts, sums))
     return dq, dk, dv, dbias, sums, dmask

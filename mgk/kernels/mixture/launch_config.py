@@ -179,7 +179,8 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     args, (out,) = _args_of_layouts(tensors, flags)
     query, keys, value, shift, hard, small = args.query, args.keys, args.value, args.shift, flags.hard, flags.small
     constexprs = constexprs_of(args, flags.precision)
-    (_, H, L, D), (HK, S, E), M, shifted = query.shape, value.shape[1:], constexprs["M"], shift is not None
+    (_, H, L, D), HK, (S, E), M = query.shape, keys.shape[1], value.shape[2:], constexprs["M"]
+    shifted = shift is not None
     num_sequences, size, key_tiles = args.num_sequences, query.dtype.itemsize, flags.num_key_tiles
     # The values of a float mask have no bound that is known in advance.
     fast = flags.bounded and constexprs["MASK"] != 2 and (not small or (_is_factored(constexprs) and M > 2))
@@ -189,7 +190,10 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     )  # fmt: skip
     block = flags.select_block(key, max(constexprs["BD"], constexprs["BE"]), M, shifted, size)
     tiles = ceil_div(args.max_q, block.block_m)
-    constexprs.update(BM=block.block_m, BN=block.block_n, TMA=tma, IN_REGISTERS=block.operand_in_registers)
+    constexprs.update(
+        BM=block.block_m, BN=block.block_n, VALUE_GROUP=args.value_group, TMA=tma,
+        IN_REGISTERS=block.operand_in_registers,
+    )  # fmt: skip
     component_gemm = _uses_component_gemm(block, fast and _is_factored(constexprs), M)
     paths = _paths(fast, small)
     heads = num_sequences * H
@@ -251,7 +255,8 @@ def backward_config(
     query, keys, value, shifted = args.query, args.keys, args.value, args.shift is not None
     hard, small, key_tiles, num_sequences = flags.hard, flags.small, flags.num_key_tiles, args.num_sequences
     constexprs = constexprs_of(args, flags.precision)
-    (B, H, L, D), (HK, S, E), M = query.shape, value.shape[1:], constexprs["M"]
+    (B, H, L, D), (S, E), M = query.shape, value.shape[2:], constexprs["M"]
+    HK, HV, HP = args.head_counts
     width, size = max(constexprs["BD"], constexprs["BE"]), query.dtype.itemsize
     # Blocks of small calls have one or two warps: the registers of masks, dropout and several scales would not fit.
     use_small_blocks = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
@@ -275,42 +280,42 @@ def backward_config(
     else:
         passes = [(DK_ONLY, dkdv_block), (DV_ONLY, select(dkdv_key._replace(pass_="dv")))]
     q_tiles, k_tiles = ceil_div(args.max_q, dq_block.block_m), [ceil_div(args.max_k, b.block_n) for _, b in passes]
-    heads, key_heads = num_sequences * H, num_sequences * HK
+    heads, all_pairs = num_sequences * H, num_sequences * HP
     query_parts = num_sequences * (H // HK) * q_tiles
     row_length = B * H * ceil_div(L, ROWS_PER_TILE) * ROWS_PER_TILE
     strides = (
         *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(args.mask),
-        *grad.strides[:3], row_length, H // HK,
+        *grad.strides[:3], row_length,
     )  # fmt: skip
     paths = _paths(fast, small)
     # The dkdv kernel is GENERAL for hard independent keys, whose components differ before one is chosen, and for dk and
     # dv of independent keys together, which leave no registers for the fast form.
     dkdv_paths = paths if shifted or (len(passes) > 1 and not hard) else (GENERAL.value,)
     dq = LaunchSpec(
-        mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, *out.strides[:3]),
+        mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, H // HK, *out.strides[:3]),
         (H, L, S, key_tiles, q_tiles, heads, _heads_in_l2(heads, (D * (1 if shifted else M) + E) * size * S)),
         dict(constexprs, BM=dq_block.block_m, BN=dq_block.block_n, DMASK=mask_grad, DLSE=grad_lse is not None,
-        TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad),
+        VALUE_GROUP=args.value_group, TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad),
         dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths,
     )  # fmt: skip
     dkdv = []
     for (outputs, block), tiles in zip(passes, k_tiles, strict=True):
         tma_rows = tma and block.tma_rows
         spec = LaunchSpec(
-            mixture_backward_dkdv, (tiles * key_heads, 1, 1), strides,
-            (H, L, S, key_tiles, tiles, key_heads, q_tiles, query_parts,
-            _heads_in_l2(key_heads, (D + E) * size * L * H // HK)),
-            dict(constexprs, BM=block.block_m, BN=block.block_n, BQ=dq_block.block_m, TMA=tma_queries,
-            IN_REGISTERS=block.operand_in_registers, PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows,
-            OUTPUTS=outputs.value, PRIOR=prior_grad),
+            mixture_backward_dkdv, (tiles * all_pairs, 1, 1), (*strides, H // HP),
+            (H, L, S, key_tiles, tiles, all_pairs, q_tiles, query_parts,
+            _heads_in_l2(all_pairs, (D + E) * size * L * H // HP)),
+            dict(constexprs, BM=block.block_m, BN=block.block_n, BQ=dq_block.block_m, KEY_REPEAT=HP // HK,
+            VALUE_REPEAT=HP // HV, TMA=tma_queries, IN_REGISTERS=block.operand_in_registers,
+            PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows, OUTPUTS=outputs.value, PRIOR=prior_grad),
             block.num_warps, block.num_stages, block.maxnreg, dkdv_paths,
         )  # fmt: skip
         dkdv.append(DkdvLaunch(spec, block.block_m, tma_rows))
     # The GEMM operands are bf16, which has fewer digits than fp16 gradients.
     key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, dkdv_block))
-    shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0]
+    shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0] * (HP // HK)
     entries = summed_entries(M, shift_entries, prior_grad == SUMMED_PRIOR_GRAD)
-    max_tiles = max(H * q_tiles, *(HK * n for n in k_tiles))  # the kernels reuse one buffer of flags
+    max_tiles = max(H * q_tiles, *(HP * n for n in k_tiles))  # the kernels reuse one buffer of flags
     return BackwardConfig(
         dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M, row_length), num_spreads=heads * q_tiles,
         num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),
@@ -322,3 +327,34 @@ def backward_config(
             "BLOCK_ROWS": PART_ROWS, "BLOCK_COLS": PART_COLS}, num_warps=8,
         ),
     )  # fmt: skip
+
+
+DECODE_CONSTEXPRS = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
+
+
+@functools.cache
+def decode_constexprs(
+    constexprs: tuple[tuple[str, Any], ...], rows: int, block_n: int, keys_at_once: int, stages: int, bias: int,
+    counted: bool, value_heads: tuple[int, int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the constexprs of `decode_row` or, with keys_at_once 0, of `decode_split`."""
+    shared = dict(constexprs)
+    values = dict(zip(("VALUE_GROUP", "VALUE_HEADS", "VALUE_STEP"), value_heads, strict=True))
+    common = {name: shared[name] for name in DECODE_CONSTEXPRS} | {"BN": block_n}
+    if keys_at_once:
+        row = {"GROUP": rows, "BI": keys_at_once, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
+        return common | row | values
+    split = {"BM": rows, "MASK": shared["MASK"], "BIAS": bias > 0, "PRECISION": shared["PRECISION"]}
+    return common | split | {"COUNTED": counted} | values
+
+
+def decode_value_heads(group: int, value_group: int) -> tuple[int, int, int]:
+    """Return the constexprs VALUE_GROUP, VALUE_HEADS and VALUE_STEP of the decode kernels.
+
+    A program reads as many value heads as its group of query heads has, or one for each query head if they begin at
+    different heads of the groups.
+    """
+    if value_group == 0 or value_group % group == 0:
+        return value_group, 1, group
+    heads = group // value_group if group % value_group == 0 else group
+    return value_group, heads, group // heads

@@ -36,7 +36,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
     args = MixtureArgs(*flat)
     query = args.query
     B, H, L, _ = query.shape
-    HK, S, E = args.value.shape[1:]
+    HK, (S, E) = args.keys.shape[1], args.value.shape[2:]
     tiles = count_key_tiles(args.cu_k, B, S)
     empty = lambda *shape: query.new_empty(*shape, dtype=torch.float32)  # noqa: E731
     prepared, stats = empty(2, HK, args.components, tiles * KEYS_PER_TILE), empty(HK, tiles, 4)
@@ -118,7 +118,7 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *_, mask_grad, prior_grad = flat
     B, H, L, D = query.shape
-    HK, S = value.shape[1:3]
+    HK, S = keys.shape[1], value.shape[2]
     M = prepared.shape[2]
     dmask = lse.new_empty(B, H, L, S) if mask_grad else lse.new_empty(0)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == FULL_PRIOR_GRAD else lse.new_empty(0)
@@ -167,7 +167,7 @@ def _gradients(
     dq, dk, dv, dbias, sums, dmask = launch(
         grad, grad_lse, out, lse, prepared, stats, args, need.mask, prior_grad
     )  # fmt: skip
-    M, D, HK = prepared.shape[2], query.shape[3], value.shape[1]
+    M, D, HK = prepared.shape[2], query.shape[3], keys.shape[1]
     taus = 0 if shift is None else HK * M * D
     scales = taus + HK
     if prior_grad == SUMMED_PRIOR_GRAD:

@@ -43,6 +43,24 @@ def schedule(n_tiles, n_heads, SECTION):
 
 
 @triton.jit
+def value_head(i_h, i_k, VALUE_GROUP: tl.constexpr):
+    """Return the value head of query head i_h with key head i_k; VALUE_GROUP 0: values have the key heads."""
+    if VALUE_GROUP:
+        return i_h // VALUE_GROUP
+    else:
+        return i_k
+
+
+@triton.jit
+def shared_head(i_p, REPEAT: tl.constexpr):
+    """Return the head of which i_p is one of REPEAT repetitions."""
+    if REPEAT == 1:
+        return i_p
+    else:
+        return i_p // REPEAT
+
+
+@triton.jit
 def padded_rows(n):
     """Return the padded length of a head's row vectors."""
     return tl.cdiv(n, ROW_ALIGNMENT) * ROW_ALIGNMENT

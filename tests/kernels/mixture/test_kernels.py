@@ -42,7 +42,9 @@ def small_blocks(monkeypatch):
         )
 
 
-def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, **options):
+def case(
+    variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, Hv=None, **options
+):  # fmt: skip
     """Return the float64 tensors of a call by argument name, and the options that are not tensors."""
     g = torch.Generator().manual_seed(seed)
 
@@ -50,7 +52,7 @@ def case(variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, p
         """Draw uniform numbers of variance 1: without outliers, the maximal error varies little between draws."""
         return 12**0.5 * (torch.rand(*shape, generator=g, dtype=torch.float64) - 0.5)
 
-    leaves = {"query": std * randn(B, H, L, D), "value": randn(B, Hk, S, E)}
+    leaves = {"query": std * randn(B, H, L, D), "value": randn(B, Hv or Hk, S, E)}
     leaves["keys"] = std * (randn(B, Hk, S, D) if variant == "smgk" else randn(B, Hk, M, S, D))
     if variant == "smgk":
         leaves["shift"] = 0.7 * randn(Hk, M, D)
