@@ -162,3 +162,8 @@ def test_configuration_of_transformers():
     # Configurations of earlier versions lack the field.
     before = {name: value for name, value in converted.to_dict().items() if name != "num_key_heads"}
     assert MGKConfig.from_dict(before).settings() == DecoderConfig(11, num_heads=4)
+
+
+def test_configuration_with_a_wrong_number_of_key_heads():
+    with pytest.raises(ValueError, match=r"^num_key_heads must be a positive integer"):
+        DecoderConfig(11, num_key_heads=0)

@@ -24,8 +24,9 @@ REGISTERED_LAYERS: dict[str, Callable[..., nn.Module]] = {}
 def check_attention_fields(config: DecoderConfig | EncoderConfig | VisionConfig) -> None:
     """Check the fields of a configuration that all models pass to their attention layers."""
     positive_integer("num_components", config.num_components)
-    if config.num_kv_heads is not None:
-        positive_integer("num_kv_heads", config.num_kv_heads)
+    for name in ("num_kv_heads", "num_key_heads"):
+        if getattr(config, name) is not None:
+            positive_integer(name, getattr(config, name))
     number("dropout", config.dropout, 0, 1)
     if config.attention_dropout is not None:
         number("attention_dropout", config.attention_dropout, 0, 1)
