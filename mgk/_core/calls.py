@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mgk._core.masks import and_mask, as_additive, as_bool
+from mgk._core.masks import and_mask, as_additive, as_bool, attended_keys
 from mgk._core.validation import (
     check_causal,
     check_cu_seqlens,
@@ -112,6 +112,19 @@ class MixtureCall(AttentionCall):
             return self
         valid = torch.arange(self.keys.shape[-2], device=self.query.device) < self.num_valid_keys
         return replace(self, attn_mask=and_mask(valid[None, None, None], self.attn_mask), num_valid_keys=None)
+
+    def with_zeroed_padding(self) -> MixtureCall:
+        """Return the same call with zeros in the keys and values that attn_mask masks for every query.
+
+        They have weight 0, but products with very large ones overflow: 0 times infinity would be NaN.
+        """
+        if self.attn_mask is None:
+            return self
+        masked, masked_values = (
+            ~attended_keys(self.attn_mask, group).unsqueeze(-1) for group in (self.group, self.value_group)
+        )
+        keys = self.keys.masked_fill(masked if self.shift is not None else masked.unsqueeze(2), 0)
+        return replace(self, keys=keys, value=self.value.masked_fill(masked_values, 0))
 
     @property
     def equal_scale(self) -> bool:

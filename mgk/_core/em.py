@@ -31,6 +31,7 @@ def statistics_by_equations(call: MixtureCall, real_queries: Tensor | None = Non
         call: Call whose masks and causality limit the pairs.
         real_queries: bool [B, L], False for queries to leave out, such as padding. None includes all.
     """
+    call = call.with_zeroed_padding()
     with without_autocast(call.query):
         query, keys, _, log_prior, scale, tau = expand_inputs(call)
         batch, heads, queries, _ = query.shape
@@ -39,7 +40,7 @@ def statistics_by_equations(call: MixtureCall, real_queries: Tensor | None = Non
         count = query.new_zeros(batch, heads, call.components, length)
         pairs = query.new_zeros(batch, heads, length)
         spread = torch.zeros_like(count)
-        key_norm = keys.square().sum(-1)
+        key_norm = equations.squared_norms(keys)
         for rows in query_blocks(call):
             block = query[:, :, rows]
             gamma = equations.responsibilities(block, keys, log_prior, scale=scale, tau=tau)  # [B, H, l, M, S]

@@ -39,7 +39,12 @@ def map_features(call: LinearCall) -> Features:
     """Apply the feature map of a call to its queries and keys, and mix the components."""
     dtype = compute_dtype(call.query.dtype)
     with without_autocast(call.query):
-        keys = call.component_keys(dtype)
+        keys, value = call.component_keys(dtype), call.value.to(dtype)
+        if call.key_mask is not None:
+            # Features of very large padding overflow, and 0 times infinity is NaN in their gradients.
+            masked = ~call.key_mask[:, None, :]
+            keys = keys.masked_fill(masked[:, :, None, :, None], 0)
+            value = value.masked_fill(masked.unsqueeze(-1), 0)
         log_prior = None if call.log_prior is None else call.log_prior.to(dtype)
         query = call.feature_map(call.query.to(dtype))
         log_weight = None
@@ -48,12 +53,11 @@ def map_features(call: LinearCall) -> Features:
         else:
             key = equations.mixed_features(keys, log_prior, call.feature_map)
         if call.key_mask is not None:
-            masked = ~call.key_mask[:, None, :]
             key = key.masked_fill(masked.unsqueeze(-1), 0)
             log_weight = None if log_weight is None else log_weight.masked_fill(masked, -math.inf)
         if query.shape[:-1] != call.query.shape[:-1] or key.shape[-1] != query.shape[-1]:
             raise ValueError(f"feature_map must map [..., D] to [..., F], got {list(query.shape)}, {list(key.shape)}")
-        return Features(query, key, log_weight, call.value.to(dtype))
+        return Features(query, key, log_weight, value)
 
 
 def _mix_scaled_features(feature_map: Any, keys: Tensor, log_prior: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,19 @@ def as_bool(mask: Tensor) -> Tensor:
     return mask > -math.inf if mask.dtype == torch.float16 else mask >= MASK_VALUE
 
 
+def attended_keys(mask: Tensor, group: int) -> Tensor:
+    """Return which keys any query of their head attends to, bool [B or 1, Hk or 1, S or 1].
+
+    Args:
+        mask: Bool (True = attend) or additive, broadcastable to [B, H, L, S].
+        group: Number of query heads per key head.
+    """
+    attended = as_bool(mask).any(-2)
+    if group > 1 and attended.shape[1] > 1:
+        attended = attended.unflatten(1, (-1, group)).any(2)
+    return attended
+
+
 def cu_seqlens_to_segments(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return the sequence index of each of `length` rows and its position in the sequence, both [length]."""
     rows = torch.arange(length, device=cu_seqlens.device)

@@ -49,6 +49,7 @@ def unsupported_reason(call: MixtureCall) -> str | None:
 
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Return the output [B, H, L, E], the lse [B, H, L], and None for the weights."""
+    call = call.with_zeroed_padding()
     dtype = compute_dtype(call.query.dtype)
     with without_autocast(call.query):
         query, keys, value = add_logit_features(call, dtype)

@@ -27,6 +27,7 @@ def unsupported_reason(call: MixtureCall | LinearCall) -> None:
 
 def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the output [B, H, L, E], the lse [B, H, L], and the weights [B, H, L, S] if requested."""
+    call = call.with_zeroed_padding()
     with without_autocast(call.query):
         query, keys, value, log_prior, scale, tau = expand_inputs(call)
         bias = call.attn_mask

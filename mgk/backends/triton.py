@@ -44,15 +44,46 @@ DECODE_HEADS = 32
 MAX_BATCH = 65_535
 # The linear kernels index the heads of all batch entries by the grid's second axis.
 MAX_HEADS = 65_535
+# Major compute capabilities for which Triton 3.7 does not compile the mixture kernels (benchmarks/compiled.py --arch
+# 100): data-center Blackwell and Thor, whose tensor cores use a separate memory. The kernels of linear attention compile.
+UNSUPPORTED_BY_MIXTURE = (10, 11)
 # Codes of causal alignments and feature maps in the kernels.
 CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 MAPS = {FEATURE_MAPS["elu"]: 0, FEATURE_MAPS["relu"]: 1}
+
+
+_capabilities: dict[int, tuple[int, int]] = {}
+
+
+def device_capability(index: int) -> tuple[int, int]:
+    """Return the compute capability of a GPU, read once."""
+    if index not in _capabilities:
+        _capabilities[index] = torch.cuda.get_device_capability(index)
+    return _capabilities[index]
+
+
+# A constant to torch.compile, which cannot trace the query of a device.
+device_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _unsupported_gpu_reason(call: MixtureCall | LinearCall) -> str | None:
+    if torch.version.hip is not None:
+        return "the kernels do not compile on ROCm"
+    if isinstance(call, MixtureCall):
+        major, minor = device_capability(call.query.get_device())
+        if major in UNSUPPORTED_BY_MIXTURE:
+            return f"the mixture kernels do not compile for GPUs of compute capability {major}.{minor}"
+    return None
 
 
 def _unsupported_platform_reason(call: MixtureCall | LinearCall) -> str | None:
     if NO_TRITON is not None:
         return NO_TRITON
     query = call.query
+    if query.is_cuda:
+        reason = _unsupported_gpu_reason(call)
+        if reason is not None:
+            return reason
     if not query.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels require a CUDA device, but query is on {query.device.type}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.tile import (
+    FP32_MAX,
     LOG2E,
     apply_mask,
     as_columns,
@@ -91,7 +92,8 @@ def decode_split(
             b_k = keys[0 if SHIFTED else r].to(tl.float32)
             if SHIFTED:
                 b_k += load_shift(shift_ptr, i_k, r, M, D, BD)[None, :]
-            b_c = constant - 0.5 * tau * lam[r] * tl.sum(b_k * b_k, 1)
+            # At most FP32_MAX, as in `preprocess`.
+            b_c = constant - 0.5 * tau * lam[r] * tl.minimum(tl.sum(b_k * b_k, 1), FP32_MAX)
             if BIAS:
                 p_bias = bias_ptr + r * stride_bm + o_n * stride_bs
                 b_c += tl.load(p_bias, mask=o_n < S, other=0.0).to(tl.float32)
@@ -187,7 +189,7 @@ def walk_keys(
                 if r > 0 and not SHIFTED:
                     b_k = load_fp32(k_ptr + r * stride_km, n, o_n, stride_ks, last, D, BD, MASKED)
                 if r == 0 or not SHIFTED:
-                    b_norm = 0.5 * tau * tl.sum(b_k * b_k, 1)
+                    b_norm = 0.5 * tau * tl.minimum(tl.sum(b_k * b_k, 1), FP32_MAX)
                 if BIAS == 2:
                     p_bias = bias_ptr + r * stride_bm + (n + o_n) * stride_bs
                     b_bias = tl.load(p_bias, mask=n + o_n < last, other=0.0) if MASKED else tl.load(p_bias)

@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.component_gemm import gemm_operand
-from mgk.kernels.mixture.tile import KEY_TILE, LOG2E, load_scales, sequence_bounds
+from mgk.kernels.mixture.tile import FP32_MAX, KEY_TILE, LOG2E, load_scales, sequence_bounds
+
+# Lowest reference if every sampled key is masked: their c may be any number.
+LOWEST_REFERENCE = tl.constexpr(-1024.0)
 
 
 @triton.jit
@@ -17,7 +20,10 @@ def squared_norms(
     k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Return |k_jr|^2 for each r, and |k_j|^2 (independent keys: max_r |k_jr|^2)."""
+    """Return |k_jr|^2 for each r, and |k_j|^2 (independent keys: max_r |k_jr|^2), at most FP32_MAX.
+
+    Infinite norms of masked keys would give NaN: tau = 0 times infinity, or their difference to an infinite lse.
+    """
     norm = tl.zeros([KEY_TILE], tl.float32)
     norms = ()
     for _ in tl.static_range(M):
@@ -37,10 +43,12 @@ def squared_norms(
                 b_kr = tl.load(p_k + r * stride_km, mask=m_jd, other=0.0).to(tl.float32)
             updated = updated + (norms[r] + tl.sum(b_kr * b_kr, 1),)
         norms = updated
-    if not SHIFTED:
-        for r in tl.static_range(M):
-            norm = tl.maximum(norm, norms[r])
-    return norms, norm
+    finite = ()
+    for r in tl.static_range(M):
+        finite = finite + (tl.minimum(norms[r], FP32_MAX),)
+        if not SHIFTED:
+            norm = tl.maximum(norm, finite[r])
+    return finite, tl.minimum(norm, FP32_MAX)
 
 
 @triton.jit(do_not_specialize=["HK", "S", "n_key_tiles", "n_tiles"])
@@ -71,15 +79,24 @@ def prepare_keys(
     if SHIFTED:
         shift_ptr += i_h * M * D
     # The reference is the largest c, without priors, of KEY_TILE keys spread over the sequence. The statistics hold the
-    # range of c around it.
+    # range of c around it. Masked keys count only if all of the sample is masked.
     o_sample = (tl.arange(0, KEY_TILE) * n_keys.to(tl.int64) // KEY_TILE).to(tl.int32)
     norms, _ = squared_norms(k_ptr, shift_ptr, o_sample, o_sample < n_keys, stride_km, stride_ks, M, D, BC, SHIFTED)
+    if BIAS:
+        bias_ptr += i_b.to(tl.int64) * stride_bb + i_h * stride_bh + start.to(tl.int64) * stride_bs
     ref = -float("inf")
+    masked_ref = LOWEST_REFERENCE
     for r in tl.static_range(M):
-        ref = tl.maximum(ref, tl.max((constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E, 0))
+        b_c = (constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E
+        if BIAS:
+            b_bias = tl.load(bias_ptr + r * stride_bm + o_sample * stride_bs, mask=o_sample < n_keys, other=0.0)
+            masked_ref = tl.maximum(masked_ref, tl.max(b_c, 0))
+            b_c = tl.where(b_bias.to(tl.float32) < -1e30, -float("inf"), b_c)
+        ref = tl.maximum(ref, tl.max(b_c, 0))
+    ref = tl.where(ref > -float("inf"), ref, masked_ref)
     norms, norm = squared_norms(k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M, D, BC, SHIFTED)
     if BIAS:
-        bias_ptr += i_b.to(tl.int64) * stride_bb + i_h * stride_bh + (start + o_j) * stride_bs
+        bias_ptr += o_j * stride_bs
     high = -float("inf")
     low = float("inf")
     factors = ()

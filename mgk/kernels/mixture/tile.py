@@ -8,6 +8,7 @@ the tile is transposed (`bwd_dkdv`). README.md of `mgk.kernels` has the formulas
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 import os
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,6 +19,7 @@ KEY_TILE = tl.constexpr(128)
 # have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
+FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
 SAFE_RANGE = tl.constexpr(80.0)
 # The same if the mixture sum is also computed for masked pairs, whose exponentials must not overflow.
