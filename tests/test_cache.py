@@ -167,6 +167,32 @@ def test_reorder(variant, options):
         cache.reorder(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("change", ["reorder", "take"])
+def test_rows_move_with_their_positions(change):
+    """With left padding the rows have different positions, which select the priors of cached keys."""
+    layer, x = make("mgk-em", max_positions=L), randn(2, 6, EMBED)
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
+    padding = torch.tensor([[False] * 6, [True] * 3 + [False] * 3])
+    rows = torch.tensor([1, 0])
+    cache = layer.make_cache(2, 6)
+    layer(x[:, :5], cache=cache, key_padding_mask=padding[:, :5], position_ids=ids[:, :5])
+    getattr(cache, change)(rows)
+    last = layer(x[rows, 5:], cache=cache, key_padding_mask=padding[rows], position_ids=ids[rows, 5:])
+    close(last[0], layer(x[1:, 3:])[0, -1:])
+    close(last[1], layer(x[:1])[0, -1:])
+
+
+@pytest.mark.parametrize("variant", ["softmax", "smgk", "mgk-hard"])
+def test_padding_applies_to_a_single_decoding_step(variant):
+    layer, x = make(variant), randn(2, 6, EMBED)
+    padding = torch.tensor([[False] * 6, [True] * 3 + [False] * 3])
+    cache = layer.make_cache(2, 6)
+    layer(x[:, :5], cache=cache, key_padding_mask=padding[:, :5])
+    last = layer(x[:, 5:], cache=cache, key_padding_mask=padding)
+    close(last[1], layer(x[1:, 3:])[0, -1:])
+    assert (last[1] - layer(x[1:])[0, -1:]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("variant", mgk.VARIANTS)
 def test_enlarge_and_take(variant, options):
@@ -209,6 +235,17 @@ def test_crop_discards_tokens(variant):
     for length in (-1, L + 1, 2.0, "0", True):
         with pytest.raises(ValueError, match=f"length must be an integer from 0 to the {L} tokens .*, got {length!r}"):
             cache.crop(length)
+
+
+def test_crop_keeps_the_padding_of_the_remaining_tokens():
+    layer, x = make("smgk"), randn(2, L, EMBED)
+    padding = (torch.arange(L) < 2).expand(2, L)
+    cache = layer.make_cache(2, L)
+    layer(x[:, :8], cache=cache, key_padding_mask=padding[:, :8])
+    cache.crop(5)
+    with pytest.raises(ValueError, match="key_padding_mask was given for earlier tokens"):
+        layer(x[:, 5:6], cache=cache)
+    close(layer(x[:, 5:], cache=cache, key_padding_mask=padding), layer(x, key_padding_mask=padding)[:, 5:])
 
 
 def test_crop_to_zero_discards_padding():
