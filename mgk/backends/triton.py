@@ -44,8 +44,8 @@ DECODE_HEADS = 32
 MAX_BATCH = 65_535
 # The linear kernels index the heads of all batch entries by the grid's second axis.
 MAX_HEADS = 65_535
-# Major compute capabilities for which Triton 3.7 does not compile the mixture kernels (benchmarks/compiled.py --arch
-# 100): data-center Blackwell and Thor, whose tensor cores use a separate memory. The kernels of linear attention compile.
+# Major compute capabilities for which Triton 3.7 does not compile the mixture kernels: B200 and Thor, whose tensor
+# cores use a separate memory (benchmarks/compiled.py --arch 100). The kernels of linear attention compile.
 UNSUPPORTED_BY_MIXTURE = (10, 11)
 # Codes of causal alignments and feature maps in the kernels.
 CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
