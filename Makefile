@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-quick test-hf test-oldest test-faults test-gpu docs lint format bench clean
+.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-gpu docs lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ test-oldest: $(OLDEST)/.installed ## Run the tests that do not need a GPU under 
 
 test-faults: $(STAMP) ## Kill, stop and starve a run at every operation, damage its files, and write results/faults.csv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --results results/faults.csv
+
+test-mutants: $(STAMP) ## Run the tests against copies with one wrong line each; writes results/mutants.csv (half an hour)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise python3) in SHARDS processes
 	@mkdir -p build; for part in $$(seq $(SHARDS)); do \

@@ -89,3 +89,12 @@ def test_best_model_before_a_resume_is_kept(trained, tmp_path):
     stored = load_model(tmp_path / "best")
     assert torch.equal(torch.nn.utils.parameters_to_vector(stored.parameters()), best + 1.0)
     assert trained.best == {"accuracy": 0.7, "step": 18}
+
+
+@pytest.mark.parametrize("name, better, worse", [("classification", 0.6, 0.5), ("language-model", 20.0, 21.0)])
+def test_metrics_have_a_direction_and_ties_keep_the_earlier_model(name, better, worse):
+    objective = OBJECTIVES[name]
+    assert objective.is_better(better, worse)
+    assert not objective.is_better(worse, better)
+    assert not objective.is_better(better, better)
+    assert objective.is_better(worse, objective.worst_value())
