@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from mgk._core.io import STOPPING as STOPPING_NOTE
+from mgk._core.io import exclusive, mark_stopping
 from mgk.training.signals import GRACE, SAME_REQUEST, STOPPING, SignalListener
 
 # hashlib releases the GIL and runs no signal handlers, like a backward pass.
@@ -48,3 +51,17 @@ def test_closed_listener_and_other_signals_print_nothing(capfd):
     signal.signal(signal.SIGUSR1, before)
     assert signal.set_wakeup_fd(-1) == -1
     assert capfd.readouterr().err == ""
+
+
+def test_lock_of_a_stopping_run_says_so(tmp_path):
+    """Another start waits for a run that has received a signal, however long it takes to save."""
+    lock, is_called = tmp_path / ".run.lock", threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    with exclusive(lock, "a run", "wait"):
+        listener = SignalListener([signal.SIGUSR1], message="", on_first=lambda: (mark_stopping(lock), is_called.set()))
+        assert not lock.read_text().strip().endswith(STOPPING_NOTE)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert is_called.wait(60)
+        assert lock.read_text().strip().endswith(STOPPING_NOTE)
+        listener.close()
+    signal.signal(signal.SIGUSR1, before)
