@@ -56,9 +56,12 @@ _capabilities: dict[int, tuple[int, int]] = {}
 
 
 def device_capability(index: int) -> tuple[int, int]:
-    """Return the compute capability of a GPU, read once."""
+    """Return the compute capability of a GPU, read once; (0, 0) for fake tensors of a GPU that is not present."""
     if index not in _capabilities:
-        _capabilities[index] = torch.cuda.get_device_capability(index)
+        try:
+            _capabilities[index] = torch.cuda.get_device_capability(index)
+        except (AssertionError, RuntimeError):
+            return 0, 0
     return _capabilities[index]
 
 
@@ -80,7 +83,7 @@ def _unsupported_platform_reason(call: MixtureCall | LinearCall) -> str | None:
     if NO_TRITON is not None:
         return NO_TRITON
     query = call.query
-    if query.is_cuda:
+    if query.device.type == "cuda":
         reason = _unsupported_gpu_reason(call)
         if reason is not None:
             return reason

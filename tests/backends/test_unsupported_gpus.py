@@ -93,6 +93,13 @@ def test_capability_is_read_once_per_gpu(gpus):
     assert reads == [0, 1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fake_tensors_need_no_gpu(monkeypatch):
+    monkeypatch.setattr(triton, "_capabilities", {})
+    with FakeTensorMode():
+        assert mgk.explain_backend("smgk_attention", *tensors("smgk_attention")).backend == "triton"
+
+
 @pytest.mark.parametrize("capability, backend", [((9, 0), "triton"), ((10, 0), "eager")], ids=str)
 def test_selection_compiles_without_graph_breaks(gpus, capability, backend):
     """The capability is a constant of the graph: fullgraph=True raises at a graph break, warnings are errors."""
