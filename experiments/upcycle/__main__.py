@@ -35,8 +35,11 @@ def upcycle(
     start = time.monotonic()
     planned = arms.plan()
     missing = [arm for arm in planned if not arms.is_measured(arm, result_files.read([results]))]
-    if measure and missing:
+    has_latencies = any(row["metric"] == "latency_ms" for row in result_files.read([results]))
+    if measure and (missing or not has_latencies):
         study = arms.Study(resolve_data_dir(data_dir))
+        if not has_latencies:
+            result_files.append(results, study.measure_latencies(), arms.EXTRA_COLUMNS)
         for done, arm in enumerate(missing, 1):
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 break

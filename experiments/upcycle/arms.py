@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import random
 import time
@@ -64,19 +65,20 @@ class Arm:
 
 
 def plan() -> list[Arm]:
-    """Return all arms: the original, untrained merges, then trained ones, the most informative first."""
-    untrained = [Arm(method, *numbers) for method in ("svd", "svd without refit", "mean") for numbers in NUMBERS]
-    mixed = [Arm("svd", *numbers, mixture=True) for numbers in ((1, 12), (6, 6), (3, 3))]
+    """Return all arms, the most informative first. Untrained mixture keys equal the merge without them."""
     first = ((6, 6), (1, 12), (3, 3))
     order = [*first, *(numbers for numbers in NUMBERS if numbers not in first)]
-    trained = [
-        Arm(method, *numbers, mixture=mixture, steps=STEPS, seed=seed)
-        for numbers in order
-        for seed in SEEDS
-        for method, mixture in (("svd", False), ("mean", False), ("svd", True))
-        if not mixture or numbers in first
-    ]
-    return [Arm("none", HEADS, HEADS), *untrained, *mixed, *trained]
+
+    def trained(numbers: tuple[int, int], seed: int) -> list[Arm]:
+        ways = [("svd", False), ("mean", False), *([("svd", True)] if numbers in first else [])]
+        return [Arm(method, *numbers, mixture=mixture, steps=STEPS, seed=seed) for method, mixture in ways]
+
+    arms = [Arm("none", HEADS, HEADS)]
+    arms += [Arm(method, *numbers) for numbers in order for method in ("svd", "mean")]
+    arms += [arm for numbers in first for arm in trained(numbers, SEEDS[0])]
+    arms += [Arm("svd without refit", *numbers) for numbers in order]
+    arms += [arm for seed in SEEDS for numbers in order for arm in trained(numbers, seed)]
+    return list(dict.fromkeys(arms))
 
 
 def is_measured(arm: Arm, rows: Sequence[dict[str, str]]) -> bool:
@@ -164,31 +166,66 @@ class Study:
             "cosine": (sum(cosines) / len(cosines), len(cosines)),
             "spearman": (spearman(products, self.scores), len(products)),
         }
-        if arm.steps == 0:
-            values["latency_ms"] = (self.latency(model), BATCH)
-        row = {
-            "recipe": "upcycle", "task": "sentence similarity", "dataset": "STSb", **arm.key(), "heads": HEADS,
-            "components": 2 if arm.mixture else 1, "lr": RATE if arm.steps else "", "batch": BATCH, "length": LENGTH,
-            "dtype": "fp32", "backend": "auto", "split": "dev", "cache": f"{arm.cache:.4f}",
-            "params": sum(parameter.numel() for parameter in model.parameters()),
-            "transformers": results.version_of("transformers"),
-            "command": "python -m experiments.upcycle", **results.environment(),
-        }  # fmt: skip
+        row = {**common_columns(arm), "params": count_parameters(model), "split": "dev"}
         return [
             {**row, "metric": metric, "value": f"{value:.4f}", "n_examples": count}
             for metric, (value, count) in values.items()
         ]
 
     @torch.no_grad()
-    def latency(self, model: Any, repeats: int = 5) -> float:
-        """Return the shortest time to encode a batch of sentences, in milliseconds."""
-        batch = self.tokenizer(self.text[:BATCH], padding="max_length", max_length=LENGTH, return_tensors="pt")
-        times = []
+    def measure_latencies(self, repeats: int = 20) -> list[dict[str, Any]]:
+        """Return result rows with the shortest time to encode a batch; the models take turns.
+
+        The time does not depend on the weights: the merged models have random ones.
+        """
+        arms = [Arm("none", HEADS, HEADS), *(Arm("svd", *numbers) for numbers in NUMBERS)]
+        models = [self.teacher, *(self.resized(arm) for arm in arms[1:])]
+        batch = self.tokenizer(
+            self.text[:BATCH], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
+        )
+        times: list[list[float]] = [[] for _ in arms]
         for _ in range(repeats):
-            start = time.perf_counter()
-            model(**batch)
-            times.append(time.perf_counter() - start)
-        return 1000 * min(times)
+            for model, measured in zip(models, times, strict=True):
+                start = time.perf_counter()
+                model(**batch)
+                measured.append(1000 * (time.perf_counter() - start))
+        return [
+            {
+                **common_columns(arm),
+                "params": count_parameters(model),
+                "metric": "latency_ms",
+                "value": f"{min(measured):.1f}",
+                "n_examples": BATCH,
+            }
+            for arm, model, measured in zip(arms, models, times, strict=True)
+        ]
+
+    def resized(self, arm: Arm) -> Any:
+        """Return a model with the numbers of heads of an arm and random weights."""
+        from mgk.hf.registration import changed_model_class, describe_changes
+        from mgk.hf.shared_heads import ENTRY
+
+        model = copy.deepcopy(self.teacher)
+        names = [name for name, module in model.named_modules() if type(module).__name__ == "BertSelfAttention"]
+        dim = self.teacher.config.hidden_size // HEADS
+        describe_changes(model, **{ENTRY: {name: [arm.key_heads, arm.value_heads, dim, dim] for name in names}})
+        return changed_model_class(type(self.teacher))(model.config).eval()
+
+
+def common_columns(arm: Arm) -> dict[str, Any]:
+    """Return the result columns that all metrics of an arm share."""
+    return {
+        "recipe": "upcycle", "task": "sentence similarity", "dataset": "STSb", **arm.key(), "heads": HEADS,
+        "components": 2 if arm.mixture else 1, "lr": RATE if arm.steps else "", "batch": BATCH, "length": LENGTH,
+        "dtype": "fp32", "backend": "auto", "cache": f"{arm.cache:.4f}",
+        "transformers": results.version_of("transformers"), "command": "python -m experiments.upcycle",
+        **results.environment(),
+    }  # fmt: skip
+
+
+def count_parameters(model: Any) -> int:
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

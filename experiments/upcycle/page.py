@@ -79,8 +79,8 @@ def sizes(rows: Rows) -> str:
     lines = [["key / value heads", "parameters", "cache, bytes per token", "latency, ms"]]
     for arm in [Arm("none", HEADS, HEADS), *(Arm("svd", *numbers) for numbers in NUMBERS)]:
         key = arm.key()
-        found = [row for row in rows if all(row[name] == value for name, value in key.items())]
-        parameters = f"{int(found[0]['params']):,}" if found else "–"
+        measured = [row for row in rows if all(row[name] == value for name, value in key.items())]
+        parameters = f"{int(measured[0]['params']):,}" if measured else "–"
         width = (arm.key_heads + arm.value_heads) * HEAD_DIM * LAYERS * 4
         latency = cell(values(rows, arm, "latency_ms"), 0)
         lines.append([f"{arm.key_heads} / {arm.value_heads}", parameters, f"{width:,}", latency])

@@ -29,7 +29,7 @@ ENTRY = "heads"  # of config.mgk: key heads, value heads and their dimensions by
 # parent of the layer.
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj", ("o_proj", "out_proj", "dense")),
-    ("query", "key", "value", ("^output.dense",)),
+    ("query", "key", "value", ("^output.dense", "dense")),
     ("q_lin", "k_lin", "v_lin", ("out_lin",)),
 )
 FUSED = ("c_attn", "c_proj")  # GPT-2: one projection for queries, keys and values

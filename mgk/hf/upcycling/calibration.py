@@ -27,7 +27,7 @@ class Calibration:
     held_out: list[Batch]
 
     def first(self, tokens: int) -> list[Batch]:
-        """Return the first batches, until they have a number of tokens."""
+        """Return the first batches, until they have a number of tokens; all, if the inputs are not tokens."""
         selected: list[Batch] = []
         for batch in self.batches:
             if sum(map(count_tokens, selected)) >= tokens:
@@ -37,10 +37,10 @@ class Calibration:
 
 
 def count_tokens(batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens of a batch without padding."""
+    """Return the number of tokens of a batch without padding; 0 if the inputs are not tokens."""
     if "attention_mask" in batch:
         return int(batch["attention_mask"].sum())
-    return next(value.shape[0] * value.shape[1] for value in batch.values() if isinstance(value, Tensor))
+    return batch["input_ids"].numel() if "input_ids" in batch else 0
 
 
 def prepare(

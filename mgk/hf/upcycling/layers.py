@@ -96,6 +96,9 @@ def _record(
         for name, feature in UNSUPPORTED.items():
             if extras.get(name) is not None:
                 fail("model", f"has {feature} ({name}) in its {type(module).__name__}, which cannot be upcycled")
+        # Merging changes the order of the heads.
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            fail("model", f"has masks that differ between the heads of its {type(module).__name__}")
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         context = torch.randn(shape, generator=generator).to(query)
         projections = find_projections(module, parents.get(module))

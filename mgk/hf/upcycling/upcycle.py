@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, flag, number, one_of, positive_integer
 from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
 from mgk.hf.shared_heads import ENTRY, find_projections
 from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
-from mgk.hf.upcycling.calibration import Calibration, count_tokens, prepare
+from mgk.hf.upcycling.calibration import Batch, Calibration, prepare
 from mgk.hf.upcycling.distil import distil
 from mgk.hf.upcycling.fidelity import fidelity, run_model
 from mgk.hf.upcycling.layers import MergeableLayer, find_layers
@@ -99,16 +100,17 @@ def upcycle(
     numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
     width = max(layer.units * layer.key_dim for layer in layers)
     selected = data.first(MAX_TOKENS * width)
-    tokens = sum(map(count_tokens, selected))
-    if tokens < MIN_TOKENS * width:
-        fail("calibration", f"has {tokens:,} tokens, and at least {MIN_TOKENS * width:,} are needed: add more text")
     report_progress("calibrating", 0, 1)
     moments = collect(model, layers, selected)
     report_progress("calibrating", 1, 1)
+    tokens = max(item.tokens for item in moments.values())
+    if tokens < MIN_TOKENS * width:
+        fail("calibration", f"has {tokens:,} tokens, and at least {MIN_TOKENS * width:,} are needed: add more text")
     if numbers is None:
         assert cache is not None
         numbers = _numbers_for_cache(model, layers, moments, data, cache, report_progress)
     student, merged = _merge(model, layers, moments, numbers, method, report_progress)
+    _check_runs(student, selected[0])
     changed = [layer for layer in layers if layer.name in merged]
     if settings["refit"] and changed:
         refit_outputs(model, changed, find_copies(student, changed), selected, tokens)
@@ -268,6 +270,17 @@ def _merge(
     if sizes:
         describe_changes(student, **{ENTRY: sizes})
     return student, merged
+
+
+def _check_runs(student: PreTrainedModel, batch: Batch) -> None:
+    """Raise a ValueError if the layers of a merged model reshape their keys to a fixed number of heads."""
+    try:
+        with eval_mode(student):
+            student(**batch)
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        name = getattr(student, "original_class", type(student)).__name__
+        raise ValueError(f"model is a {name}, whose attention layers fix the number of key heads: {reason}") from error
 
 
 def _parameters(model: nn.Module) -> int:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-from mgk.hf import upcycle
-from mgk.hf.upcycling import distil
-from tests.support.hf_models import inputs, make
+from mgk.hf import upcycle  # noqa: E402
+from mgk.hf.upcycling import distil  # noqa: E402
+from tests.support.hf_models import assert_close, inputs, logits, make  # noqa: E402
 
 SETTINGS = {"num_key_heads": 2, "num_value_heads": 2, "distil_steps": 8, "learning_rate": 3e-3}
 
@@ -76,3 +76,44 @@ def test_interrupted_distillation_continues_exactly(model, batches, tmp_path, mo
     (state / "distillation.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="has a damaged state of the distillation: delete the folder"):
         upcycle(model, **SETTINGS, calibration=batches, state=state)
+
+
+def test_adapters_on_merged_heads(batches, tmp_path):
+    """Train LoRA on a merged model, save, load and merge it."""
+    peft = pytest.importorskip("peft")
+    merged, _ = upcycle(make("llama", num_key_value_heads=4), num_key_heads=1, num_value_heads=2, calibration=batches)
+    merged.save_pretrained(tmp_path / "model")
+    batch = inputs("right")
+    before = logits(merged, batch)
+    adapted = peft.get_peft_model(merged, peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=2))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapted(**batch, labels=batch["input_ids"]).loss.backward()
+    assert any(parameter.grad is not None for name, parameter in adapted.named_parameters() if "lora_A" in name)
+    expected = logits(adapted, batch)
+    assert (expected - before).abs().max() > 0.1
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert_close(logits(loaded, batch), expected)
+    assert_close(logits(loaded.merge_and_unload(), batch), expected)
+
+
+def test_gradient_checkpointing_has_the_same_gradients(model, batches):
+    merged, _ = upcycle(model, num_key_heads=1, num_value_heads=2, calibration=batches)
+    gradients = []
+    for is_enabled in (False, True):
+        if is_enabled:
+            merged.gradient_checkpointing_enable()
+        merged.zero_grad()
+        # Gradient checkpointing is active in training mode alone; dropout is off.
+        merged.train()
+        for module in merged.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        merged(**batches[0], labels=batches[0]["input_ids"]).loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in merged.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)

@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from mgk.hf import load_converted, upcycle  # noqa: E402
+from mgk.hf.upcycling.algebra import merge_svd  # noqa: E402
 from mgk.hf.upcycling.layers import find_layers  # noqa: E402
 from mgk.hf.upcycling.weights import read_weights  # noqa: E402
 from tests.support.hf_models import assert_close, inputs, logits, make, small  # noqa: E402
@@ -79,10 +80,11 @@ def _write_full(layer, weights):
             module.bias.copy_(bias.flatten())
 
 
-def test_equivalent_heads_merge_without_loss(name):
+@pytest.mark.parametrize("refit", [True, False])
+def test_equivalent_heads_merge_without_loss(name, refit):
     model = copy_heads(randomize_biases(MODELS[name]()))
     state = copy.deepcopy(model.state_dict())
-    merged, report = upcycle(model, num_key_heads=2, num_value_heads=2, calibration=calibration())
+    merged, report = upcycle(model, num_key_heads=2, num_value_heads=2, calibration=calibration(), refit=refit)
     assert max(max(layer.key_loss, layer.value_loss) for layer in report.layers) < 1e-9
     for padding in (None, "left", "right"):
         batch = inputs(padding)
@@ -155,6 +157,40 @@ def test_losses_of_keys_and_values_are_below_those_of_the_mean(name):
     for best, other in zip(svd.layers, mean.layers, strict=True):
         assert 0 < best.key_loss < min(other.key_loss, 1)
         assert 0 < best.value_loss < min(other.value_loss, 1)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "qwen2"])
+def test_losses_are_those_of_the_text(name):
+    """Constants of keys cost nothing without a rotary embedding, those of values if the output has a bias."""
+    model, batches = randomize_biases(MODELS[name]()), calibration()
+    _, report = upcycle(model, num_key_heads=1, num_value_heads=1, calibration=batches)
+    for layer, losses in zip(find_layers(model, batches[0]), report.layers, strict=True):
+        outputs = {}
+        parts = (layer.projections.query, layer.projections.key, layer.projections.value)
+        hooks = [
+            part.register_forward_hook(
+                lambda module, args, output, outputs=outputs: outputs.setdefault(module, []).append(output)
+            )
+            for part in parts
+        ]
+        for batch in batches[:-1]:
+            logits(model, batch)
+        for hook in hooks:
+            hook.remove()
+        masks = [batch["attention_mask"].bool() for batch in batches[:-1]]
+        query, key, value = (
+            torch.cat([x[mask] for x, mask in zip(outputs[part], masks, strict=True)]).double() for part in parts
+        )
+        per_head = query.unflatten(-1, (4, -1, layer.key_dim))
+        weights = torch.einsum("nugi,nugj->uij", per_head, per_head) / len(query)
+        key = key if layer.planes.first else key - key.mean(0)
+        expected = merge_svd(key.T @ key / len(key), weights, layer.planes)
+        assert losses.key_loss == pytest.approx(expected.loss / expected.energy, rel=1e-3)
+        value = value - value.mean(0) if layer.projections.output.bias is not None else value
+        output = layer.projections.output.weight.double().unflatten(1, (4, -1, layer.value_dim))
+        weights = torch.einsum("ougi,ougj->uij", output, output).detach()
+        expected = merge_svd(value.T @ value / len(value), weights)
+        assert losses.value_loss == pytest.approx(expected.loss / expected.energy, rel=1e-3)
 
 
 def test_report_holds_the_numbers_of_the_model():
@@ -271,6 +307,16 @@ def test_heads_of_normalized_keys_are_not_merged():
     assert [layer.key_heads for layer in report.layers] == [(4, 4)] * 2
 
 
+def test_images():
+    """The number of tokens is that of the layers, not that of the inputs."""
+    model = small("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4).eval()
+    batches = [{"pixel_values": torch.randn(2, 3, 16, 16)} for _ in range(4)]
+    merged, report = upcycle(model, num_key_heads=1, num_value_heads=2, calibration=batches)
+    assert report.calibration_tokens == 3 * 2 * 17
+    with torch.no_grad():
+        assert_close(merged(**batches[0]).logits, expand(merged, model)(**batches[0]).logits)
+
+
 def test_partly_rotated_keys():
     """The dimensions that are not rotated merge freely."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -318,6 +364,9 @@ def test_models_that_cannot_be_merged():
         upcycle(torch.nn.Linear(2, 2), num_key_heads=1, calibration=calibration())
     model = small("GPTJForCausalLM", "GPTJConfig", rotary_dim=4).eval()
     with pytest.raises(ValueError, match="none of whose layers uses Transformers' AttentionInterface"):
+        upcycle(model, num_key_heads=1, calibration=calibration())
+    model = small("OPTForCausalLM", "OPTConfig", ffn_dim=32, word_embed_proj_dim=32).eval()
+    with pytest.raises(ValueError, match="is a OPTForCausalLM, whose attention layers fix the number of key heads"):
         upcycle(model, num_key_heads=1, calibration=calibration())
     model = small("GPTNeoXForCausalLM", "GPTNeoXConfig").eval()
     with pytest.raises(ValueError, match="without separate query, key, value and output projections"):
