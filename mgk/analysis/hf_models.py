@@ -7,7 +7,7 @@ this package's operators, whose calls are intercepted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from mgk.analysis.capture import capture_attention as capture_native_attention
 from mgk.analysis.inputs import PATH_HINT
 from mgk.functional import run_mixture
 from mgk.hf.attention_interface import replace_attention, with_infinite_mask
-from mgk.hf.registration import find_model_class
+from mgk.hf.convert import load_converted
+from mgk.hf.registration import find_model_class, is_changed
 
 ATTENTION_NAME = "mgk_capture"
 
@@ -41,16 +42,12 @@ def load(name: str, device: torch.device | str = "cpu", *, trust_remote_code: bo
     transformers.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        # The class named by the configuration has no mixture keys: it cannot load a converted model.
-        converted = getattr(config, "mgk", None) is not None
-        model = None if converted else _load(config, name, trust_remote_code)
+        model = _load(config, name, trust_remote_code)
     # Missing and damaged files raise many types; the first line of the message names the cause.
     except Exception as error:
         _check_trusted(name, error, trust_remote_code)
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"--hf {name} cannot be loaded: {reason}") from error
-    if model is None:
-        fail("--hf", f"{name} has the mixture keys of mgk.hf.convert: only unconverted models can be analyzed")
     return model.to(device).eval()
 
 
@@ -62,6 +59,8 @@ def _check_trusted(name: str, error: Exception, trust_remote_code: bool) -> None
 
 
 def _load(config: Any, name: str, trust_remote_code: bool) -> Any:
+    if is_changed(config):
+        return load_converted(name, dtype=torch.float32, trust_remote_code=trust_remote_code)
     model_class = find_model_class(config) or transformers.AutoModel
     return model_class.from_pretrained(
         name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
@@ -101,12 +100,31 @@ def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> 
 
 
 @contextmanager
+def _named_calls(names: dict[nn.Module, str], layer_stack: list[str]) -> Iterator[None]:
+    """Name the operator calls of the layers that mgk.hf has changed, which keep their attention function."""
+    with ExitStack() as stack:
+        for module, name in names.items():
+            if not hasattr(module, "shared_config"):
+                continue
+            if getattr(module, "sinks", None) is not None:
+                fail("--hf", "names a model whose attention uses s_aux, which is not supported")
+            enter = module.register_forward_pre_hook(lambda *_, name=name: layer_stack.append(name))
+            leave = module.register_forward_hook(lambda *_: layer_stack.pop() and None, always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+        yield
+
+
+@contextmanager
 def capture_attention(model: nn.Module, handler: LayerHandler) -> Iterator[None]:
     """Pass every attention call of a Transformers model to a handler, including those of this package's layers."""
     assert isinstance(model, PreTrainedModel)
     names = {module: name for name, module in model.named_modules()}
     layer_stack: list[str] = []
-    with replace_attention(model, ATTENTION_NAME, _attention_function(layer_stack, names)) as replaced:
+    with (
+        _named_calls(names, layer_stack),
+        replace_attention(model, ATTENTION_NAME, _attention_function(layer_stack, names)) as replaced,
+    ):
         if not replaced and not attention_layers(model):
             fail("--hf", f"names a {type(model).__name__}, whose attention function cannot be replaced")
         with capture_native_attention(model, handler, layer_stack):

@@ -109,7 +109,7 @@ def install(module: nn.Module, mixture: MixtureKeys) -> None:
     """Make a layer use the attention function NAME, independently of the other layers."""
     module.shared_config = shared_config(module)
     module.config = with_attention(module.shared_config, NAME)
-    module.add_module(NAME, mixture)
+    module.add_module(NAME, mixture.train(module.training))
 
 
 def remove(module: nn.Module, config: PreTrainedConfig) -> None:

@@ -181,6 +181,11 @@ class ChangedModel:
         assert isinstance(self, PreTrainedModel)
         enable_added_modules(self)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return that of the original class: buffers that are not saved are not initialized for custom code."""
+        return bool(cls.original_class.is_custom_code())
+
     # Transformers reads these from the source code of the class's module.
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import mgk.hf  # noqa: E402
 from mgk.analysis import analyse, hf_models  # noqa: E402
 from mgk.analysis.weights import sample_weights  # noqa: E402
 
@@ -135,3 +136,33 @@ def test_models_of_this_package(kind, tmp_path):
     analysis = analyse(model, [tokens()], capture=hf_models.capture_attention)
     assert [layer.name for layer in analysis.layers] == [f"model.layers.{n}.attention" for n in range(2)]
     assert all(layer.mixture is not None for layer in analysis.layers)
+
+
+def test_converted_model_shows_its_components(tmp_path):
+    """One layer with mixture keys, one without; weights are those of the converted model."""
+    model = llama().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    mgk.hf.convert(model, num_components=3, layers=1)
+    mixture = model.model.layers[1].self_attn.mgk
+    with torch.no_grad():
+        mixture.tau.fill_(0.5)
+        mixture.prior.weights.normal_()
+    model.save_pretrained(tmp_path)
+    loaded, sample = hf_models.load(str(tmp_path)), tokens()
+    analysis = analyse(loaded, [sample], capture=hf_models.capture_attention)
+    assert [layer.name for layer in analysis.layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert analysis.layers[0].mixture is None
+    prior = mixture.prior.weights.softmax(1).squeeze(-1).repeat_interleave(2, 0).detach().numpy()
+    np.testing.assert_allclose(analysis.layers[1].mixture.prior, prior, rtol=1e-5)
+    np.testing.assert_allclose(analysis.layers[1].mixture.answered.sum(1), np.ones(4), rtol=1e-5)
+    test_weights_equal_those_of_the_model((loaded, sample))
+    assert not loaded.model.layers[1].self_attn._forward_pre_hooks
+
+
+def test_converted_model_with_sinks_raises():
+    sizes = {**SMALL, **TEXT, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = mgk.hf.convert(transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).eval())
+    with pytest.raises(ValueError, match="--hf names a model whose attention uses s_aux"):
+        analyse(model, [tokens()], capture=hf_models.capture_attention)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import flash_attention_mask, sdpa_mask  # noqa: E402
 
-import mgk.analysis.hf_models  # noqa: E402
 from mgk.hf import MGKConfig, MGKForCausalLM, convert, load_converted  # noqa: E402
 from tests.support.hf_models import (  # noqa: E402
     LENGTH,
@@ -270,8 +269,6 @@ def test_from_pretrained_model_is_not_converted(folder):
     plain = transformers.LlamaForCausalLM.from_pretrained(folder)  # the Auto classes load the converted model
     with pytest.raises(ValueError, match=r"loaded without them: use mgk.hf.load_converted"):
         convert(plain)
-    with pytest.raises(ValueError, match=r"has the mixture keys of mgk.hf.convert"):
-        mgk.analysis.hf_models.load(str(folder))
     make("llama").save_pretrained(folder / "plain")
     with pytest.raises(ValueError, match="has no converted model"):
         load_converted(folder / "plain")

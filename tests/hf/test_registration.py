@@ -22,6 +22,7 @@ from tests.support.hf_models import SIZES, inputs, logits, make, mixtures, rando
 
 OLD_FOLDER = Path(__file__).parents[1] / "fixtures" / "aa005c7" / "hf-converted"
 MIXTRAL = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+FALCON = {"num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_d_state": 16}
 # model type -> model, Auto class
 CASES = {
     "mistral": (lambda: make("mistral"), "AutoModelForCausalLM"),
@@ -30,6 +31,8 @@ CASES = {
     "bart": (lambda: make("bart"), "AutoModelForSeq2SeqLM"),
     # Its experts are saved under other names, one tensor for each.
     "mixtral": (lambda: small("MixtralForCausalLM", "MixtralConfig", **MIXTRAL), "AutoModelForCausalLM"),
+    # It has buffers that are not saved.
+    "falcon_h1": (lambda: small("FalconH1ForCausalLM", "FalconH1Config", **FALCON), "AutoModelForCausalLM"),
 }
 
 
