@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk import __version__
+from mgk._core.io import remove_stale_temporaries
 from mgk._core.validation import fail, positive_integer
 from mgk.training import config, results
 from mgk.training.config import ModelSpec, Recipe
@@ -99,6 +100,13 @@ def check_results_file(option: str, path: Path, extra: Sequence[str] = ()) -> No
     """Raise if results cannot be appended to a file, before any work is done; `extra` are columns of its own."""
     results.check_file(option, path, extra)
     check_output_directory(option, Path(os.path.realpath(path)).parent)
+
+
+def remove_result_temporaries(file: Path, recipe: str) -> None:
+    """Remove the temporary files that killed processes left next to a results file."""
+    folder = Path(os.path.realpath(file)).parent
+    for directory in (folder, folder / "curves", folder / "answers" / recipe):
+        remove_stale_temporaries(directory)
 
 
 def apply_steps(recipe: str, settings: list[str] | None, steps: int | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mgk._core.io import exclusive, remove_stale_temporaries
+from mgk._core.io import exclusive
 from mgk._core.validation import number, one_of
 from mgk.cli.app import (
     DataDir,
@@ -24,6 +24,7 @@ from mgk.cli.app import (
     check_results_file,
     parse_rows,
     print_progress,
+    remove_result_temporaries,
     resolve_data_dir,
     warn_if_gpu_recommended,
 )
@@ -107,8 +108,7 @@ def compare(
     setups = {model: run.setup(task) for model, run in first_runs.items()}
     lock, remedy = out / f".{loaded.name}.compare.lock", "wait until it ends, or pass another --out"
     with exclusive(lock, f"{out} (mgk compare {loaded.name})", remedy):
-        for folder in (out, out / "curves", out / "answers" / loaded.name):
-            remove_stale_temporaries(folder)
+        remove_result_temporaries(result_file, loaded.name)
         all_rows = _read_results(out)
         pending = [
             sweep.train_job(

@@ -20,6 +20,7 @@ from mgk.cli.app import (
     check_output_directory,
     check_results_file,
     print_progress,
+    remove_result_temporaries,
     resolve_data_dir,
     warn_if_gpu_recommended,
 )
@@ -166,6 +167,7 @@ def _append_results(
     """
     from mgk._core.io import write_atomically
 
+    remove_result_temporaries(file, run.recipe.name)
     new_rows = results.rows_not_in(file, rows)
     if new_rows:
         results.append(file, new_rows)
