@@ -38,6 +38,8 @@ class ContextParallelAttention(Attention):
     _shards: Shards
     _columns: Tensor | None = None
 
+    # Compiled models run this layer in eager mode: the compiler cannot trace the exchanges.
+    @torch.compiler.disable
     def attend(
         self,
         query: Tensor,

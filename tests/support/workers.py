@@ -40,7 +40,7 @@ def _work(target: Callable[..., Any], rank: int, ranks: int, folder: str, timeou
 
 
 def start_workers(
-    target: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float = 60
+    target: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float = 120
 ) -> list[dict[str, Any] | None]:
     """Return what each rank wrote: {"value": target(rank, ranks, *args)}, {"error": ...}, or None if it was killed."""
     context = multiprocessing.get_context("forkserver")
