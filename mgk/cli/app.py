@@ -46,6 +46,16 @@ KeepCheckpoints = Annotated[
 ]
 
 
+# Default of --logger; mgk.training.trackers imports Lightning, which takes seconds.
+DEFAULT_LOGGER = "tensorboard"
+LoggerNames = Annotated[
+    str,
+    typer.Option(
+        "--logger", help="Experiment trackers, separated by commas: tensorboard, csv, wandb, mlflow; or none."
+    ),
+]
+
+
 def resolve_data_dir(option: Path | None, description: dict[str, Any] | None = None) -> Path:
     """Return the data directory: --data-dir, $MGK_DATA, the one in a run's description, or ./data."""
     return option or Path(os.environ.get("MGK_DATA") or (description or {}).get("data_dir") or "data")

@@ -15,8 +15,10 @@ import typer
 from mgk._core.io import exclusive
 from mgk._core.validation import number, one_of
 from mgk.cli.app import (
+    DEFAULT_LOGGER,
     DataDir,
     KeepCheckpoints,
+    LoggerNames,
     Settings,
     app,
     apply_steps,
@@ -69,6 +71,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Directory for results, table and plot.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Parent directory of the run directories.")] = Path("runs"),
     keep_checkpoints: KeepCheckpoints = config.KEEP_CHECKPOINTS,
+    logger: LoggerNames = DEFAULT_LOGGER,
 ) -> None:
     """Train the rows of a recipe with several seeds and compare them in a table and a plot.
 
@@ -81,12 +84,14 @@ def compare(
     from mgk.training.evaluate import count_parameters
     from mgk.training.job_queue import resolve_max_running, run_jobs
     from mgk.training.runs import run_path
+    from mgk.training.trackers import parse_loggers
     from mgk.training.trainer import Run
 
     overrides = apply_steps(recipe, settings, steps)
     loaded = config.load_recipe(recipe).with_settings(overrides)
     models = parse_rows(rows, loaded)
     one_of("--preset", preset, PRESETS)
+    parse_loggers(logger)
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
     if redraw:
@@ -122,6 +127,7 @@ def compare(
                 recipe_argument=recipe,
                 overrides=overrides,
                 keep_checkpoints=None if keep_checkpoints == config.KEEP_CHECKPOINTS else keep_checkpoints,
+                logger=None if logger == DEFAULT_LOGGER else logger,
             )
             for seed in range(seeds)
             for model in models

@@ -12,8 +12,10 @@ import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.cli.app import (
+    DEFAULT_LOGGER,
     DataDir,
     KeepCheckpoints,
+    LoggerNames,
     Settings,
     app,
     apply_steps,
@@ -63,6 +65,7 @@ def train(
     ] = True,
     results_file: Annotated[Path | None, typer.Option("--results", help="CSV file to append the results to.")] = None,
     keep_checkpoints: KeepCheckpoints = config.KEEP_CHECKPOINTS,
+    logger: LoggerNames = DEFAULT_LOGGER,
 ) -> None:
     """Train one model and evaluate its best checkpoint on the test splits."""
     from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
@@ -73,6 +76,7 @@ def train(
     from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.runs import run_path
     from mgk.training.signals import stop_with_parent
+    from mgk.training.trackers import parse_loggers
     from mgk.training.trainer import STRATEGIES, Run, fit, lock_run
 
     stop_with_parent()
@@ -97,6 +101,7 @@ def train(
         fail("--accelerator", "is gpu, but PyTorch detects no GPU: use cpu")
     if resume not in (None, "auto"):
         fail("--resume", f"must be auto, got {resume!r}")
+    loggers = parse_loggers(logger)
     task = tasks.get_task(loaded.task)
     directory = out or run_path(Path("runs"), loaded.name, row, preset, seed)
     data = resolve_data_dir(data_dir)
@@ -124,6 +129,7 @@ def train(
                 strategy=strategy,
                 graphs=graphs,
                 keep_checkpoints=keep_checkpoints,
+                loggers=loggers,
             )
         except MisconfigurationException as error:
             raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error

@@ -32,6 +32,8 @@ class RunDirectory:
         log: log.txt, the output of a run that a sweep has started.
         lock: .run.lock, locked by the process that trains.
         tensorboard: tensorboard/, the curves that TensorBoard reads.
+        csv: csv/, the curves that `--logger csv` writes.
+        trackers: trackers.json, the ids of the run in wandb and mlflow.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,6 +49,8 @@ class RunDirectory:
         self.log = self.path / "log.txt"
         self.lock = self.path / ".run.lock"
         self.tensorboard = self.path / "tensorboard"
+        self.csv = self.path / "csv"
+        self.trackers = self.path / "trackers.json"
 
     def older_checkpoint(self, age: int) -> Path:
         """Return the path of the checkpoint that is `age` saves older than the newest."""

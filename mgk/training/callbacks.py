@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 import time
@@ -20,8 +19,9 @@ from mgk.training.config import TrainConfig
 from mgk.training.distributed import gather_weights, is_distributed
 from mgk.training.module import TrainingModule
 from mgk.training.signals import STOPPING, StopRequest
+from mgk.training.trackers import AppendingCSVLogger, drop_rows_after
 
-# Steps between points of the TensorBoard curves.
+# Steps between points of the trackers' training curves.
 LOG_EVERY = 50
 # Steps between checks for a signal in any process of a distributed run; on a GPU, each check synchronizes.
 SIGNAL_CHECK_EVERY = {"cpu": 1, "cuda": 10}
@@ -57,9 +57,12 @@ class CheckpointCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         path = self.files.metrics
         if trainer.is_global_zero and path.exists():
-            _drop_rows_after(path, trainer.global_step)
+            drop_rows_after(path, trainer.global_step)
         if trainer.is_global_zero and not path.exists():
             write_atomically(path, f"step,split,loss,{cast(TrainingModule, module).objective.metric},lr,unix_time\n")
+        for logger in trainer.loggers:
+            if trainer.is_global_zero and isinstance(logger, AppendingCSVLogger):
+                logger.rewind(trainer.global_step)
         self._stop_request.install(STOPPING if trainer.is_global_zero else "", lambda: mark_stopping(self.files.lock))
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
@@ -73,9 +76,10 @@ class CheckpointCallback(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.steps += 1
-        if trainer.logger is not None and trainer.global_step % LOG_EVERY == 0:
-            means = cast(TrainingModule, module).train_means
-            trainer.logger.log_metrics({name: float(value) for name, value in means.items()}, trainer.global_step)
+        if trainer.loggers and trainer.global_step % LOG_EVERY == 0:
+            means = {name: float(value) for name, value in cast(TrainingModule, module).train_means.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(means, trainer.global_step)
         if not is_distributed() or self.steps % SIGNAL_CHECK_EVERY.get(self.device.type, 1) == 0:
             self.stopped_by = self._stop_request.number(self.device)
         if self.stopped_by is not None and not trainer.should_stop:
@@ -107,7 +111,10 @@ class CheckpointCallback(pl.Callback):
         is_evaluated = self._last_evaluation is not None and self._last_evaluation[0] == trainer.global_step
         if not self._skip_evaluation and not is_evaluated:
             trained = cast(TrainingModule, module)
-            self._record_evaluation(trainer, trained, trained.evaluate())
+            dev_means = trained.evaluate()
+            for logger in trainer.loggers:
+                logger.log_metrics({f"dev_{name}": value for name, value in dev_means.items()}, trainer.global_step)
+            self._record_evaluation(trainer, trained, dev_means)
 
     def _record_evaluation(self, trainer: pl.Trainer, module: TrainingModule, dev_means: dict[str, float]) -> None:
         """Write training and development metrics, the model if it is the best so far, and a checkpoint."""
@@ -142,18 +149,3 @@ class CheckpointCallback(pl.Callback):
         if module.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _drop_rows_after(path: Path, step: int) -> None:
-    """Drop the rows of metrics.csv after a step, which will be written again, and an incomplete last row."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        header, *rows = csv.reader(text[: text.rfind("\n") + 1].splitlines())
-        rows = [row for row in rows if int(row[0]) <= step]
-        if any(len(row) != len(header) for row in rows):
-            raise ValueError("a row has too few or too many columns")
-    except (ValueError, IndexError, csv.Error) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): restore it, or move it to another place to continue without earlier metrics"
-        ) from None
-    write_atomically(path, "".join(",".join(row) + "\n" for row in (header, *rows)))

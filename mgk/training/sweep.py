@@ -125,6 +125,7 @@ def train_job(
     recipe_argument: str | None = None,
     overrides: Sequence[str] = (),
     keep_checkpoints: int | None = None,
+    logger: str | None = None,
 ) -> Job:
     """Return the job that trains a model with `mgk train`.
 
@@ -139,6 +140,7 @@ def train_job(
         recipe_argument: Recipe on the command line, if it is a file; by default the recipe's name.
         overrides: Changed settings, in the format of --set.
         keep_checkpoints: Number of checkpoints to keep; None means the default of `mgk train`.
+        logger: Experiment trackers, in the format of --logger; None means the default of `mgk train`.
     """
     directory = run_path(runs, recipe.name, model, preset, seed)
     command = [sys.executable, "-m", "mgk", "train", recipe_argument or recipe.name, "--preset", preset]
@@ -147,5 +149,6 @@ def train_job(
     command += ["--kv-heads", str(model.kv_heads)] if model.kv_heads else []
     command += ["--key-heads", str(model.key_heads)] if model.key_heads else []
     command += [] if keep_checkpoints is None else ["--keep-checkpoints", str(keep_checkpoints)]
+    command += [] if logger is None else ["--logger", logger]
     command += ["--seed", str(seed), "--out", str(directory), "--resume", "auto"]
     return Job(recipe.name, model, seed, directory, command)

@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -20,13 +20,15 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import ModelParallelStrategy
 
 from mgk._core.checksums import write_verified
 from mgk._core.io import exclusive, make_directory, remove_stale_temporaries, write_atomically
 from mgk._core.validation import one_of, positive_integer
 from mgk.models.run_directory import RunDirectory
-from mgk.training import results
+from mgk.training import results, trackers
 from mgk.training.callbacks import LOG_EVERY, CheckpointCallback
 from mgk.training.checkpoints import CheckpointFile, CheckpointStore, set_aside_damaged_manifest
 from mgk.training.config import KEEP_CHECKPOINTS, ModelSpec, Recipe, TrainConfig
@@ -35,6 +37,7 @@ from mgk.training.distributed import is_first_rank
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES
 from mgk.training.progress import ProgressBar
+from mgk.training.runs import run_path
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 # Settings added later, with the value that earlier runs used implicitly. At this value they are left out of the hash,
@@ -121,6 +124,7 @@ def fit(
     strategy: str = "auto",
     graphs: bool = False,
     keep_checkpoints: int = KEEP_CHECKPOINTS,
+    loggers: Sequence[str] = (trackers.DEFAULT,),
 ) -> tuple[TrainingModule, CheckpointCallback]:
     """Train a model, or resume its training, and write the run directory.
 
@@ -132,16 +136,24 @@ def fit(
         strategy: One of STRATEGIES.
         graphs: Whether to run steps as CUDA graphs where possible.
         keep_checkpoints: Number of checkpoints to keep.
+        loggers: Names of experiment trackers, see `mgk.training.trackers`. They are not part of the run's settings.
 
     Returns:
         The module with the model of the last step, and the callback with step times and the stop signal.
     """
     with lock_run(run):
-        return _fit(run, task, resume, accelerator, strategy, graphs, keep_checkpoints)
+        return _fit(run, task, resume, accelerator, strategy, graphs, keep_checkpoints, loggers)
 
 
 def _fit(
-    run: Run, task: Any, resume: bool, accelerator: str, strategy: str, graphs: bool, keep_checkpoints: int
+    run: Run,
+    task: Any,
+    resume: bool,
+    accelerator: str,
+    strategy: str,
+    graphs: bool,
+    keep_checkpoints: int,
+    loggers: Sequence[str],
 ) -> tuple[TrainingModule, CheckpointCallback]:
     settings = run.recipe.training
     config = run.model_config(task)
@@ -155,7 +167,11 @@ def _fit(
     torch.manual_seed(seed_of(run.seed, 0))
     module = TrainingModule(objective(objective.model_class(config), settings, task, splits), run.seed, graphs)
     callback = CheckpointCallback(run.directory, settings, checkpoints)
-    trainer = _make_trainer(run.files, settings, callback, accelerator, strategy)
+    run_name = run_path(Path(), run.recipe.name, run.row, run.preset, run.seed).as_posix()
+    trainer_loggers = trackers.make_loggers(loggers, run.files, run_name)
+    trainer = _make_trainer(trainer_loggers, settings, callback, accelerator, strategy)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(run.describe(task))
     if trainer.is_global_zero:
         write_environment(run.files.environment, trainer.strategy.root_device)
     path = checkpoints.selected
@@ -223,11 +239,14 @@ def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dic
 
 
 def _make_trainer(
-    files: RunDirectory, settings: TrainConfig, callback: CheckpointCallback, accelerator: str, strategy: str
+    loggers: list[Logger], settings: TrainConfig, callback: CheckpointCallback, accelerator: str, strategy: str
 ) -> pl.Trainer:
     """Build the Lightning trainer; the number of processes is read from torchrun's environment variables."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Without torchrun, a job of SLURM is one process. Lightning's SLURM environment would requeue it on signals, and
+    # warns on every machine that has srun.
+    environment = [] if "WORLD_SIZE" in os.environ else [LightningEnvironment()]
     return pl.Trainer(
         accelerator=accelerator,
         devices=local_world_size,
@@ -241,11 +260,11 @@ def _make_trainer(
         num_sanity_val_steps=0,
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip or None,
-        logger=pl.loggers.TensorBoardLogger(files.path, name="", version=files.tensorboard.name),
+        logger=loggers,
         log_every_n_steps=LOG_EVERY,
         callbacks=[callback, ProgressBar(settings.steps)],
         enable_checkpointing=False,
-        plugins=[CheckpointFile()],
+        plugins=[CheckpointFile(), *environment],
         enable_model_summary=False,
         enable_progress_bar=False,
         use_distributed_sampler=False,

@@ -92,6 +92,8 @@ COMPARE = [
     ("redraw", ["--redraw"], lambda a: "jobs" in a, False),
     ("out", ["--out", "here"], lambda a: a["out"], Path("here")),
     ("out", ["--out", "here"], lambda a: value_of(a["command"], "--results"), "here/listops.csv"),
+    ("logger", ["--logger", "csv,tensorboard"], lambda a: value_of(a["command"], "--logger"), "csv,tensorboard"),
+    ("logger", [], lambda a: "--logger" in a["command"], False),
     ("runs", ["--rows", "smgk:4", "--runs", "here"], directories, [Path("here/listops/smgk-4-paper-s0")]),
 ]  # fmt: skip
 GENERATE = [

@@ -57,6 +57,9 @@ OPTIONS = [
     ("accelerator", ["--accelerator", "cpu"], lambda a: a["accelerator"], "cpu"),
     ("strategy", ["--strategy", "ddp"], lambda a: a["strategy"], "ddp"),
     ("keep_checkpoints", ["--keep-checkpoints", "3"], lambda a: a["keep_checkpoints"], 3),
+    ("logger", ["--logger", "csv,tensorboard"], lambda a: a["loggers"], ("csv", "tensorboard")),
+    ("logger", ["--logger", "none"], lambda a: a["loggers"], ()),
+    ("logger", [], lambda a: a["loggers"], ("tensorboard",)),
     ("graphs", ["--no-graphs"], lambda a: a["graphs"], False),
     ("recipe", [], lambda a: a["run"].recipe.name, "listops"),
 ]

@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--row", default="smgk:2")
+    parser.add_argument("--logger", default="tensorboard")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=INTEGER")
     options = parser.parse_args()
     if options.kill_at and options.kill_rank in (None, os.environ.get("RANK")):
@@ -123,7 +124,12 @@ def main() -> None:
     settings |= {name: int(value) for name, value in (setting.split("=") for setting in options.set)}
     tiny_run = replace(run(options.out, dropout=options.dropout, **settings), row=ModelSpec.parse(options.row))
     module, callback = trainer.fit(
-        tiny_run, TASKS[TASK](), resume=options.resume, accelerator="cpu", strategy=options.strategy
+        tiny_run,
+        TASKS[TASK](),
+        resume=options.resume,
+        accelerator="cpu",
+        strategy=options.strategy,
+        loggers=[options.logger],
     )
     weights = gather_weights(module.model)
     shutdown_distributed()
