@@ -1,10 +1,12 @@
 """A sample of the faults that `make test-faults` tries."""
 
+import csv
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.faults import __main__ as command
 from tests.faults import cases
 from tests.faults.laboratory import laboratory
 
@@ -63,3 +65,13 @@ def flip_without_checksums(path: Path) -> None:
     content[-5] ^= 64
     path.write_bytes(content)
     (path.parent / "checksums.json").unlink()
+
+
+def test_recorded_results_are_complete():
+    """results/faults.csv has every kind, and every run survives."""
+    path = Path(__file__).parents[2] / "results" / "faults.csv"
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == command.COLUMNS
+    assert tuple(row["kind"] for row in rows) == command.KINDS
+    assert all(row["survived"] == row["tried"] for row in rows)
