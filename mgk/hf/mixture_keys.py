@@ -78,6 +78,12 @@ class MixtureKeys(nn.Module):
 
         `sinks` [H] are logits of one more key at 0, whose value is 0.
         """
+        if key.shape[1] != len(self.shift):
+            fail(
+                "model",
+                f"has mixture keys for {len(self.shift)} key heads and a layer with {key.shape[1]}: "
+                "tensor parallelism (tp_plan) does not shard mixture keys",
+            )
         settings: dict[str, Any] = {"scale": scaling, "similarity": self.tau}
         results = smgk_attention(
             query,

@@ -183,6 +183,18 @@ def test_follows_attention_implementation_of_model():
         with_other_masks(model)(**batch)
 
 
+def test_sharded_key_heads_raise():
+    """With tensor parallelism a layer has some of its heads; the mixture keys are not sharded."""
+    model, batch = convert(make("llama")), inputs()
+    layer = model.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        projection = getattr(layer, name)
+        weight = projection.weight.data
+        projection.weight.data = weight[:, :16] if name == "o_proj" else weight[: len(weight) // 2]
+    with pytest.raises(ValueError, match=r"mixture keys for 2 key heads and a layer with 1: tensor parallelism"):
+        model(**batch)
+
+
 def test_mgk_implementation_makes_masks():
     model, batch = randomize(convert(make("mistral"))), inputs("left")
     expected = logits(model, batch)
