@@ -107,6 +107,8 @@ def page(rows: list[dict[str, str]]) -> str:
         if row["result"] != "killed"
     ]
     text = TITLE + markdown_table([["folder", "killed", "equivalent", "survived"], *table])
+    if len(rows) < len(MUTANTS):
+        text += f"\n\n{len(MUTANTS) - len(rows)} more mutants of the table have no result for this state of the code."
     if others:
         text += "\n\nMutants that no test kills:\n\n" + markdown_table([["file", "mutation", "reason"], *others])
     return text.rstrip("\n") + "\n"
