@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import shlex
 import statistics
 import sys
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 
 from mgk._core.io import replacing
+from mgk._core.palette import colour_of
 from mgk.models import DecoderConfig, LanguageModel, load_model
 from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.generation import DecodingStep
@@ -274,25 +276,49 @@ def draw(path: Path, picture: Path) -> None:
             name = str(ModelSpec(row["variant"], int(row["heads"]), int(row["kv_heads"]), key_heads))
             name = name if key_heads else name.removesuffix(f"/{row['heads']}")
             lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
-    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    names = sorted({name for named in lines.values() for name in named})
-    colours = {name: f"C{n % 10}" for n, name in enumerate(names)}
+    figure, both = pyplot.subplots(1, 2, figsize=(8.8, 4.0), constrained_layout=True)
     for axes, metric, style in ((both[0], CAPTURED, "-"), (both[0], PLAIN, "--"), (both[1], "cache_bytes", "-")):
         for name, points in lines[metric].items():
-            label = {"label": name} if style == "-" or name not in lines[CAPTURED] else {}
-            axes.plot(*zip(*sorted(points.items()), strict=True), style, marker=".", color=colours[name], **label)
-    titles = ("tokens per second, one sequence (dashed: without CUDA graph)", "bytes of cache, one sequence")
+            x, y = zip(*sorted(points.items()), strict=True)
+            marker = "s" if "/" in name else "o"  # fewer key heads than query heads
+            axes.plot(x, y, style, marker=marker, markersize=4, color=colour_of(name.partition(":")[0]))
+    for axes, metric in ((both[0], CAPTURED), (both[1], "cache_bytes")):
+        label_lines(axes, lines[metric] or lines[PLAIN], log=metric != CAPTURED)
+    lengths = sorted({length for named in lines.values() for points in named.values() for length in points})
+    titles = ("tokens per second, one sequence\n(dashed: without CUDA graph)", "bytes of cache, one sequence")
     for axes, title, scale in zip(both, titles, ("linear", "log"), strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale(scale)
         axes.set_ylim(bottom=None if scale == "log" else 0)
-        axes.set_xlabel("tokens in the cache")
-        axes.set_title(title, fontsize=10)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=9)
+        axes.set_xlabel("tokens in the cache", fontsize=10)
+        axes.set_title(title, fontsize=11)
         axes.grid(alpha=0.3)
-    both[0].legend(fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(right=axes.get_xlim()[1] * 9)  # space for the names
     with replacing(picture) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     pyplot.close(figure)
+
+
+def label_lines(axes: Any, lines: dict[str, dict[int, float]], log: bool) -> None:
+    """Write the names of the lines next to their last points; equal ends share a label, near ones are moved apart."""
+    ends: dict[float, list[str]] = {}
+    for name, points in lines.items():
+        value = points[max(points)]
+        near = [end for end in ends if math.isclose(end, value, rel_tol=0.02)]
+        ends.setdefault(near[0] if near else value, []).append(name)
+    transform = math.log if log else float
+    span = max(map(transform, ends)) - (min(map(transform, ends)) if log else 0.0)
+    last = -math.inf
+    for end in sorted(ends):
+        x = max(max(lines[name]) for name in ends[end])
+        position = max(transform(end), last + 0.055 * span)
+        last = position
+        place = (x * 1.25, math.exp(position) if log else position)
+        variants = {name.partition(":")[0] for name in ends[end]}
+        colour = colour_of(variants.pop()) if len(variants) == 1 else "black"
+        axes.annotate(", ".join(ends[end]), place, va="center", fontsize=9, color=colour)
 
 
 def numbers(text: str) -> list[int]:

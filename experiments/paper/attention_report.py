@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from experiments.paper import kernel_targets
 from experiments.paper.kernel_targets import (
@@ -29,7 +31,10 @@ from experiments.paper.kernel_targets import (
     select,
     shape_of,
 )
+from experiments.paper.speed_table import half_softmax_ratios
 from mgk._core.io import format_number, markdown_table, replacing, write_atomically
+from mgk._core.palette import COLOURS
+from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 from mgk.training import results
 
@@ -138,23 +143,35 @@ def report(rows: list[Record]) -> str:
 
 
 def draw_speed(axis: Axes, rows: list[Record], which: str) -> None:
-    """Draw the ratios of one pass as bars."""
-    width = 0.2
-    for n, name in enumerate(NAMES):
-        by_shape = ratios(rows, name, which)
-        positions = [i + (n - 1.5) * width for i, shape in enumerate(SHAPES) if shape in by_shape]
-        heights = [by_shape[shape] for shape in SHAPES if shape in by_shape]
-        axis.bar(positions, heights, width, label=f"{NAMES[name]}, H/2 heads")
-    axis.axhline(1, color="black", linewidth=1)
-    labels = [shape.replace("xcausal", "\ncausal").replace("x", "·") for shape in SHAPES]
-    axis.set_xticks(range(len(SHAPES)), labels, fontsize=7, rotation=35, ha="right", rotation_mode="anchor")
-    axis.set_xlabel("batch · H · length · head width", fontsize=8)
-    axis.set_title(which.replace("+", " + "), fontsize=10)
-    axis.grid(axis="y", alpha=0.3)
+    """Draw the ratios of one pass as dots, a line per shape; softmax with half the heads is a vertical tick."""
+    control = half_softmax_ratios(rows, which)
+    for y, shape in enumerate(SHAPES):
+        measured = {name: ratio for name in NAMES if (ratio := ratios(rows, name, which).get(shape)) is not None}
+        if measured:
+            axis.plot([min(measured.values()), max(measured.values())], [y, y], color="#d0d0d0", linewidth=2, zorder=1)
+        if shape in control:
+            axis.plot(control[shape], y, "|", color=COLOURS["softmax"], markersize=15, markeredgewidth=2.5)
+        for name, ratio in measured.items():
+            axis.plot(ratio, y, "o", color=COLOURS[name], markersize=8, zorder=2)
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_xlim(0.35, 1.4)
+    axis.set_ylim(len(SHAPES) - 0.5, -0.5)
+    axis.set_title({"forward": "forward"}.get(which, "forward + backward, all gradients"), fontsize=11)
+    axis.set_xlabel("time relative to the best SDPA with H heads", fontsize=10)
+    axis.grid(axis="x", alpha=0.3)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+
+
+def describe_shape(shape: str) -> str:
+    """Return a shape in words: length, width, batch and heads."""
+    parsed = Shape.parse(shape)
+    causal = ", causal" if parsed.causal else ""
+    return f"{parsed.length:,} × {parsed.width}{causal}"
 
 
 def draw_linear(axis: Axes, rows: list[Record]) -> None:
-    """Draw the times of linear attention against the length."""
+    """Draw the times of linear attention against the length, with the names at the ends of the lines."""
     selected = select(rows, "linear")
     for variant, name in (("mlk", "MLK, H/2 heads"), ("softmax", "best SDPA, H heads")):
         for which, style in zip(PASSES, ("-", "--"), strict=True):
@@ -162,34 +179,46 @@ def draw_linear(axis: Axes, rows: list[Record]) -> None:
             for row in (r for r in selected if r["variant"] == variant and r["pass"] == which):
                 n, ms = int(row["length"]), float(row["value"])
                 times[n] = min(ms, times.get(n, ms))
-            color = "tab:blue" if variant == "mlk" else "black"
-            axis.plot(sorted(times), [times[n] for n in sorted(times)], style, marker="o", color=color,
-                      label=f"{name}, {which}")  # fmt: skip
+            if times:
+                x = sorted(times)
+                axis.plot(x, [times[n] for n in x], style, marker="o", color=COLOURS[variant])
+                label = name if which == PASSES[0] else f"{name}, with gradients"
+                axis.annotate(
+                    label, (x[-1], times[x[-1]]), xytext=(8, 0), textcoords="offset points", va="center", fontsize=10,
+                    color=COLOURS[variant],
+                )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xlabel("length")
-    axis.set_ylabel("device time, ms")
-    axis.set_title("causal linear attention", fontsize=10)
+    lengths = sorted({int(row["length"]) for row in selected})
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.set_xlabel("length", fontsize=10)
+    axis.set_ylabel("device time, ms", fontsize=10)
+    axis.set_title("causal linear attention", fontsize=11)
     axis.grid(alpha=0.3)
-    axis.set_ylim(bottom=axis.get_ylim()[0] / 4)  # space for the legend
-    axis.legend(fontsize=7, loc="lower right", handlelength=4)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw(rows: list[Record], path: Path) -> None:
     """Draw the speed and, if there are several lengths, linear attention to a PNG file."""
     linear = len({row["length"] for row in select(rows, "linear")}) > 1
-    figure, axes = pyplot.subplots(1, 2 + linear, figsize=(11 + 4 * linear, 4.2), constrained_layout=True)
-    for axis, which in zip(axes, PASSES, strict=False):
+    heights = [3.6, 2.6][: 1 + linear]
+    figure = pyplot.figure(figsize=(8.8, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    speed = parts[0].subplots(1, len(PASSES), sharey=True)
+    for axis, which in zip(speed, PASSES, strict=True):
         draw_speed(axis, rows, which)
-    top = max(axis.get_ylim()[1] for axis in axes[:2])
-    for axis in axes[:2]:
-        axis.set_ylim(0, top)
-    axes[0].set_ylabel("device time relative to the best SDPA with H heads")
-    axes[0].legend(fontsize=8)
+    speed[0].set_yticks(range(len(SHAPES)), [describe_shape(shape) for shape in SHAPES], fontsize=10)
+    speed[0].set_ylabel("length × head width", fontsize=10)
+    handles = [Line2D([], [], marker="o", linestyle="", color=COLOURS[name], label=NAMES[name]) for name in NAMES]
+    tick: dict[str, Any] = {"marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
+    handles.append(Line2D([], [], label="softmax, H/2 heads", color=COLOURS["softmax"], **tick))
+    parts[0].legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=10)
     if linear:
-        draw_linear(axes[2], rows)
+        axis = parts[1].subplots()
+        draw_linear(axis, rows)
+        axis.set_xlim(right=axis.get_xlim()[1] * 4)  # space for the names
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
+        figure.savefig(temporary, dpi=180, format="png")
     pyplot.close(figure)
 
 

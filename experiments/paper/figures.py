@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from experiments.paper import verdicts
 from experiments.paper.claims.quality import ExperimentResults, judge_half, judge_same, paper_difference
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
 from mgk._core.io import replacing
+from mgk._core.palette import colour_of
 from mgk.analysis.report.curves import read_metrics
 from mgk.training.config import ModelSpec
 from mgk.training.results import curve_files
@@ -22,11 +25,12 @@ if TYPE_CHECKING:
 
 # PNG metadata field with a digest of the plotted numbers; a test compares it with the results.
 DRAWN_FROM = "Drawn from"
-COLOURS = {"softmax": "black", "mgk": "tab:blue", "smgk": "tab:orange", "linear": "grey", "mlk": "tab:green"}
-VERDICT_COLOURS = {verdicts.HOLDS: "tab:green", verdicts.FAILS: "tab:red"}
+# Marker of a difference by its verdict: filled, crossed or, if undecided, open.
+VERDICT_MARKERS = {verdicts.HOLDS: "o", verdicts.FAILS: "X"}
+MIN_MODELS = 3  # of a panel of final results
 STYLES = {8: "-", 4: "--", 2: "-.", 1: ":"}
 NAMES_PER_COLUMN = 12  # of a legend
-PANELS_PER_LINE = 4
+PANELS_PER_LINE = 3
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,11 @@ def _pyplot() -> Any:
 def draw_curves(panels: list[dict[str, Any]]) -> Figure:
     """Draw one row of axes per task: loss, metric and legend."""
     count = max(1, len(panels))
-    figure, axes = _pyplot().subplots(count, 2, figsize=(10.5, 2.5 * count), squeeze=False, constrained_layout=True)
+    figure, axes = _pyplot().subplots(count, 2, figsize=(8.8, 2.4 * count), squeeze=False, constrained_layout=True)
     for panel_axes, panel in zip(axes, panels, strict=False):
         for line in panel["lines"]:
             row, metrics = ModelSpec.parse(line["row"]), line["metrics"]
-            colour, style = COLOURS.get(row.variant.split("-")[0], "tab:purple"), STYLES.get(row.heads, "-")
+            colour, style = colour_of(row.variant), STYLES.get(row.heads, "-")
             names = ["loss", *(metric for metric in metrics if metric != "loss")]
             marker = None if row.kv_heads is None else "."
             for axis, metric in zip(panel_axes, names, strict=False):
@@ -153,11 +157,12 @@ def draw_curves(panels: list[dict[str, Any]]) -> Figure:
 
 
 def draw_endpoints(panels: list[dict[str, Any]]) -> Figure:
+    panels = [panel for panel in panels if len({name for name, *_ in panel["dots"]}) >= MIN_MODELS]
     counts = [len({name for name, *_ in panel["dots"]}) for panel in panels] or [1]
     starts = range(0, len(counts), PANELS_PER_LINE)
-    heights = [1.0 + 0.26 * max(counts[start : start + PANELS_PER_LINE]) for start in starts]
+    heights = [1.1 + 0.27 * max(counts[start : start + PANELS_PER_LINE]) for start in starts]
     figure, axes = _pyplot().subplots(
-        len(heights), PANELS_PER_LINE, figsize=(3.0 * PANELS_PER_LINE, sum(heights)), squeeze=False,
+        len(heights), PANELS_PER_LINE, figsize=(8.8, sum(heights)), squeeze=False,
         constrained_layout=True, gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
     for axis in axes.flat[len(panels) :]:
@@ -165,16 +170,20 @@ def draw_endpoints(panels: list[dict[str, Any]]) -> Figure:
     for axis, panel in zip(axes.flat, panels, strict=False):
         names = list(dict.fromkeys(name for name, *_ in panel["dots"]))
         for name, value, learnt in panel["dots"]:
-            face = "tab:blue" if learnt else "none"
-            axis.plot(value, names.index(name), "o", color="tab:blue", markerfacecolor=face)
+            colour = colour_of(ModelSpec.parse(name).variant)
+            axis.plot(value, names.index(name), "o", color=colour, markerfacecolor=colour if learnt else "none")
         for name, value in panel["paper"].items():
             axis.plot(value, names.index(name), "x", color="black")
-        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_yticks(range(len(names)), names, fontsize=9)
+        for label in axis.get_yticklabels():
+            label.set_color(colour_of(ModelSpec.parse(label.get_text()).variant))
         axis.set_ylim(len(names) - 0.5, -0.5)
         axis.margins(x=0.1)
-        axis.set_xlabel(panel["split"], fontsize=8)
-        axis.set_title(panel["title"].replace(" (", "\n(", 1), fontsize=9)
+        axis.tick_params(axis="x", labelsize=9)
+        axis.set_xlabel(panel["split"], fontsize=9)
+        axis.set_title(panel["title"].replace(" (", "\n(", 1), fontsize=10)
         axis.grid(axis="x", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -182,27 +191,43 @@ def draw_differences(data: dict[str, Any]) -> Figure:
     panels = data["panels"]
     counts = [max(1, len(panel["lines"])) for panel in panels]
     figure, axes = _pyplot().subplots(
-        len(panels), 1, figsize=(8, 1.4 + 0.27 * sum(counts)), sharex=True, squeeze=False,
+        len(panels), 1, figsize=(8.8, 1.8 + 0.23 * sum(counts)), sharex=True, squeeze=False,
         gridspec_kw={"height_ratios": counts}, constrained_layout=True,
     )  # fmt: skip
     for axis, panel in zip(axes[:, 0], panels, strict=True):
-        for position, (_, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
-            colour = VERDICT_COLOURS.get(verdict, "grey")
+        previous = None
+        for position, (label, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
+            pair, _, task = label.removeprefix("control: ").partition("   ")
+            colour = colour_of(ModelSpec.parse(pair.partition(" − ")[0]).variant)
+            marker = VERDICT_MARKERS.get(verdict)
             axis.errorbar(
-                difference, position, xerr=width or None, fmt="s" if control else "o", color=colour, capsize=3
-            )
+                difference, position, xerr=width or None, fmt=marker or "o", color=colour, capsize=2, markersize=6,
+                markerfacecolor=colour if marker else "white", alpha=0.55 if control else 1.0,
+            )  # fmt: skip
             if paper is not None:
-                axis.plot(paper, position, "x", color="black")
+                axis.plot(paper, position, "x", color="black", markersize=5)
+            # The name of the task stands once, at its first line.
+            if task != previous:
+                axis.axhline(position - 0.5, color="#cccccc", linewidth=0.8)
+                place = {"xy": (1.01, position), "xycoords": ("axes fraction", "data")}
+                short = re.sub(r"\((\S+) stand-in, ", "(", task)
+                axis.annotate(textwrap.fill(short, 26), **place, va="center", fontsize=9, annotation_clip=False)
+                previous = task
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(panel["lines"])), [label for label, *_ in panel["lines"]], fontsize=8)
+        pairs = [label.partition("   ")[0] for label, *_ in panel["lines"]]
+        axis.set_yticks(range(len(pairs)), pairs, fontsize=9)
+        for label in axis.get_yticklabels():
+            first = label.get_text().removeprefix("control: ").partition(" − ")[0]
+            label.set_color(colour_of(ModelSpec.parse(first).variant))
         axis.set_ylim(counts[panels.index(panel)] - 0.5, -0.5)
-        axis.set_title(f"{panel['title']}, minus the baseline", fontsize=9)
+        axis.set_title(f"{panel['title']}, minus the baseline", fontsize=11)
         axis.grid(axis="x", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
     axes[-1, 0].margins(x=0.08)
     words = "points (language model: 100 × nats per token) with the 95 % interval, if known\n"
     figure.supxlabel(
-        f"{words}green: holds, red: does not hold, grey: undecided; ×: the paper's difference; dotted: the margin",
-        fontsize=8,
+        f"{words}● holds, ○ undecided, ✖ does not hold; pale: controls; ×: the paper's difference; dotted: the margin",
+        fontsize=9,
     )
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgk._core.io import markdown_table, replacing, write_atomically
+from mgk._core.palette import colour_of
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.objectives import MetricFormat
@@ -302,20 +304,19 @@ def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | N
 
     costs = [(title, list(map(cost, summaries))) for title, cost in COST_PANELS]
     costs = [(title, values) for title, values in costs if None not in values]
-    figure = Figure(figsize=(5 + 1.9 * len(costs), 1.6 + 0.36 * len(summaries)), layout="constrained")
+    figure = Figure(figsize=(4.4 + 1.5 * len(costs), 1.6 + 0.42 * len(summaries)), layout="constrained")
     panels = figure.subplots(1, 1 + len(costs), sharey=True, squeeze=False, width_ratios=[2.6, *[1] * len(costs)])
     score_axes, *cost_axes = panels[0]
-    variants = dict.fromkeys(summary.row.variant for summary in summaries)
-    colours = {variant: f"C{n % 10}" for n, variant in enumerate(variants)}
-    _plot_scores(score_axes, summaries, recipe, colours, chance)
+    _plot_scores(score_axes, summaries, recipe, chance)
+    colours = [colour_of(summary.row.variant) for summary in summaries]
     for axes, (title, values) in zip(cost_axes, costs, strict=True):
-        bars = axes.barh(range(len(values)), values, 0.6, color=[colours[s.row.variant] for s in summaries], alpha=0.6)
+        bars = axes.barh(range(len(values)), values, 0.6, color=colours, alpha=0.6)
         axes.bar_label(
             bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=2, fontsize=9
         )
-        axes.margins(x=0.55)  # space for the numbers to the right of the bars
+        axes.margins(x=0.8)  # space for the numbers to the right of the bars
         axes.set_xlim(left=0)
-        axes.set_title(title, fontsize=9)
+        axes.set_title(textwrap.fill(title, 14), fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(3))
         axes.tick_params(axis="y", length=0)
     for axes in panels[0]:
@@ -327,23 +328,39 @@ def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | N
     return figure
 
 
-def _plot_scores(
-    axes: Any, summaries: list[ModelSummary], recipe: Recipe, colours: dict[str, str], chance: float | None
-) -> None:
+def _plot_scores(axes: Any, summaries: list[ModelSummary], recipe: Recipe, chance: float | None) -> None:
     style, split = metric_format(recipe), ordered_splits(summaries)[0]
+    has_excluded = False
     for y, summary in enumerate(summaries):
-        scores, colour = summary.scores(split), colours[summary.row.variant]
-        seed_scores = list(summary.values.get(split, {}).values())
-        axes.plot(seed_scores, [y] * len(seed_scores), "|", color=colour, markersize=9, alpha=0.7)
+        scores, colour = summary.scores(split), colour_of(summary.row.variant)
+        by_seed = summary.values.get(split, {})
+        # The dot is the mean of the ticks; seeds that stayed on the plateau are crosses.
+        excluded = [score for seed, score in by_seed.items() if seed not in summary.counted_seeds]
+        has_excluded = has_excluded or bool(excluded)
+        if len(scores) > 1:
+            axes.plot(scores, [y] * len(scores), "|", color=colour, markersize=9, alpha=0.7)
+        axes.plot(excluded, [y] * len(excluded), "x", color=colour, markersize=5, alpha=0.7)
         if scores:
-            spread = summary.spread(split, style)
-            axes.errorbar(statistics.mean(scores), y, xerr=spread, fmt="o", capsize=3, color=colour)
+            mean = statistics.mean(scores)
+            axes.errorbar(mean, y, xerr=summary.spread(split, style), fmt="o", capsize=3, color=colour)
+            axes.annotate(
+                f"{mean:.1f}",
+                (mean, y),
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                color=colour,
+            )
         if str(summary.row) in recipe.paper:
             axes.plot(recipe.paper[str(summary.row)], y, "D", color="black", fillstyle="none", markersize=7)
     if chance is not None:
         axes.axvline(chance, color="black", linestyle=":", linewidth=1)
-    legend = ["● mean ± as in the table", "| each seed", *(["◇ the paper"] if recipe.paper else [])]
+    several = any(len(summary.scores(split)) > 1 for summary in summaries)
+    legend = ["● mean ± as in the table" if several else "± as in the table", *(["| each seed"] if several else [])]
+    legend += ["◇ the paper"] if recipe.paper else []
+    legend += ["× stayed on the plateau"] if has_excluded else []
     legend += [] if chance is None else ["dotted: most frequent class"]
-    axes.set_xlabel(f"{split} {style.title}\n({', '.join(legend)})", fontsize=9)
+    axes.set_xlabel(f"{split} {style.title}\n({textwrap.fill(', '.join(legend), 56)})", fontsize=9)
     axes.margins(x=0.08)
     axes.grid(axis="x", alpha=0.3)

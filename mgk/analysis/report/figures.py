@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 
 from mgk._core.io import replacing
+from mgk._core.palette import colour_of
 from mgk.analysis.analyse import Analysis
 from mgk.analysis.attention_maps import PALETTE
 from mgk.analysis.flops import ModelCost
@@ -211,7 +212,7 @@ def draw_costs(
     measures = (("flops", 1e9, "GFLOPs of one forward"), ("params", 1e3, "parameters, thousands"))
     for panel, (measure, unit, description) in zip(axes[0], measures, strict=True):
         for number, (line, points) in enumerate(lines.items()):
-            style = {"marker": "osD^v<>p"[number % 8], "color": COLOURS[number % len(COLOURS)], "label": line}
+            style = {"marker": "osD^v<>p"[number % 8], "color": colour_of(points[0][1].variant), "label": line}
             values = [getattr(cost, measure) / unit for _, cost in points]
             # Later lines are thinner, so that coinciding lines stay visible.
             linewidth = 1.5 + 1.2 * (len(lines) - 1 - number)
