@@ -17,6 +17,7 @@ import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.cli.app import RunDataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
+from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ MANY_HEADS = 48
 ABLATION_BATCH = 16
 
 
-@app.command()
+@app.command(epilog=epilog("analyze"))
 def analyze(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run directories; the report shows several side by side.")

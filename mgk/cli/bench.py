@@ -11,6 +11,7 @@ import typer
 
 from mgk._core.validation import fail, one_of
 from mgk.cli.app import app, check_results_file
+from mgk.cli.help_texts import epilog
 
 # Headers of the printed lines, and the legend above them.
 COLUMNS = f"{'part':8} {'B x H x N x D':24} {'pass':16} {'variant, backend, heads':28}"
@@ -29,7 +30,7 @@ memory: MB beyond inputs, outputs and gradients; ratio to SDPA-flash with the sa
 }
 
 
-@app.command()
+@app.command(epilog=epilog("bench"))
 def bench(
     only: Annotated[
         str,

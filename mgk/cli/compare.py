@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,11 +24,12 @@ from mgk.cli.app import (
     check_output_directory,
     check_results_file,
     parse_rows,
-    print_progress,
+    prepare_data,
     remove_result_temporaries,
     resolve_data_dir,
     warn_if_gpu_recommended,
 )
+from mgk.cli.help_texts import epilog
 from mgk.training import config, results
 from mgk.training.config import ModelSpec, Recipe
 from mgk.variants import PRESETS
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mgk.training.trainer import Run
 
 
-@app.command()
+@app.command(epilog=epilog("compare", settings=True))
 def compare(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `mgk recipes`) or a YAML file.")],
     rows: Annotated[
@@ -106,7 +106,7 @@ def compare(
     check_results_file("--out", result_file)
     data = resolve_data_dir(data_dir)
     task = tasks.get_task(loaded.task)
-    task.prepare(data, os.cpu_count() or 1, print_progress)
+    prepare_data(task, data)
     first_runs = {
         model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in models
     }

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mgk.cli.app import DataDir, app, print_progress, resolve_data_dir
+from mgk.cli.app import DataDir, app, describe_preparation, prepare_data, resolve_data_dir
+from mgk.cli.help_texts import epilog
+
+if TYPE_CHECKING:
+    from mgk.tasks import Task
 
 
-@app.command()
+@app.command(epilog=epilog("data"))
 def data(
     task: Annotated[str, typer.Argument(help="Name of a task or of a recipe, or `all`.")],
     data_dir: DataDir = None,
@@ -25,9 +29,11 @@ def data(
     if task not in tasks.TASKS and task in config.recipe_names():
         task = config.load_recipe(task).task
     missing = []
+    if task == "all":
+        _print_plan(list(tasks.TASKS.values()), data_path)
     for selected in tasks.TASKS.values() if task == "all" else [tasks.get_task(task)]:
         try:
-            selected.prepare(data_path, workers or os.cpu_count() or 1, print_progress)
+            prepare_data(selected, data_path, workers)
         except tasks.DataError as error:
             if task != "all":
                 raise
@@ -42,3 +48,16 @@ def data(
             print(f"{selected.name} baseline, {name}: {scores}")
     if missing:
         raise ValueError(f"no data for {', '.join(missing)}")
+
+
+def _print_plan(selected: list[Task], data_dir: Path) -> None:
+    """Print what will be done for each task before anything is done."""
+    from mgk.tasks import DataError
+
+    print(f"Data in {data_dir}; nothing is downloaded:", file=sys.stderr)
+    for task in selected:
+        try:
+            description = describe_preparation(task, data_dir)
+        except (DataError, OSError):
+            description = f"{task.name}: skipped, its source files are missing (mgk data {task.name} says which)"
+        print(f"  {description}", file=sys.stderr)

@@ -10,9 +10,10 @@ import typer
 
 from mgk._core.validation import one_of, positive_integer
 from mgk.cli.app import RunDataDir, app, check_same_data, resolve_data_dir
+from mgk.cli.help_texts import epilog
 
 
-@app.command("eval")
+@app.command("eval", epilog=epilog("eval"))
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     split: Annotated[

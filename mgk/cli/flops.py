@@ -10,6 +10,7 @@ import typer
 
 from mgk._core.validation import fail, one_of
 from mgk.cli.app import DataDir, Settings, app, check_output_directory, resolve_data_dir
+from mgk.cli.help_texts import epilog
 from mgk.training.config import ModelSpec, load_recipe
 from mgk.variants import VARIANTS
 
@@ -66,7 +67,7 @@ def _parse_counts(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-@app.command()
+@app.command(epilog=epilog("flops", settings=True))
 def flops(
     recipe: Annotated[str, typer.Argument(help="Recipe that defines the model.")] = "retrieval-aan",
     variants: Annotated[

@@ -10,9 +10,10 @@ import typer
 
 from mgk._core.validation import positive_integer
 from mgk.cli.app import app
+from mgk.cli.help_texts import epilog
 
 
-@app.command()
+@app.command(epilog=epilog("generate"))
 def generate(
     run: Annotated[Path, typer.Argument(help="Run directory of a language model.")],
     prompt: Annotated[

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from mgk.cli.app import app
+from mgk.cli.help_texts import epilog
 from mgk.training import config
 
 
-@app.command("recipes")
+@app.command("recipes", epilog=epilog("recipes"))
 def list_recipes(
     name: Annotated[
         str | None, typer.Argument(help="Print the YAML file of this recipe, as a template for a new one.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -21,11 +20,12 @@ from mgk.cli.app import (
     apply_steps,
     check_output_directory,
     check_results_file,
-    print_progress,
+    prepare_data,
     remove_result_temporaries,
     resolve_data_dir,
     warn_if_gpu_recommended,
 )
+from mgk.cli.help_texts import epilog
 from mgk.models.attention_layer import known_variants
 from mgk.training import config, predictions, results
 from mgk.training.config import ModelSpec
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mgk.training.trainer import Run
 
 
-@app.command()
+@app.command(epilog=epilog("train", settings=True))
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `mgk recipes`) or a YAML file.")],
     variant: Annotated[
@@ -109,7 +109,7 @@ def train(
     if results_file is not None:
         check_results_file("--results", results_file)
 
-    task.prepare(data, os.cpu_count() or 1, print_progress)
+    prepare_data(task, data)
     run = Run(loaded, row, preset, seed, data, directory)
     with lock_run(run):
         if is_first_rank():

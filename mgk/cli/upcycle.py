@@ -16,10 +16,11 @@ import typer
 from mgk._core.io import exclusive, write_atomically
 from mgk._core.validation import fail
 from mgk.cli.app import app, check_output_directory
+from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
 
 
-@app.command()
+@app.command(epilog=epilog("upcycle"))
 def upcycle(
     model: Annotated[str, typer.Argument(help="Transformers model: a directory or a name on the Hub.")],
     text: Annotated[list[Path], typer.Option(help="Calibration text, one sample per line; may be repeated.")],
