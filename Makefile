@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-gpu docs lint format bench clean
+.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-gpu docs dist lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -81,6 +81,17 @@ demo: $(STAMP) ## Train softmax, and sMGK with half the heads, on short ListOps 
 
 docs: $(STAMP) ## Build the documentation into build/docs and run its tutorials; warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -W --keep-going -b html -c docs -d build/doctrees . build/docs
+
+# The installed wheel is tried in an environment without the clone on its path.
+dist: $(STAMP) ## Build wheel and sdist into dist/, check them, and try the wheel in a clean environment
+	rm -rf dist build/dist-env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	python3 -m venv build/dist-env
+	build/dist-env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[train]"
+	cd build && dist-env/bin/python -c "import torch, mgk; print(mgk.__version__, mgk.__file__, mgk.Attention(64, 4)(torch.randn(1, 8, 64)).shape)"
+	cd build && dist-env/bin/mgk --version && dist-env/bin/mgk recipes > /dev/null
 
 lint: $(STAMP) ## Check style, formatting, types and import layers
 	$(BIN)/ruff check .

@@ -25,7 +25,15 @@ release = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(e
 version = release
 
 root_doc = "docs/index"
-include_patterns = ["docs/**", "results/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "mgk/*/README.md", "experiments/*.md"]
+include_patterns = [
+    "docs/**",
+    "results/*.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "mgk/*/README.md",
+    "experiments/*.md",
+]
 exclude_patterns = [".*", "build", "dist", "runs", "data", "tests", "**/__pycache__"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 

@@ -17,7 +17,7 @@ from mgk.multihead import MultiheadAttention
 from mgk.rotary import Rotary
 from mgk.variants import PRESETS, VARIANTS, Preset, Variant
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DPFP",

@@ -37,8 +37,8 @@ class MultiheadAttention(nn.Module):
         kdim, vdim: Dimensions of the key and the value input. Default: ``embed_dim``.
         batch_first: If True, inputs and outputs are [B, L, E], else [L, B, E].
         device, dtype: Device and dtype of the parameters.
-        head_dim, num_kv_heads, num_key_heads, variant, num_components, preset, feature_map, max_positions, rotary,
-            backend: As in ``Attention``.
+        head_dim, num_kv_heads, num_key_heads, variant, num_components, preset: As in ``Attention``.
+        feature_map, max_positions, rotary, backend: As in ``Attention``.
 
     Examples:
         >>> attention = mgk.MultiheadAttention(512, 4, head_dim=64, batch_first=True)

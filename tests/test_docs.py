@@ -16,6 +16,7 @@ import torch
 import typer
 
 import mgk
+import mgk.hf
 from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS
 from mgk.cli import commands
 
@@ -27,9 +28,10 @@ PAGES = {
 }
 # Cells of tutorials are {code-cell} blocks: `make docs` runs them.
 TUTORIALS = [name for name in PAGES if name.startswith("docs/tutorials/")]
-# Packages whose public names need an example, and names that cannot have one: data, or a run directory is needed.
-PACKAGES = ("mgk", "mgk.models", "mgk.analysis")
-NO_EXAMPLE = {"PRESETS", "VARIANTS"}
+# Packages whose public names need an example, and names that have none: data, base classes, and functions that need
+# files or minutes; their pages have examples.
+PACKAGES = ("mgk", "mgk.models", "mgk.analysis", "mgk.hf")
+NO_EXAMPLE = {"PRESETS", "VARIANTS", "MGKCache", "MGKPreTrainedModel", "UpcycleReport", "tokenizer_of_run", "upcycle"}
 
 
 def fenced(page: str) -> list[tuple[str, str]]:

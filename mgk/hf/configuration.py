@@ -33,6 +33,10 @@ class MGKConfig(PreTrainedConfig):
     Attributes:
         kind: "language-model" or "classifier".
         tie_word_embeddings: Must be True for language models.
+
+    Examples:
+        >>> mgk.hf.MGKConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, head_dim=16).variant
+        'smgk'
     """
 
     model_type = "mgk"

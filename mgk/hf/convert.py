@@ -79,6 +79,15 @@ def convert(
     Returns:
         The model, now of a subclass with its own model type. Save it with `save_pretrained`; after `import mgk.hf` the
         Auto classes and pipelines load it.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+        ... )
+        >>> model = mgk.hf.convert(LlamaForCausalLM(config))
+        >>> [name for name, _ in model.named_parameters() if ".mgk." in name]
+        ['model.layers.0.self_attn.mgk.shift', ...]
     """
     _check_variant(variant)
     positive_integer("num_components", num_components)
@@ -146,6 +155,9 @@ def load_converted(
 
     Returns:
         The model.
+
+    Examples:
+        >>> model = mgk.hf.load_converted("folder")  # doctest: +SKIP
     """
     if not Path(folder).is_dir() and str(folder).count("/") != 1:
         fail("folder", f"{folder} is neither a folder nor a model on the hub (owner/name)")

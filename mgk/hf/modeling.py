@@ -174,7 +174,14 @@ class MGKPreTrainedModel(PreTrainedModel):
 
 
 class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
-    """Language model: input_ids [B, L] to logits [B, L, V] and, with labels, the loss."""
+    """Language model: input_ids [B, L] to logits [B, L, V] and, with labels, the loss.
+
+    Examples:
+        >>> config = mgk.hf.MGKConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = mgk.hf.MGKForCausalLM(config).eval()
+        >>> model.generate(torch.randint(64, (1, 5)), max_new_tokens=3, do_sample=False).shape
+        torch.Size([1, 8])
+    """
 
     kind = "language-model"
     accepts_loss_kwargs = True
@@ -304,7 +311,14 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):
-    """Classifier: input_ids [B, L], or [B, 2, L] for two documents, to logits [B, num_labels] and the loss."""
+    """Classifier: input_ids [B, L], or [B, 2, L] for two documents, to logits [B, num_labels] and the loss.
+
+    Examples:
+        >>> sizes = {"vocab_size": 64, "max_position_embeddings": 20, "hidden_size": 32, "num_attention_heads": 2}
+        >>> config = mgk.hf.MGKConfig(kind="classifier", num_labels=3, **sizes)
+        >>> mgk.hf.MGKForSequenceClassification(config).eval()(torch.randint(64, (2, 10))).logits.shape
+        torch.Size([2, 3])
+    """
 
     kind = "classifier"
     model: Classifier

@@ -37,6 +37,10 @@ class VisionConfig:
         dropout: Dropout of embeddings, sublayers and feed-forward layers.
         attention_dropout: Dropout of attention weights. None selects the preset's.
         backend: Backend of the attention operators.
+
+    Examples:
+        >>> mgk.models.VisionConfig(num_classes=10, patch_size=8).max_length  # patches of an image
+        16
     """
 
     num_classes: int
@@ -92,6 +96,11 @@ class VisionTransformer(nn.Module):
 
     Args:
         config: Sizes and settings.
+
+    Examples:
+        >>> model = mgk.models.VisionTransformer(mgk.models.VisionConfig(num_classes=10, patch_size=8, num_layers=1))
+        >>> model(torch.rand(2, 1, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, config: VisionConfig) -> None:
