@@ -24,6 +24,7 @@ STEPS, BATCH, LENGTH, RATE = 40, 32, 64, 3e-4
 TRAIN_SENTENCES = 1422  # a tenth is held out: 40 batches of 32
 SEEDS = (0, 1, 2)
 NUMBERS = ((6, 12), (4, 12), (3, 12), (2, 12), (1, 12), (6, 6), (3, 3))
+BUDGETS = (0.75, 0.5, 0.25)
 EXTRA_COLUMNS = ("method", "cache", "transformers")
 
 
@@ -33,11 +34,12 @@ class Arm:
 
     Attributes:
         method: "svd", "svd without refit", "mean", or "none" for the original model.
-        key_heads: Key heads per layer.
-        value_heads: Value heads per layer.
+        key_heads: Key heads per layer; 0 if they are chosen.
+        value_heads: Value heads per layer; 0 if they are chosen.
         mixture: Whether the merged heads get mixture keys.
         steps: Steps of distillation.
         seed: Seed of the order of the sentences.
+        budget: Size of the cache for which the numbers of heads are chosen per layer.
     """
 
     method: str
@@ -46,19 +48,20 @@ class Arm:
     mixture: bool = False
     steps: int = 0
     seed: int = 0
+    budget: float | None = None
 
     @property
     def cache(self) -> float:
-        """Size of keys and values relative to those of the original model."""
-        return (self.key_heads + self.value_heads) / (2 * HEADS)
+        """Size of keys and values relative to those of the original model; at most this, if it is a budget."""
+        return self.budget or (self.key_heads + self.value_heads) / (2 * HEADS)
 
     def key(self) -> dict[str, str]:
         """Return the columns of results that identify the arm."""
         return {
-            "method": self.method,
+            "method": self.method if self.budget is None else f"{self.method}, cache {self.budget:g}",
             "variant": "smgk" if self.mixture else "softmax",
-            "key_heads": str(self.key_heads),
-            "kv_heads": str(self.value_heads),
+            "key_heads": str(self.key_heads or ""),
+            "kv_heads": str(self.value_heads or ""),
             "steps": str(self.steps),
             "seed": str(self.seed),
         }
@@ -73,7 +76,7 @@ def plan() -> list[Arm]:
         ways = [("svd", False), ("mean", False), *([("svd", True)] if numbers in first else [])]
         return [Arm(method, *numbers, mixture=mixture, steps=STEPS, seed=seed) for method, mixture in ways]
 
-    arms = [Arm("none", HEADS, HEADS)]
+    arms = [Arm("none", HEADS, HEADS), *(Arm("svd", 0, 0, budget=budget) for budget in BUDGETS)]
     arms += [Arm(method, *numbers) for numbers in order for method in ("svd", "mean")]
     arms += [arm for numbers in first for arm in trained(numbers, SEEDS[0])]
     arms += [Arm("svd without refit", *numbers) for numbers in order]
@@ -143,22 +146,23 @@ class Study:
             embeddings |= dict(zip(part, pooled, strict=True))
         return embeddings
 
-    def make(self, arm: Arm) -> Any:
-        """Return the model of an arm."""
+    def make(self, arm: Arm) -> tuple[Any, float]:
+        """Return the model of an arm, and the size of its cache relative to the original."""
         from mgk.hf import upcycle
 
         if arm.method == "none":
-            return self.teacher
-        model, _ = upcycle(
-            self.teacher, num_key_heads=arm.key_heads, num_value_heads=arm.value_heads, calibration=self.text,
-            tokenizer=self.tokenizer, mixture=arm.mixture, method=arm.method.split()[0], refit=arm.method == "svd",
-            length=LENGTH, batch_size=BATCH, distil_steps=arm.steps, learning_rate=RATE, seed=arm.seed,
+            return self.teacher, 1.0
+        model, report = upcycle(
+            self.teacher, num_key_heads=arm.key_heads or None, num_value_heads=arm.value_heads or None,
+            cache=arm.budget, calibration=self.text, tokenizer=self.tokenizer, mixture=arm.mixture,
+            method=arm.method.split()[0], refit=arm.method == "svd", length=LENGTH, batch_size=BATCH,
+            distil_steps=arm.steps, learning_rate=RATE, seed=arm.seed,
         )  # fmt: skip
-        return model
+        return model, report.cache
 
     def measure(self, arm: Arm) -> list[dict[str, Any]]:
         """Return the result rows of an arm."""
-        model = self.make(arm)
+        model, cache = self.make(arm)
         actual = self.expected if arm.method == "none" else self.embed(model)
         cosines = [float(actual[sentence] @ self.expected[sentence]) for sentence in self.expected]
         products = [float(actual[a] @ actual[b]) for a, b in zip(self.first, self.second, strict=True)]
@@ -166,7 +170,7 @@ class Study:
             "cosine": (sum(cosines) / len(cosines), len(cosines)),
             "spearman": (spearman(products, self.scores), len(products)),
         }
-        row = {**common_columns(arm), "params": count_parameters(model), "split": "dev"}
+        row = {**common_columns(arm), "cache": f"{cache:.4f}", "params": count_parameters(model), "split": "dev"}
         return [
             {**row, "metric": metric, "value": f"{value:.4f}", "n_examples": count}
             for metric, (value, count) in values.items()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.paper.evidence_page import fill
 from experiments.paper.figures import Picture
-from experiments.upcycle.arms import HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
+from experiments.upcycle.arms import BUDGETS, HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
 from mgk._core.io import format_number, markdown_table, write_atomically
 from mgk.training import results
 
@@ -27,7 +27,9 @@ COLUMNS = {
     "mean, trained": ("mean", False, True),
     "SVD + mixture, trained": ("svd", True, True),
 }
+PER_LAYER = "SVD, numbers per layer"
 STYLES = {
+    PER_LAYER: ("tab:green", "D", "none"),
     "SVD": ("tab:blue", "o", "none"),
     "mean": ("tab:red", "s", "none"),
     "SVD, trained": ("tab:blue", "o", "full"),
@@ -74,6 +76,19 @@ def table(rows: Rows, metric: str) -> str:
     return markdown_table(lines)
 
 
+def budget_table(rows: Rows) -> str:
+    """Return a table of the models whose numbers of heads are chosen per layer."""
+    lines = [["cache at most", "cache", "parameters", "cosine", "Spearman"]]
+    for budget in BUDGETS:
+        arm = Arm("svd", 0, 0, budget=budget)
+        measured = [row for row in rows if all(row[name] == value for name, value in arm.key().items())]
+        size = f"{float(measured[0]['cache']):.3f}" if measured else "–"
+        parameters = f"{int(measured[0]['params']):,}" if measured else "–"
+        metrics = [cell(values(rows, arm, metric)) for metric in ("cosine", "spearman")]
+        lines.append([f"{budget:g}", size, parameters, *metrics])
+    return markdown_table(lines)
+
+
 def sizes(rows: Rows) -> str:
     """Return a table of parameters, cache and latency."""
     lines = [["key / value heads", "parameters", "cache, bytes per token", "latency, ms"]]
@@ -112,7 +127,14 @@ def picture(rows: Rows) -> Picture:
             if (cosines := values(rows, arm_of(column, numbers), "cosine"))
         ]
         for column in STYLES
+        if column in COLUMNS
     }
+    data[PER_LAYER] = [
+        [float(row["cache"]), "", float(row["value"])]
+        for budget in BUDGETS
+        for row in rows
+        if row["metric"] == "cosine" and row["method"] == Arm("svd", 0, 0, budget=budget).key()["method"]
+    ]
     return Picture("upcycling", data, _draw)
 
 
@@ -140,6 +162,7 @@ def write_page(path: Path, page: Path) -> list[Path]:
     rows = read_results(path)
     texts = {
         "fidelity": table(rows, "cosine"),
+        "budget": budget_table(rows),
         "similarity": table(rows, "spearman"),
         "sizes": sizes(rows),
         "source": source(rows),

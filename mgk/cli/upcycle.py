@@ -52,6 +52,8 @@ def upcycle(
     if out.exists() or out.is_symlink():
         fail("--out", f"{out} exists: choose a new directory")
     check_output_directory("--out", out)
+    if key_heads is None and value_heads is None and cache is None:
+        raise ValueError("give --key-heads, --value-heads or --cache")
     texts = _read_texts(text)
     try:
         import mgk.hf

@@ -98,7 +98,7 @@ def test_interrupted_command_continues(folder, monkeypatch, capsys):
 
 ERRORS = {
     "--key-heads = 3 must divide the number of key heads, 4": ["--key-heads", 3],
-    "--key-heads is required, or --value-heads or cache": [],
+    "give --key-heads, --value-heads or --cache": [],
     "--cache must be above 0": ["--cache", 2],
     "--out exists exists: choose a new directory": ["--key-heads", 2, "--out", "exists"],
     "--text missing.txt is not a file": ["--key-heads", 2, "--text", "missing.txt"],

@@ -26,8 +26,9 @@ def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -
     """Choose numbers of heads per layer so that the cache has at most the given share of its size.
 
     Starting from the present numbers, the reduction with the smallest increase of the loss per cached element is
-    applied until the cache is small enough. The loss of each reduction is measured with the other layers, and the other
-    of keys and values, unchanged.
+    applied until the cache is small enough. Then reductions are undone, that with the largest loss first, as far as the
+    cache permits. The loss of each reduction is measured with the other layers, and the other of keys and values,
+    unchanged.
 
     Args:
         layers: The layers.
@@ -40,7 +41,7 @@ def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -
     full = sum(cache_width(layer, layer.units, layer.units) for layer in layers)
     smallest = sum(cache_width(layer, layer.units if layer.fixed_keys else 1, 1) for layer in layers)
     if smallest > cache * full:
-        fail("cache", f"= {cache:g} is too small: one key head and one value head per layer are {smallest / full:.3f}")
+        fail("cache", f"= {cache:g} is too small: the smallest possible cache is {smallest / full:.3f}")
     numbers = {layer.name: [layer.units, layer.units] for layer in layers}
     losses: dict[tuple[str, int, int], float] = {}
 
@@ -71,4 +72,17 @@ def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -
                             best = (price, layer.name, index, number)
         assert best is not None
         numbers[best[1]][best[2]] = best[3]
+    while True:
+        gains: list[tuple[float, str, int, int]] = []
+        for layer in layers:
+            for index, dim in enumerate((layer.key_dim, layer.value_dim)):
+                present = numbers[layer.name][index]
+                for number in divisors(layer.units):
+                    if number > present and width() + (number - present) * dim <= cache * full:
+                        gain = measured(layer, index, present) - measured(layer, index, number)
+                        gains.append((gain, layer.name, index, number))
+        if not gains or max(gains)[0] <= 0:
+            break
+        _, name, index, number = max(gains)
+        numbers[name][index] = number
     return {name: (pair[0], pair[1]) for name, pair in numbers.items()}

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations
 
-import networkx
-
 Cost = Callable[[frozenset[int]], float]
 
 
@@ -94,6 +92,8 @@ def _can_complete(others: Sequence[int], new: int, size: int) -> bool:
 
 def _match(groups: list[frozenset[int]], cost: Cost) -> list[frozenset[int]]:
     """Return the perfect matching of groups with the least total loss."""
+    import networkx
+
     graph = networkx.Graph()
     graph.add_weighted_edges_from((first, second, cost(first | second)) for first, second in combinations(groups, 2))
     pairs = networkx.min_weight_matching(graph)

@@ -214,7 +214,8 @@ def _numbers_for_cache(
     progress: Progress,
 ) -> Numbers:
     """Choose the numbers of heads by the error of the last hidden states on one batch, with one layer merged."""
-    batch = data.held_out[0]
+    # The held-out text must not choose the numbers that it is to judge.
+    batch = data.batches[0]
     with torch.no_grad():
         expected = run_model(model.eval(), batch)
     energy = float(expected.hidden[-1][expected.mask].float().square().sum())

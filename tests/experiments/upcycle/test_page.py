@@ -29,8 +29,10 @@ def rows_of(arm, **metrics):
 def test_plan_has_every_arm_once():
     plan = arms.plan()
     assert len(plan) == len(set(plan))
-    assert {(arm.key_heads, arm.value_heads) for arm in plan} == {(12, 12), *arms.NUMBERS}
-    assert all(12 % arm.key_heads == 12 % arm.value_heads == 0 for arm in plan)
+    fixed = [arm for arm in plan if arm.budget is None]
+    assert {(arm.key_heads, arm.value_heads) for arm in fixed} == {(12, 12), *arms.NUMBERS}
+    assert all(12 % arm.key_heads == 12 % arm.value_heads == 0 for arm in fixed)
+    assert [arm.budget for arm in plan if arm.budget] == list(arms.BUDGETS)
     trained = [arm for arm in plan if arm.steps]
     assert {arm.seed for arm in trained} == set(arms.SEEDS)
     assert arms.Arm("svd", 1, 12).cache == pytest.approx(13 / 24)
@@ -69,7 +71,10 @@ def test_tables_have_means_of_seeds_and_gaps():
     assert "| 6 / 6 | 0.50 | 0.900 | – | – | 0.950 ± 0.014 (2) | – | – |" in text
     assert "| 6 / 6 | 1,000 | 9,216 | 7 |" in page.sizes(rows)
     assert page.picture(rows).data["SVD, trained"] == [[0.5, "6/6", pytest.approx(0.95)]]
-    missing = len(arms.plan()) - 4
+    rows += rows_of(arms.Arm("svd", 0, 0, budget=0.5), cosine=0.99)
+    assert "| 0.5 | 0.500 | 1,000 | 0.990 | – |" in page.budget_table(rows)
+    assert page.picture(rows).data[page.PER_LAYER] == [[0.5, "", 0.99]]
+    missing = len(arms.plan()) - 5
     assert f"{missing} of {len(arms.plan())} planned measurements are missing" in page.source(
         [{**row, "torch": "2", "transformers": "5", "gpu": "cpu", "commit": "a", "date": "today"} for row in rows]
     )
@@ -120,6 +125,8 @@ def test_measurements_of_a_study(monkeypatch, tmp_path):
     assert 0.5 < measured["cosine"] < 1
     assert set(measured) == {"cosine", "spearman"}
     assert int(merged[0]["params"]) < sum(parameter.numel() for parameter in model.parameters())
+    chosen = study.measure(arms.Arm("svd", 0, 0, budget=0.6))
+    assert 0.1 < float(chosen[0]["cache"]) <= 0.6
     latencies = study.measure_latencies(1)
     assert [(row["key_heads"], row["kv_heads"]) for row in latencies] == [
         tuple(map(str, numbers)) for numbers in ((12, 12), *arms.NUMBERS)

@@ -2,6 +2,7 @@
 
 import math
 from itertools import combinations, permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes, merge_loss, merge_mean, merge_svd
+from mgk.hf.upcycling.budget import cache_width, choose_numbers, divisors
 from mgk.hf.upcycling.grouping import order_heads
 
 HEADS, DIM, TOKENS = 3, 4, 500
@@ -156,3 +158,36 @@ def test_no_exchange_of_two_heads_improves_overlapping_groups():
         changed = order.copy()
         changed[i], changed[j] = order[j], order[i]
         assert total(changed, 6, 4, key_cost, value_cost) >= best - 1e-6
+
+
+@pytest.mark.parametrize("cache", [0.9, 0.5, 0.2])
+def test_budget_is_used_up(cache):
+    """Check that no reduction can be undone within the cache, and that fixed keys stay."""
+    layers = [
+        SimpleNamespace(name=str(i), units=12, key_dim=4, value_dim=4 + 2 * i, fixed_keys="yes" if i == 2 else "")
+        for i in range(3)
+    ]
+    losses = {
+        (layer.name, kind, n): float(torch.rand(())) / n for layer in layers for kind in (0, 1) for n in divisors(12)
+    }
+
+    def loss(layer, key_heads, value_heads):
+        return losses[(layer.name, 0, key_heads) if value_heads == 12 else (layer.name, 1, value_heads)]
+
+    if cache == 0.2:
+        with pytest.raises(ValueError, match="is too small: the smallest possible cache is 0"):
+            choose_numbers(layers, cache, loss)
+        return
+    numbers = choose_numbers(layers, cache, loss)
+    full = sum(cache_width(layer, 12, 12) for layer in layers)
+    width = sum(cache_width(layer, *numbers[layer.name]) for layer in layers)
+    assert width <= cache * full
+    assert numbers["2"][0] == 12
+    for layer in layers:
+        for kind, dim in ((0, layer.key_dim), (1, layer.value_dim)):
+            present = numbers[layer.name][kind]
+            before = 0.0 if present == 12 else losses[layer.name, kind, present]
+            for number in divisors(12):
+                after = 0.0 if number == 12 else losses[layer.name, kind, number]
+                if number > present and after < before:
+                    assert width + (number - present) * dim > cache * full
