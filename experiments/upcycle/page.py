@@ -152,6 +152,7 @@ def _draw(data: dict[str, list[Any]]) -> Figure:
     axes.set_xlabel("cache relative to the original model")
     axes.set_ylabel("cosine to the original embeddings")
     axes.set_title("all-MiniLM-L6-v2 with fewer key / value heads")
+    axes.margins(x=0.1)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
     return figure
