@@ -356,7 +356,9 @@ def generated():
 def test_committed_pages_match_the_results(generated):
     pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
     for path, page in pages.items():
-        if MARKED.search(page):
+        # docs/upcycling.md and docs/distributed.md have markers of other generators, with tests of their own.
+        names = {match["name"] for match in MARKED.finditer(page)}
+        if names & generated.texts.keys():
             assert fill(page, generated.texts) == page, f"run python -m experiments.paper --page {path.name}"
     markers = {name: f"<!-- made: {name} -->" for name in generated.texts}
     assert all(any(marker in page for page in pages.values()) for marker in markers.values())
