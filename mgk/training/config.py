@@ -107,15 +107,15 @@ class TrainConfig:
     # Language models: stride of the sliding window in the final evaluation. The paper uses 1; larger strides are
     # cheaper but give each token less context.
     stride: int = 1
+    # packed: documents concatenated without padding; same as full on a CPU and for linear attention, which have no
+    # varlen kernels. full: padded to the task's maximum length. longest: padded to the longest document in the batch.
+    padding: str = "packed"
     # Second coefficient of AdamW; 0.95 is common for language models.
     beta2: float = 0.999
     # Learning rate at the end of the schedule "cosine", as a share of lr.
     final_lr: float = 0.0
     # Parameters with weight decay: "all", or "matrices", the weights of linear layers.
     decay: str = "all"
-    # packed: documents concatenated without padding; same as full on a CPU and for linear attention, which have no
-    # varlen kernels. full: padded to the task's maximum length. longest: padded to the longest document in the batch.
-    padding: str = "packed"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate", "stride"):
