@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.io import exclusive
-from mgk._core.validation import number, one_of
+from mgk._core.validation import fail, number, one_of
 from mgk.cli.app import (
     DEFAULT_LOGGER,
     DataDir,
@@ -36,6 +36,7 @@ from mgk.variants import PRESETS
 
 if TYPE_CHECKING:
     from mgk.tasks import Task
+    from mgk.training.cluster import ClusterOptions
     from mgk.training.trainer import Run
 
 
@@ -72,6 +73,21 @@ def compare(
     runs: Annotated[Path, typer.Option(help="Parent directory of the run directories.")] = Path("runs"),
     keep_checkpoints: KeepCheckpoints = config.KEEP_CHECKPOINTS,
     logger: LoggerNames = DEFAULT_LOGGER,
+    cluster: Annotated[
+        str | None, typer.Option(help="Run the training on a cluster: slurm. Default: on this machine.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="With --cluster: partition of the jobs.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="With --cluster: GPUs of each job.")] = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            help="With --cluster: time limit of a job, after which it saves and requeues itself; default: 04:00:00.",
+        ),
+    ] = None,
+    max_parallel: Annotated[
+        int | None, typer.Option(min=1, help="With --cluster: number of jobs that run at the same time; default: all.")
+    ] = None,
 ) -> None:
     """Train the rows of a recipe with several seeds and compare them in a table and a plot.
 
@@ -81,6 +97,7 @@ def compare(
 
     from mgk import tasks
     from mgk.training import sweep
+    from mgk.training.cluster import run_on_slurm
     from mgk.training.evaluate import count_parameters
     from mgk.training.job_queue import resolve_max_running, run_jobs
     from mgk.training.runs import run_path
@@ -92,6 +109,7 @@ def compare(
     models = parse_rows(rows, loaded)
     one_of("--preset", preset, PRESETS)
     parse_loggers(logger)
+    cluster_options = _cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
     if redraw:
@@ -137,14 +155,19 @@ def compare(
         if len(pending) < total:
             skipped = f"{total - len(pending)} of {total} runs are already in {out} and are skipped"
             print(f"{skipped} (use another --out to repeat them)", file=sys.stderr)
-        if pending and not torch.cuda.is_available():
+        if pending and cluster_options is None and not torch.cuda.is_available():
             warn_if_gpu_recommended(
                 loaded, task.max_length, count_parameters(first_runs[pending[0].row].model_config(task))
             )
 
         max_running = resolve_max_running(jobs)
         deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        queue = run_jobs(pending, max_running, minutes)
+        if cluster_options is None:
+            queue = run_jobs(pending, max_running, minutes)
+        else:
+            queue = run_on_slurm(pending, cluster_options, minutes)
+            # This machine has other hardware than the nodes: its times would not be comparable.
+            alone = alone or False
         failed, unfinished = queue.failed, queue.unfinished
         if failed and not results.read([result_file]):
             raise ValueError(f"all {len(failed)} runs failed; see log.txt in their run directories")
@@ -176,6 +199,27 @@ def compare(
         _write_report(loaded, models, preset, out, setups)
         if failed:
             raise ValueError(f"{len(failed)} of {len(pending)} runs failed; see log.txt in their run directories")
+
+
+def _cluster_options(
+    cluster: str | None,
+    partition: str | None,
+    gpus_per_node: int | None,
+    time_limit: str | None,
+    max_parallel: int | None,
+) -> ClusterOptions | None:
+    """Return the resources of jobs on a cluster, or None for this machine."""
+    from mgk.training.cluster import DEFAULT_TIME, ClusterOptions, check_cluster
+
+    if cluster is None:
+        options = {"--partition": partition, "--gpus-per-node": gpus_per_node, "--time": time_limit}
+        for option, value in (options | {"--max-parallel": max_parallel}).items():
+            if value is not None:
+                fail(option, "has no effect without --cluster: add --cluster slurm")
+        return None
+    checked = ClusterOptions(partition, gpus_per_node, time_limit or DEFAULT_TIME, max_parallel)
+    check_cluster(cluster, checked)
+    return checked
 
 
 def _read_results(out: Path) -> list[dict[str, str]]:

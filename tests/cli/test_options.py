@@ -25,6 +25,10 @@ def calls(monkeypatch, tmp_path):
         calls.update(jobs=jobs, command=jobs[0].command if jobs else [], max_running=max_running, minutes=minutes)
         return JobQueue([])
 
+    def run_on_slurm(jobs, options, minutes):
+        calls.update(jobs=jobs, cluster=options, minutes=minutes)
+        return JobQueue([])
+
     def profile_run(run, task, device):
         calls["timed"].append(str(run.row))
         return []
@@ -45,6 +49,8 @@ def calls(monkeypatch, tmp_path):
         return SimpleNamespace(splits={})
 
     monkeypatch.setattr("mgk.training.job_queue.run_jobs", run_jobs)
+    monkeypatch.setattr("mgk.training.cluster.run_on_slurm", run_on_slurm)
+    monkeypatch.setattr("mgk.training.cluster.check_cluster", lambda name, options: None)
     monkeypatch.setattr("mgk.training.profiling.profile_run", profile_run)
     monkeypatch.setattr("mgk.cli.compare._write_report", write_report)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
@@ -94,6 +100,12 @@ COMPARE = [
     ("out", ["--out", "here"], lambda a: value_of(a["command"], "--results"), "here/listops.csv"),
     ("logger", ["--logger", "csv,tensorboard"], lambda a: value_of(a["command"], "--logger"), "csv,tensorboard"),
     ("logger", [], lambda a: "--logger" in a["command"], False),
+    ("cluster", ["--cluster", "slurm"], lambda a: (a["cluster"].time, a["timed"]), ("04:00:00", [])),
+    ("cluster", [], lambda a: "cluster" in a, False),
+    ("partition", ["--cluster", "slurm", "--partition", "big"], lambda a: a["cluster"].partition, "big"),
+    ("gpus_per_node", ["--cluster", "slurm", "--gpus-per-node", "2"], lambda a: a["cluster"].gpus_per_node, 2),
+    ("time_limit", ["--cluster", "slurm", "--time", "30"], lambda a: a["cluster"].time, "30"),
+    ("max_parallel", ["--cluster", "slurm", "--max-parallel", "3"], lambda a: a["cluster"].max_parallel, 3),
     ("runs", ["--rows", "smgk:4", "--runs", "here"], directories, [Path("here/listops/smgk-4-paper-s0")]),
 ]  # fmt: skip
 GENERATE = [

@@ -1,0 +1,120 @@
+"""A SLURM of one node on this machine: munged, slurmctld and slurmd with files of their own, without systemd."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CONFIGURATION = Path(__file__).with_name("slurm.conf")
+# Seconds in which a daemon must reply.
+START_SECONDS = 30
+# Debian installs the daemons here.
+SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+
+
+def wait_until(condition: Callable[[], bool], message: str, seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(message)
+        time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+    finally:
+        for free in sockets:
+            free.close()
+
+
+class LocalCluster:
+    """Start the daemons in `with`; end them afterwards.
+
+    Args:
+        directory: Empty directory for key, sockets, state and logs.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.configuration = directory / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration), "PATH": SEARCH_PATH}
+        self._daemons: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> "LocalCluster":
+        for name in ("state", "spool", "munge"):
+            (self.directory / name).mkdir(mode=0o755)
+        host = socket.gethostname().partition(".")[0]
+        controller_port, daemon_port = free_ports(2)
+        key, munge_socket = self.directory / "munge" / "key", self.directory / "munge" / "socket"
+        stepd = shutil.which("slurmstepd", path=SEARCH_PATH) or ""
+        text = CONFIGURATION.read_text(encoding="utf-8").format(
+            directory=self.directory,
+            host=host,
+            cpus=os.cpu_count(),
+            controller_port=controller_port,
+            daemon_port=daemon_port,
+            munge_socket=munge_socket,
+        )
+        if plugins := os.environ.get("SLURM_PLUGIN_DIR"):
+            text += f"PluginDir={plugins}\n"
+        self.configuration.write_text(text, encoding="utf-8")
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        self._commands = {
+            "munged": [
+                *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}"),
+                *(f"--pid-file={key}.pid", f"--seed-file={key}.seed", f"--log-file={self.directory}/munged.log"),
+            ],
+            "slurmctld": ["slurmctld", "-D", "-i", "-f", str(self.configuration)],
+            "slurmd": ["slurmd", "-D", "-f", str(self.configuration), "-N", host, "-d", stepd],
+        }
+        try:
+            self.start("munged")
+            wait_until(munge_socket.exists, "munged does not start")
+            self.start("slurmctld")
+            self.start("slurmd")
+            wait_until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), "the node does not become idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for name in reversed(list(self._daemons)):
+            self.stop(name)
+
+    def start(self, name: str) -> None:
+        with (self.directory / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                self._commands[name], env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def stop(self, name: str) -> None:
+        daemon = self._daemons.pop(name)
+        daemon.send_signal(signal.SIGTERM)
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+    def restart(self, name: str) -> None:
+        self.stop(name)
+        self.start(name)
+
+    def run(self, *command: str) -> str:
+        """Return the output of a command of SLURM; empty if it fails."""
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+
+    def logs(self) -> str:
+        """Return the ends of the daemons' logs."""
+        files = sorted([*self.directory.glob("*.out"), *self.directory.glob("*.log")])
+        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
