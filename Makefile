@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-slurm test-gpu docs dist lint format bench clean
+.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-fuzz test-slurm test-gpu docs dist lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ test-slurm: $(STAMP) ## Run a sweep on a SLURM of this machine, with a job kille
 	command -v slurmctld >/dev/null || { apt-get update -qq && \
 	  apt-get install -y -qq --no-install-recommends munge slurmctld slurmd slurm-client >/dev/null; }
 	$(BIN)/python -m tests.slurm
+
+test-fuzz: $(STAMP) ## Run every command on all bad inputs of tests/fuzz (minutes; a sample is in test)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise python3) in SHARDS processes
 	@mkdir -p build; for part in $$(seq $(SHARDS)); do \

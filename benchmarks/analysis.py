@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=0, help="CUDA streams; 0: the fastest of 1 and the default")
     parser.add_argument("--out", type=Path, default=Path("results/analysis.csv"))
     options = parser.parse_args()
+    results.check_file("--out", options.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     memory = int(options.memory * 2**30)

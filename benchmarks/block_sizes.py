@@ -233,6 +233,12 @@ def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any
         }
 
 
+def has_header(path: Path) -> bool:
+    """Return whether the first line of a file names this script's columns."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline(1 << 16).rstrip("\r\n") == ",".join(FIELDS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="smgk", choices=["smgk", "smgk-hard", "mgk", "mgk-hard"])
@@ -246,6 +252,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("results/blocks.csv"))
     parser.add_argument("blocks", nargs="*")
     args = parser.parse_args()
+    if args.csv.exists() and args.csv.stat().st_size and not has_header(args.csv):
+        parser.error(f"--csv {args.csv} is not a file of this script (its first line must be {','.join(FIELDS)})")
     import triton
 
     single = Case(args.variant, args.components, args.shape, args.causal, args.kernel, " ".join(args.blocks))

@@ -345,6 +345,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results/language_model.csv"))
     arguments = parser.parse_args()
+    results.check_file("--out", arguments.out)
     bench = Bench(arguments)
     for part in arguments.parts.split(","):
         {"throughput": bench.throughput, "evaluation": bench.evaluation, "decoding": bench.decoding}[part]()

@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results/training_step.csv"))
     arguments = parser.parse_args()
+    results.check_file("--out", arguments.out)
     first = None
     for text in arguments.rows.split(","):
         row = ModelSpec.parse(text)

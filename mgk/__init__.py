@@ -8,14 +8,31 @@ Shapes: B batch, H query heads, Hk key heads, M components, L queries, S keys, D
 F features, N packed sequences.
 """
 
-from mgk._core.deprecated_paths import install as _install_deprecated_paths
-from mgk.attention import Attention
-from mgk.cache import Cache
-from mgk.features import DPFP, FAVOR
-from mgk.functional import BackendChoice, explain_backend, mgk_attention, mlk_attention, smgk_attention, smlk_attention
-from mgk.multihead import MultiheadAttention
-from mgk.rotary import Rotary
-from mgk.variants import PRESETS, VARIANTS, Preset, Variant
+try:
+    from mgk._core.deprecated_paths import install as _install_deprecated_paths
+    from mgk.attention import Attention
+    from mgk.cache import Cache
+    from mgk.features import DPFP, FAVOR
+    from mgk.functional import (
+        BackendChoice,
+        explain_backend,
+        mgk_attention,
+        mlk_attention,
+        smgk_attention,
+        smlk_attention,
+    )
+    from mgk.multihead import MultiheadAttention
+    from mgk.rotary import Rotary
+    from mgk.variants import PRESETS, VARIANTS, Preset, Variant
+except KeyboardInterrupt:
+    # Importing torch takes seconds, before mgk.cli can handle Ctrl-C in the command `mgk` or `python -m mgk`.
+    import os
+    import sys
+
+    if os.path.basename(sys.argv[0]) not in ("mgk", "mgk.exe", "-m"):
+        raise
+    print("mgk: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 __version__ = "0.2.0"
 

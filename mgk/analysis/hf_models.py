@@ -42,13 +42,13 @@ def load(name: str, device: torch.device | str = "cpu", *, trust_remote_code: bo
     transformers.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = _load(config, name, trust_remote_code)
+        model = _load(config, name, trust_remote_code).to(device)
     # Missing and damaged files raise many types; the first line of the message names the cause.
     except Exception as error:
         _check_trusted(name, error, trust_remote_code)
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"--hf {name} cannot be loaded: {reason}") from error
-    return model.to(device).eval()
+    return model.eval()
 
 
 def _check_trusted(name: str, error: Exception, trust_remote_code: bool) -> None:

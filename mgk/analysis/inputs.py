@@ -5,6 +5,7 @@ Samples of a task's splits are drawn by `mgk.tasks.analysis_samples`.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,17 +41,26 @@ class TextCodec:
 
 
 def read_ids(path: Path, length: int | None) -> list[list[int]]:
-    """Read token ids from a .npy file, [L] or [N, L], or from a text file with one sample of integers per line."""
+    """Read token ids from a .npy file of integers, [L] or [N, L], or from a text file with one sample per line."""
     if not path.is_file():
         fail("--ids", f"must name a file, got {path}")
     try:
         if path.suffix == ".npy":
-            rows = np.atleast_2d(np.load(path, allow_pickle=False)).astype(np.int64).tolist()
+            # Memory-mapped, so that a header with a huge shape is compared with the size of the file.
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+                fail("--ids", f"{path} must hold integers [L] or [N, L], got {array.dtype} {list(array.shape)}")
+            rows = np.atleast_2d(array).tolist()
         else:
             lines = path.read_text(encoding="utf-8").splitlines()
             rows = [[int(word) for word in line.replace(",", " ").split()] for line in lines if line.strip()]
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"--ids: {path} must hold integers: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        fail("--ids", f"{path} cannot be read: {error.strerror or error}")
+    except (ValueError, EOFError, OverflowError, zipfile.BadZipFile) as error:
+        if str(error).startswith("--ids"):
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"--ids: {path} must hold integers: {reason}") from error
     shortest = min((len(row) for row in rows), default=0)
     required = max(length or 0, MIN_LENGTH)
     if shortest < required:

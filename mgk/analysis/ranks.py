@@ -52,6 +52,8 @@ def spectra(matrices: Tensor, *, threshold: float = THRESHOLD, streams: int = ST
     if matrices.dim() != 3 or not matrices.is_floating_point():
         raise ValueError(f"matrices must be a floating-point tensor [n, L, S], got {list(matrices.shape)}")
     matrices = matrices.double()
+    if not matrices.isfinite().all():
+        raise ValueError("the attention weights are not finite: the model has diverged, or its weights are damaged")
     if min(matrices.shape[1:]) <= MAX_SVD_SIZE:
         values = torch.linalg.svdvals(matrices)
         return Spectra((values > threshold).sum(-1), effective_rank(values))

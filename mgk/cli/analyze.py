@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LONG = 512
 # Number of heads above which attention maps are smaller by default.
 MANY_HEADS = 48
+# Limit of the numbers of samples, which are drawn before the analysis.
+MAX_SAMPLES = 1_000_000
 # Samples per batch while heads are ablated one by one.
 ABLATION_BATCH = 16
 
@@ -69,7 +71,7 @@ def analyze(
         ),
     ] = None,
     removal: Annotated[
-        int, typer.Option(min=0, help="Samples on which to ablate each head; 0 skips the ablation.")
+        int, typer.Option(min=0, max=MAX_SAMPLES, help="Samples on which to ablate each head; 0 skips the ablation.")
     ] = 64,
     seed: Annotated[int, typer.Option(help="Seed for selecting samples.")] = 0,
     data_dir: RunDataDir = None,
@@ -88,6 +90,8 @@ def analyze(
     for option, value in (("--length", length), ("--matrices", matrices), ("--map-size", map_size)):
         if value is not None:
             positive_integer(option, value)
+    if matrices is not None and matrices > MAX_SAMPLES:
+        fail("--matrices", f"must be at most {MAX_SAMPLES:,}, got {matrices}")
     number("--memory", memory, 0, above=True)
     number("--threshold", threshold, 0, above=True)
     number("--seed", seed, 0)
@@ -121,7 +125,9 @@ def analyze(
         progress("writing", 0, 1)
         analyses = {model.name: model.analysis for model in models}
         costs = {model.name: model.costs for model in models}
-        files = draw_all(directory, analyses, curves) + write_tables(directory, analyses, costs, curves)
+        # Tables first: they hold the results if a figure fails.
+        files = write_tables(directory, analyses, costs, curves)
+        files += draw_all(directory, analyses, curves)
         command = shlex.join(["mgk", *sys.argv[1:]])
         write_report(directory / "report.html", models, curves, sorted(files), command)
         progress("writing", 1, 1)
@@ -169,6 +175,9 @@ def _read_text(text: str) -> str:
         raise ValueError(f"--text: {text} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: {text} is not UTF-8 text") from error
+    except ValueError:
+        # A null byte: no path has one.
+        return text
     if Path(text).suffix and not any(character.isspace() for character in text):
         raise ValueError(f"--text: {text} does not exist")
     return text
@@ -196,12 +205,12 @@ def _analyze_run(
 ) -> AnalyzedModel:
     import torch
 
-    from mgk import tasks
     from mgk.analysis import analyse
     from mgk.analysis import inputs as samples
     from mgk.analysis.report.html import AnalyzedModel
     from mgk.models.run_directory import RunDirectory
     from mgk.tasks.analysis_samples import sample_split, text_codec
+    from mgk.training.runs import task_of_run
 
     description = RunDirectory(run).read_description("recipe", "row", "seed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,8 +219,8 @@ def _analyze_run(
     matrices = options.resolve_matrices(options.length or config.max_length, device)
     if options.images:
         fail("--images", "requires --hf")
-    task = tasks.get_task(description["task"])
-    codec = text_codec(task, run)
+    task = task_of_run(RunDirectory(run))
+    codec = text_codec(task, run, config.vocab_size)
     if options.texts:
         sampled = samples.from_ids(model, samples.read_text(model, options.texts, options.length, codec), codec)
     elif options.ids is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,11 +133,20 @@ def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
 
 def check_output_directory(option: str, path: Path) -> None:
     """Raise if a directory cannot be created or written to, before any work is done."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    try:
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    except (OSError, ValueError) as error:
+        # Too long, a loop of symbolic links, or a null byte.
+        fail(option, f"{path}: {getattr(error, 'strerror', None) or error}")
     if not existing.is_dir():
         fail(option, f"{path}: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         fail(option, f"{path}: {existing} is not writable")
+    # os.access grants root everything, also in /proc.
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".mgk-probe-", dir=existing))
+    except OSError as error:
+        fail(option, f"{path}: {existing} is not writable ({error.strerror})")
 
 
 def check_results_file(option: str, path: Path, extra: Sequence[str] = ()) -> None:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from mgk.training.cluster import ClusterOptions
     from mgk.training.trainer import Run
 
+# Limit of --seeds: all runs are planned before the first starts.
+MAX_SEEDS = 10_000
+
 
 @app.command(epilog=epilog("compare", settings=True))
 def compare(
@@ -50,7 +53,7 @@ def compare(
             "smgk:8/1/4 has 1 key and 4 value heads. Default: all rows of the recipe."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per row, counted from 0.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=MAX_SEEDS, help="Number of seeds per row, counted from 0.")] = 1,
     preset: Annotated[str, typer.Option(help="Attention preset: paper, ref-lra or ref-lm.")] = "paper",
     steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
     settings: Settings = None,
@@ -113,7 +116,7 @@ def compare(
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
     if redraw:
-        setups = sweep.setups_of(_read_results(out), loaded, models, preset)
+        setups = sweep.setups_of(_read_results(out, loaded), loaded, models, preset)
         _write_report(loaded, models, preset, out, setups)
         return
 
@@ -132,7 +135,7 @@ def compare(
     lock, remedy = out / f".{loaded.name}.compare.lock", "wait until it ends, or pass another --out"
     with exclusive(lock, f"{out} (mgk compare {loaded.name})", remedy):
         remove_result_temporaries(result_file, loaded.name)
-        all_rows = _read_results(out)
+        all_rows = _read_results(out, loaded)
         pending = [
             sweep.train_job(
                 loaded,
@@ -185,7 +188,7 @@ def compare(
                 )
                 results.append(result_file, sweep.to_solo_rows(rows_of_job))
         if not unfinished and alone is not False:
-            all_rows = _read_results(out)
+            all_rows = _read_results(out, loaded)
             # A run that trained alone has timed its model, unless it was too short; it never times inference.
             candidates = models if alone or max_running > 1 else dict.fromkeys(job.row for job in finished)
             metrics = sweep.SOLO_METRICS if alone else sweep.SOLO_TRAINING_METRICS
@@ -222,8 +225,17 @@ def _cluster_options(
     return checked
 
 
-def _read_results(out: Path) -> list[dict[str, str]]:
-    return results.read(sorted(out.glob("*.csv")))
+def _read_results(out: Path, recipe: Recipe) -> list[dict[str, str]]:
+    """Read all results files in a directory and check the scores of a recipe."""
+    from mgk.training.sweep import metric_format
+
+    metric = metric_format(recipe).metric
+    rows = []
+    for path in sorted(out.glob("*.csv")):
+        rows_of_file = results.read([path])
+        results.check_numbers(path, rows_of_file, recipe.name, metric)
+        rows += rows_of_file
+    return rows
 
 
 def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> Iterator[list[dict[str, Any]]]:

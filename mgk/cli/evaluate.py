@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -32,11 +33,11 @@ def evaluate(
     """Evaluate the best model of a run: accuracy, or perplexity with a sliding window."""
     import torch
 
-    from mgk import tasks
     from mgk.models.run_directory import RunDirectory
     from mgk.training.config import PRECISIONS, TrainConfig
     from mgk.training.evaluate import load_objective
     from mgk.training.objectives import OBJECTIVES
+    from mgk.training.runs import task_of_run
 
     for name, count in (("--batch-size", batch_size), ("--stride", stride)):
         if count is not None:
@@ -44,14 +45,17 @@ def evaluate(
     if precision is not None:
         one_of("--precision", precision, PRECISIONS)
     description = RunDirectory(run).read_description("training")
-    task = tasks.get_task(description["task"])
+    task = task_of_run(RunDirectory(run))
     if split is not None:
         one_of("--split", split, task.splits)
     if stride is not None and not OBJECTIVES[task.objective].uses_stride:
         raise ValueError(f"--stride applies only to language models; {run} is a run of {task.name}")
     options = {"eval_batch_size": batch_size, "precision": precision, "stride": stride}
     overrides = {name: value for name, value in options.items() if value is not None}
-    settings = TrainConfig(**{**description["training"], "compile": False, **overrides})
+    try:
+        settings = TrainConfig(**{**description["training"], "compile": False, **overrides})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{RunDirectory(run).description} is damaged: {error}") from None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = resolve_data_dir(data_dir, description)
     objective = load_objective(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
@@ -59,5 +63,9 @@ def evaluate(
     for name in objective.splits:
         metrics = list(objective.evaluate(name, None))
         values = {metric.metric: metric.value for metric in metrics}
+        for metric, value in values.items():
+            if not math.isfinite(value):
+                reason = "the model has diverged, or its weights are damaged"
+                raise ValueError(f"{run}: {metric} on {name} is not finite: {reason}")
         line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": metrics[0].n_examples}
         print(json.dumps({**line, **same_data, **values}))

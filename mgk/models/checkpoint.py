@@ -77,14 +77,28 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
             raise ValueError(f"kind in config.json must be {' or '.join(KINDS)}")
         config_class, model_class = KINDS[fields.pop("kind")]
         model: nn.Module = model_class(config_class(**fields))
-        model.load_state_dict(load_file(directory / "model.safetensors"))
+        weights = load_file(directory / "model.safetensors")
+        _check_weights(weights, model)
+        model.load_state_dict(weights)
     except DataError:
         raise
     except FileNotFoundError as error:
         # FileNotFoundErrors of safetensors have no file name.
         missing = Path(error.filename or "model.safetensors").name
         raise ValueError(f"{directory} has no saved model: {missing} is missing") from error
-    except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
+    except OSError as error:
+        raise ValueError(f"the model in {directory} cannot be read ({error.strerror or error})") from error
+    except (ValueError, TypeError, SafetensorError, RuntimeError, OverflowError, MemoryError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"the model in {directory} is damaged ({first_line}): {REMEDY}") from error
     return model.to(device).eval()
+
+
+def _check_weights(weights: dict[str, Tensor], model: nn.Module) -> None:
+    """Raise a ValueError for weights that would load, and give wrong outputs: NaN, and integers for numbers."""
+    for name, expected in model.state_dict().items():
+        tensor = weights.get(name, expected)
+        if tensor.is_floating_point() != expected.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}")
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise ValueError(f"{name} holds NaN")

@@ -33,6 +33,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         number("temperature", self.temperature, 0)
+        number("seed", self.seed, -(2**63), 2**63)
         if self.top_k is not None:
             positive_integer("top_k", self.top_k)
         if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
@@ -50,6 +51,8 @@ class Sampling:
             # The token that crosses the threshold is included.
             before = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0)
+        if not probabilities.isfinite().all():
+            raise ValueError("the logits are not finite: the model has diverged, or its weights are damaged")
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 

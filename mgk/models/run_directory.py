@@ -15,6 +15,24 @@ from mgk._core.io import DataError
 from mgk.models.checkpoint import REMEDY, load_model
 from mgk.models.decoder import LanguageModel
 
+# Types of the entries of run.json, and their names in messages.
+DESCRIPTION_TYPES: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("task", "recipe", "row", "preset", "data", "data_dir"), (str, "text")),
+    **dict.fromkeys(("model", "training"), (dict, "a mapping")),
+    "seed": (int, "an integer"),
+    "layers": (list, "a list"),
+}
+
+
+def _is_result(row: Any) -> bool:
+    """Return whether an entry of result.json has the columns that commands read."""
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), str) for name in ("dataset", "split", "metric"))
+        and isinstance(row.get("value"), int | float)
+        and isinstance(row.get("n_examples"), int)
+    )
+
 
 class RunDirectory:
     """Paths of the files of one training run.
@@ -84,19 +102,25 @@ class RunDirectory:
             ) from None
         except DataError:
             raise
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.description} is damaged: {error}; {REMEDY}") from None
         missing = [key for key in ("task", *required) if not isinstance(description, dict) or key not in description]
         if missing:
             raise ValueError(f"{self.description} is damaged: it has no {', '.join(missing)}; {REMEDY}")
+        for key, (field_type, kind) in DESCRIPTION_TYPES.items():
+            if key in description and not isinstance(description[key], field_type):
+                raise ValueError(f"{self.description} is damaged: {key} must be {kind}; {REMEDY}")
         return dict(description)
 
     def read_result(self) -> list[dict[str, Any]]:
         """Read the rows of result.json; raise a ValueError if it is damaged."""
         verify(self.result)
         try:
-            return list(json.loads(self.result.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            rows = json.loads(self.result.read_text(encoding="utf-8"))
+            if not isinstance(rows, list) or not all(_is_result(row) for row in rows):
+                raise ValueError("it must list rows with dataset, split, n_examples, metric and value")
+            return rows
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.result} is damaged: {error}; remove it to evaluate the model again") from None
 
     def existing_best_model(self) -> Path:

@@ -231,3 +231,10 @@ def load_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     if vocab_size == NUM_BYTES and not (folder / FILE).exists():
         return ByteVocabulary()
     return WordVocabulary.load(folder)
+
+
+def check_size(vocabulary: Vocabulary, folder: Path, vocab_size: int) -> None:
+    """Raise a DataError if the vocabulary of a folder does not have the size of the model's."""
+    if len(vocabulary) != vocab_size:
+        sizes = f"{len(vocabulary)} words, and the model's vocabulary has {vocab_size}"
+        raise DataError(f"{folder / FILE} is damaged: it has {sizes}; restore it, or train again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mgk._core.io import DataError
-from mgk._core.validation import one_of
+from mgk._core.validation import fail, one_of
 from mgk.tasks.base import PAD, Split, Task
 from mgk.tasks.corpus import CORPORA
 from mgk.tasks.image import IMAGE, IMAGE_PATCHES
@@ -15,6 +15,9 @@ from mgk.tasks.text import Text
 TASKS: dict[str, Task] = {
     task.name: task for task in (LISTOPS, LISTOPS_SHORT, Text(), AAN(), *CORPORA, SubwordCorpus(), IMAGE, IMAGE_PATCHES)
 }
+# Tasks of experiments/paper, which are not installed, and the advice in messages about them and its recipes.
+PAPER_TASKS = ("retrieval-peerread", "retrieval-peerread-random")
+PLUGIN_HINT = "set the environment variable MGK_PLUGINS=experiments.paper"
 
 
 def register_task(task: Task) -> None:
@@ -24,6 +27,8 @@ def register_task(task: Task) -> None:
 
 def get_task(name: str) -> Task:
     """Return the task with this name, or raise a ValueError that lists all names."""
+    if name in PAPER_TASKS and name not in TASKS:
+        fail("task", f"{name} is part of experiments.paper: in a clone of the repository, {PLUGIN_HINT}")
     return TASKS[one_of("task", name, TASKS)]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from mgk._core.validation import fail
 from mgk.analysis.inputs import MIN_LENGTH, Samples, TextCodec
 from mgk.models import VisionTransformer
+from mgk.models.vocabulary import check_size
 from mgk.tasks.base import Split, Task, byte_tokens
 from mgk.tasks.corpus import Corpus, TokenStream
 from mgk.tasks.listops import SYMBOLS, ListOps
@@ -19,10 +20,17 @@ from mgk.tasks.listops import SYMBOLS, ListOps
 BYTE_VOCAB_SIZE = 512  # vocabulary size of the byte-level classification tasks
 
 
-def text_codec(task: Task, run: Path) -> TextCodec:
-    """Return the codec of a task; the vocabulary of a word-level corpus is read from the run directory."""
+def text_codec(task: Task, run: Path, vocab_size: int) -> TextCodec:
+    """Return the codec of a task.
+
+    Args:
+        task: The task.
+        run: Run directory, which has the vocabulary of a word-level corpus.
+        vocab_size: Vocabulary size of the model.
+    """
     if isinstance(task, Corpus):
         vocabulary = task.load_vocabulary(run)
+        check_size(vocabulary, run, vocab_size)
         return TextCodec(
             lambda text: vocabulary.encode(text)[0].tolist(),
             lambda ids: [vocabulary.decode([i]).strip() or "␣" for i in ids],

@@ -157,6 +157,10 @@ class CheckpointStore:
         self._damaged.discard(paths[age])
 
 
+# Entries of a checkpoint that Lightning and the training module read.
+REQUIRED = ("pytorch-lightning_version", "global_step", "loops", "state_dict", "optimizer_states")
+
+
 def unreadable_reason(path: Path) -> str | None:
     """Return why a checkpoint without a checksum cannot be read, or None if it can.
 
@@ -166,7 +170,9 @@ def unreadable_reason(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             if (part := archive.testzip()) is not None:
                 return f"the CRC-32 of its part {part} differs"
-        torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if missing := [key for key in REQUIRED if not isinstance(content, dict) or key not in content]:
+            return f"it has no {missing[0]}"
     except Exception as error:
         # Keep only the first sentence: torch appends paragraphs of advice.
         sentence = str(error).partition("\n")[0].partition(". ")[0]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgk._core.validation import fail, nearest, number, one_of, positive_integer
+from mgk._core.validation import fail, flag, nearest, number, one_of, positive_integer
 from mgk.models.attention_layer import known_variants
+from mgk.tasks import PLUGIN_HINT
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -20,6 +23,11 @@ DECAYS = ("all", "matrices")
 PADDINGS = ("packed", "full", "longest")
 # Checkpoints that a run keeps by default: the newest, and the one before it in case the newest is damaged.
 KEEP_CHECKPOINTS = 2
+# Recipes of experiments/paper, which are not installed.
+PAPER_RECIPES = frozenset(
+    "enwiki-lm enwiki-lm-2 enwiki-lm-2-m4 listops-4e-4 retrieval-peerread retrieval-peerread-30k "
+    "retrieval-peerread-random text-5k".split()
+)
 # Model settings determined by the model spec and the preset, and the options to use instead of --set.
 OPTIONS_OF_SETTINGS = {
     "variant": "--variant or --rows (models with a variant per layer are built in Python, by the config's variant)",
@@ -61,7 +69,8 @@ class ModelSpec:
         if colon:
             one_of(name, variant, known_variants())
         counts = heads.split("/")
-        if len(counts) > 3 or not all(count.isdigit() and int(count) > 0 for count in counts):
+        # At most 18 digits: int() also accepts digits of other scripts, and any number of them.
+        if len(counts) > 3 or not all(re.fullmatch("0*[1-9][0-9]{0,17}", count) for count in counts):
             form = "variant:heads or variant:heads/key-heads[/value-heads]"
             fail(name, f"must read {form}, as in smgk:4, got {text!r}")
         numbers = [int(count) for count in counts]
@@ -120,13 +129,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_batch_size", "accumulate", "stride"):
             positive_integer(name, getattr(self, name))
-        number("lr", self.lr, 0, above=True)
-        number("eps", self.eps, 0, above=True)
-        for name in ("weight_decay", "clip", "warmup"):
-            number(name, getattr(self, name), 0)
+        for name in ("lr", "eps", "weight_decay", "clip", "warmup"):
+            value: Any = getattr(self, name)
+            # The optimizer takes integers of 64 bits.
+            number(name, value, 0, 2**63 if isinstance(value, int) else math.inf, above=name in ("lr", "eps"))
         number("beta2", self.beta2, 0, 1)
         number("final_lr", self.final_lr, 0, 1)
         one_of("decay", self.decay, DECAYS)
+        flag("compile", self.compile)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("precision", self.precision, PRECISIONS)
         one_of("padding", self.padding, PADDINGS)
@@ -171,7 +181,7 @@ class Recipe:
                 fail("--set", f"must read key=value, got {setting!r}")
             try:
                 value = yaml.safe_load(text)
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):
                 fail("--set", f"{key}: {text!r} is not valid YAML")
             # YAML reads 1e-4 as a string: floats need a decimal point, as in 1.0e-4.
             value = _as_number(value)
@@ -206,6 +216,9 @@ RECIPE_DIRECTORIES: list[Traversable] = [resources.files("mgk.training") / "reci
 
 def recipe_files() -> dict[str, Traversable]:
     """Map each known recipe name to its YAML file."""
+    for directory in RECIPE_DIRECTORIES:
+        if not hasattr(directory, "iterdir"):
+            fail("RECIPE_DIRECTORIES", f"must hold paths of directories, got {directory!r}")
     files = (path for directory in RECIPE_DIRECTORIES for path in directory.iterdir())
     return {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
 
@@ -239,6 +252,8 @@ def recipe_text(name: str) -> str:
         except UnicodeDecodeError:
             fail("recipe", f"{name} is not UTF-8 text")
     files = recipe_files()
+    if name not in files and name in PAPER_RECIPES:
+        fail("recipe", f"{name} is part of experiments.paper: in a clone of the repository, {PLUGIN_HINT}")
     return files[one_of("recipe", name, sorted(files))].read_text(encoding="utf-8")
 
 
@@ -252,6 +267,11 @@ def _fields(name: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         position = "" if mark is None else f", line {mark.line + 1}: {getattr(error, 'problem', '')}"
         fail("recipe", f"{name} is not valid YAML{position}")
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith("recipe "):
+            raise
+        # A number with too many digits, or brackets nested too deeply.
+        fail("recipe", f"{name} is not valid YAML: {error}")
     if not isinstance(fields, dict):
         fail("recipe", f"{name} must be a mapping")
     for key, value in fields.items():
@@ -259,7 +279,11 @@ def _fields(name: str) -> dict[str, Any]:
         if not isinstance(value, field_type):
             fail(f"recipe {name}: {key}", f"must be {type_name}, got {value!r}")
     for row, value in fields.get("paper", {}).items():
+        if not isinstance(row, str):
+            fail(f"recipe {name}: paper", f"must map rows to numbers, got the row {row!r}")
         number(f"recipe {name}: paper {row}", value)
+    if "plateau" in fields:
+        number(f"recipe {name}: plateau", fields["plateau"], 0, 100)
     for key in fields.get("training", {}):
         one_of(f"recipe {name}: training key", key, [field.name for field in dataclasses.fields(TrainConfig)])
     return fields

@@ -302,6 +302,8 @@ def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | N
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    from mgk.analysis.report.figures import literal
+
     costs = [(title, list(map(cost, summaries))) for title, cost in COST_PANELS]
     costs = [(title, values) for title, values in costs if None not in values]
     figure = Figure(figsize=(4.4 + 1.5 * len(costs), 1.6 + 0.42 * len(summaries)), layout="constrained")
@@ -324,7 +326,7 @@ def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | N
         axes.spines[["top", "right"]].set_visible(False)
     score_axes.set_yticks(range(len(summaries)), [str(summary.row) for summary in summaries])
     score_axes.set_ylim(len(summaries) - 0.4, -0.6)
-    figure.suptitle(recipe.title, fontsize=10, wrap=True)
+    figure.suptitle(literal(recipe.title), fontsize=10, wrap=True)
     return figure
 
 

@@ -28,6 +28,8 @@ COLUMNS = (
 ).split()
 # Files of earlier versions and of benchmarks/cpu.py lack these columns. `key_heads` is empty if it equals `kv_heads`.
 OPTIONAL_COLUMNS = frozenset({"setup", "key_heads"})
+# Columns of a training run's results that hold integers.
+COUNTS = ("heads", "seed", "n_examples", "params", "flops")
 
 
 def environment() -> dict[str, str]:
@@ -64,13 +66,38 @@ def commit() -> str:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """Read the rows of all files that exist."""
+    """Read the rows of all files that exist; raise a ValueError that names a file that is not CSV."""
     rows: list[dict[str, str]] = []
     for path in paths:
         if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                rows.extend(csv.DictReader(file))
+            try:
+                with path.open(newline="", encoding="utf-8") as file:
+                    rows.extend(csv.DictReader(file))
+            except (UnicodeDecodeError, csv.Error) as error:
+                raise ValueError(f"{path} is not a results file ({error}): move it to another directory") from None
     return rows
+
+
+def check_numbers(path: Path, rows: Iterable[dict[str, str]], recipe: str, metric: str) -> None:
+    """Raise a ValueError that names the line if a score of a recipe is not a number where it should be one."""
+    for number, row in enumerate(rows, start=2):
+        if row.get("recipe") != recipe:
+            continue
+        if missing := [name for name in COLUMNS if name not in row and name not in OPTIONAL_COLUMNS]:
+            fail(str(path), f"is not a results file (its first line lacks the column {missing[0]}): move it away")
+        if row["metric"] not in (metric, "plateau_left_at_step"):
+            continue
+        wrong = [name for name in COUNTS if not re.fullmatch(r"[0-9]{1,18}", row.get(name) or "")]
+        for name in ("value", "peak_mem_mb"):
+            try:
+                value = float(row.get(name) or "empty")
+            except ValueError:
+                wrong.append(name)
+            else:
+                is_share = name == "value" and metric == "accuracy" == row["metric"]
+                wrong += [name] if is_share and not 0 <= value <= 1 else []
+        if wrong:
+            fail(str(path), f"is damaged: line {number} has a wrong {wrong[0]}; remove the line, or restore the file")
 
 
 def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 from mgk import tasks
 from mgk.models import LanguageModel
 from mgk.models.run_directory import RunDirectory
-from mgk.models.vocabulary import Vocabulary
+from mgk.models.vocabulary import Vocabulary, check_size
 from mgk.tasks.corpus import Corpus
 from mgk.training.config import ModelSpec
 
@@ -36,7 +36,24 @@ def load_language_model(directory: Path, device: torch.device) -> tuple[Language
         The model in eval mode, and the vocabulary that encodes text for it.
     """
     run = RunDirectory(directory)
-    task = tasks.get_task(run.read_description()["task"])
+    task = task_of_run(run)
     if not isinstance(task, Corpus):
         raise ValueError(f"{directory} is a run of {task.name}, not of a language model")
-    return run.load_language_model(device), task.load_vocabulary(directory)
+    model, vocabulary = run.load_language_model(device), task.load_vocabulary(directory)
+    check_size(vocabulary, directory, model.config.vocab_size)
+    return model, vocabulary
+
+
+def task_of_run(run: RunDirectory, *required: str) -> tasks.Task:
+    """Return the task of a run; raise a ValueError that names run.json if it is unknown.
+
+    Args:
+        run: The run directory.
+        *required: Keys that run.json must have, besides `task`.
+    """
+    try:
+        return tasks.get_task(run.read_description(*required)["task"])
+    except ValueError as error:
+        if str(error).startswith("task "):
+            raise ValueError(f"{run.description}: {error}") from None
+        raise

@@ -70,6 +70,8 @@ class Run:
 
     def model_config(self, task: Any) -> Any:
         """Return the resolved configuration of the model."""
+        if self.recipe.plateau is not None and OBJECTIVES[task.objective].metric != "accuracy":
+            raise ValueError(f"recipe {self.recipe.name}: plateau applies only to tasks measured by accuracy")
         return OBJECTIVES[task.objective].make_config(self.recipe, self.row, self.preset, task, self.data_dir)
 
     def describe(self, task: Any) -> dict[str, Any]:
@@ -175,8 +177,13 @@ def _fit(
     if trainer.is_global_zero:
         write_environment(run.files.environment, trainer.strategy.root_device)
     path = checkpoints.selected
-    with _tensorboard_errors_once():
-        trainer.fit(module, ckpt_path=None if path is None else str(path), weights_only=True)
+    try:
+        with _tensorboard_errors_once():
+            trainer.fit(module, ckpt_path=None if path is None else str(path), weights_only=True)
+    except RuntimeError as error:
+        if path is None or "loading state_dict" not in str(error):
+            raise
+        raise ValueError(f"{path} is damaged: its weights do not fit the model of this run") from error
     return module, callback
 
 
@@ -287,7 +294,9 @@ def write_environment(path: Path, device: torch.device) -> None:
     """Append the machine, versions and command of this start to environment.json, which lists every start."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    except ValueError as error:
+        if not isinstance(starts, list):
+            raise ValueError("it does not hold a list")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; remove it") from None
     start = {
         **results.environment(),

@@ -14,7 +14,8 @@ import torch
 from mgk import tasks
 from mgk.analysis import analyse
 from mgk.analysis.report import html
-from mgk.analysis.report.curves import read_curves
+from mgk.analysis.report.curves import Curve, read_curves
+from mgk.analysis.report.figures import draw_all
 from mgk.analysis.report.html import AnalyzedModel, write_report
 from mgk.models import Classifier, EncoderConfig
 from tests.support.analyzed_runs import TASK, make_run, read_csv, run_analyze
@@ -103,6 +104,16 @@ def test_names_cannot_end_the_script(tmp_path):
     evil = "</script><script>alert(1)</script>"
     write_report(tmp_path / "report.html", [AnalyzedModel(evil, evil, analysis, [evil], [])], [], [], evil)
     assert evil not in (tmp_path / "report.html").read_text()
+
+
+def test_dollar_signs_in_names_are_not_tex(tmp_path):
+    torch.manual_seed(0)
+    config = EncoderConfig(vocab_size=8, num_classes=2, max_length=16, num_heads=2, head_dim=4)
+    analysis = analyse(Classifier(config), [torch.randint(0, 8, (1, 12))], removal=0)
+    name = r"a$\frac{$b$_$"
+    curve = Curve(name, "$dev$", "$loss_$", [1, 2], [3.0, 4.0])
+    assert "curves.png" in draw_all(tmp_path, {name: analysis}, [curve])
+    assert name in re.sub("&[a-z]+;", "", (tmp_path / "curves.svg").read_text())
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

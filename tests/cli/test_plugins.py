@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mgk.cli import load_plugins
+from mgk.cli import load_plugins, main
 
 PLUGIN = """
 from dataclasses import replace
@@ -55,6 +55,31 @@ def test_import_error_inside_a_plugin_is_raised(tmp_path, monkeypatch):
     monkeypatch.setenv("MGK_PLUGINS", "broken_plugin")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         load_plugins()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise RuntimeError('first\\nsecond')", "RuntimeError: first"),
+        ("assert False", "AssertionError"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import sys; sys.exit(7)", "SystemExit: 7"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_plugin_that_raises_is_named_in_one_line(tmp_path, monkeypatch, capsys, code, reason):
+    name = f"raising_plugin_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MGK_PLUGINS", name)
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)
+    monkeypatch.setattr("sys.argv", ["mgk", "recipes"])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert error.startswith(f"mgk: MGK_PLUGINS names '{name}', which raises {reason}")
+    assert error.count("\n") == 1
 
 
 def test_help_names_the_variable(call):

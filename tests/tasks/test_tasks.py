@@ -23,6 +23,9 @@ DATASETS = {
     "enwiki-lm": "enwiki-lm (a stand-in for WikiText-103)",
     "words": "own text, words",
     "bytes": "own text, bytes",
+    "bpe": "own text, BPE",
+    "image": "CIFAR-10, greyscale",
+    "image-patches": "CIFAR-10, greyscale",
 }
 
 

@@ -1,6 +1,7 @@
 """Table and plot of a sweep."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,13 @@ def test_labels_of_the_plot_do_not_overlap(tmp_path, rows):
         assert len(numbers) == len(rows)
         assert all(box.x1 <= axes.bbox.x1 for box in numbers)
         assert not any(a.overlaps(b) for a, b in itertools.combinations(numbers, 2))
+
+
+def test_dollar_signs_in_the_title_are_not_tex(tmp_path):
+    path, recipe = tmp_path / "listops.csv", replace(config.load_recipe("listops"), title=r"$\frac{$ and $x_$")
+    results.append(path, [result_row("smgk:4", 0, 0.2)])
+    summaries = report.summarise(results.read([path]), recipe, [ModelSpec.parse("smgk:4")], "paper")
+    report.make_figure(summaries, recipe).savefig(tmp_path / "figure.png")
 
 
 def test_differences_are_paired_by_example(tmp_path):

@@ -37,8 +37,11 @@ def read_metrics(path: Path, name: str) -> list[Curve]:
         path: A CSV file with the columns of metrics.csv.
         name: Name of the run, stored in the curves.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        fail(str(path), f"is damaged: {error}")
     curves: dict[tuple[str, str], Curve] = {}
     for number, row in enumerate(rows):
         try:

@@ -54,9 +54,14 @@ def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, An
         )
 
 
+def literal(text: str) -> str:
+    """Escape the dollar signs of a text, between which matplotlib would parse TeX."""
+    return text.replace("$", r"\$")
+
+
 def _title(figure: Any, title: str) -> None:
     """Set the title above all panels, wrapped to the width of the figure."""
-    figure.suptitle(textwrap.fill(title, int(LETTERS_PER_INCH * figure.get_figwidth())), fontsize=9)
+    figure.suptitle(literal(textwrap.fill(title, int(LETTERS_PER_INCH * figure.get_figwidth()))), fontsize=9)
 
 
 def _times(rows: int, columns: int) -> str:
@@ -124,7 +129,8 @@ def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> lis
                 if number < len(analysis.layers) and len(analysis.layers[number].ranks.rank)
             }
             for index, (model, values) in enumerate(percentages.items()):
-                style = {"bins": np.linspace(0, 100, 26), "color": COLOURS[index % len(COLOURS)], "label": model}
+                colour, label = COLOURS[index % len(COLOURS)], literal(model)
+                style = {"bins": np.linspace(0, 100, 26), "color": colour, "label": label}
                 shares = np.full(len(values), 100 / len(values))
                 panel.hist(values, weights=shares, histtype="stepfilled", alpha=0.12, **{**style, "label": None})
                 panel.hist(values, weights=shares, histtype="step", linewidth=1.6, **style)
@@ -185,9 +191,10 @@ def draw_curves(curves: list[Curve], directory: Path, name: str) -> list[str]:
         panel.set_axis_off()
     for (metric, split), panel in zip(panels, axes.flat, strict=False):
         for curve in (c for c in curves if (c.metric, c.split) == (metric, split)):
-            panel.plot(curve.steps, curve.values, color=COLOURS[runs.index(curve.run) % len(COLOURS)], label=curve.run)
+            colour = COLOURS[runs.index(curve.run) % len(COLOURS)]
+            panel.plot(curve.steps, curve.values, color=colour, label=literal(curve.run))
         panel.set_xlabel("step")
-        panel.set_title(f"{metric}, {split}", fontsize=9)
+        panel.set_title(literal(f"{metric}, {split}"), fontsize=9)
     axes[0][0].legend(fontsize=7, frameon=False)
     return _save(figure, directory, name)
 
@@ -212,7 +219,7 @@ def draw_costs(
     measures = (("flops", 1e9, "GFLOPs of one forward"), ("params", 1e3, "parameters, thousands"))
     for panel, (measure, unit, description) in zip(axes[0], measures, strict=True):
         for number, (line, points) in enumerate(lines.items()):
-            style = {"marker": "osD^v<>p"[number % 8], "color": colour_of(points[0][1].variant), "label": line}
+            style = {"marker": "osD^v<>p"[number % 8], "color": colour_of(points[0][1].variant), "label": literal(line)}
             values = [getattr(cost, measure) / unit for _, cost in points]
             # Later lines are thinner, so that coinciding lines stay visible.
             linewidth = 1.5 + 1.2 * (len(lines) - 1 - number)

@@ -1,0 +1,109 @@
+"""Run the fuzz tables: `python -m tests.fuzz` (make test-fuzz).
+
+Every case must end with exit code 0, or with exit code 2 and one line that names what is wrong: without a traceback,
+within limits of time and memory. See docs/robustness.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import random
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tests.fuzz import bad_data, bad_files, bad_recipes, damaged_runs, materials, option_values
+from tests.fuzz.harness import Case, Outcome, preload, run_cases
+from tests.fuzz.page import FUZZ_COLUMNS
+
+TABLES = {
+    "damaged runs": damaged_runs.cases,
+    "bad files": bad_files.cases,
+    "option values": option_values.cases,
+    "plugins": bad_recipes.plugins,
+}
+
+
+def sample(cases: Sequence[Case], count: int | None, seed: int) -> list[Case]:
+    """Return a random sample of the cases, or all of them."""
+    if count is None or count >= len(cases):
+        return list(cases)
+    return random.Random(seed).sample(list(cases), count)
+
+
+def main() -> int:
+    """Run the tables, print the cases that do not end cleanly, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--table", choices=TABLES, action="append", help="table to run; default: all")
+    parser.add_argument("--sample", type=int, help="number of cases drawn from each table; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--match", default="", help="only cases whose name contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--verbose", action="store_true", help="print every outcome")
+    parser.add_argument("--package", type=Path, help="root of another checkout whose mgk is tested")
+    parser.add_argument("--record", type=Path, help="append the result of one table to this file: results/fuzz.csv")
+    parser.add_argument("--before", type=int, help="with --record: clean cases of commit aa005c7, see --package")
+    options = parser.parse_args()
+    if options.record and (len(options.table or []) != 1 or options.match or options.package):
+        parser.error("--record requires one --table, without --match and --package")
+    preload(options.package)
+    bad_data.register_small_tasks()
+    # PYTHONPATH is for processes that the commands start.
+    path = os.pathsep.join(filter(None, sys.path))
+    os.environ.update(HF_HUB_OFFLINE="1", MGK_PLUGINS="", MGK_DATA="", PYTHONPATH=path)
+    faults = 0
+    try:
+        for table in options.table or TABLES:
+            matching = [case for case in TABLES[table]() if options.match in case.name]
+            cases = sample(matching, options.sample, options.seed)
+            clean = _run_table(cases, options.jobs, options.verbose)
+            print(f"{table}: {clean} of {len(cases)} clean", flush=True)
+            faults += len(cases) - clean
+            if options.record is not None:
+                _record(options.record, table, len(cases), options.before, clean)
+    finally:
+        materials.remove()
+    return 1 if faults else 0
+
+
+def _run_table(cases: Sequence[Case], jobs: int, verbose: bool) -> int:
+    clean = 0
+    with tempfile.TemporaryDirectory(prefix="mgk-fuzz-") as folder:
+        for outcome in run_cases(cases, Path(folder), jobs):
+            clean += not outcome.fault
+            if outcome.fault or verbose:
+                _print_outcome(outcome)
+    return clean
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    ending = f"exit code {outcome.status}, {outcome.seconds:.1f} s"
+    print(f"{outcome.case.name!a}: {outcome.fault or 'clean'} ({ending})")
+    for line in outcome.stderr.splitlines()[-1:] or outcome.stdout.splitlines()[-1:]:
+        print(f"    {line[:300]!a}", flush=True)
+
+
+def _record(path: Path, table: str, tried: int, before: int | None, clean: int) -> None:
+    import torch
+
+    from mgk.training.results import commit
+
+    date, versions = datetime.now(timezone.utc).strftime("%Y-%m-%d"), (platform.python_version(), torch.__version__)
+    command = shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]])
+    row = (table, tried, "" if before is None else before, clean, date, *versions, commit(), command)
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(FUZZ_COLUMNS)
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Runs, data and models that the cases copy and damage: the artefacts in tests/fixtures and small texts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "aa005c7"
+# The settings of FIXTURES/run-lm, see the README there.
+LM_SETTINGS = "eval_every=100 batch_size=4 lr=3e-2 model.embed_dim=8 model.ffn_dim=8 model.head_dim=4".split()
+LM_TRAIN = (
+    *("train", "bytes", "--variant", "smgk", "--heads", "2", "--seed", "0", "--steps", "200", "--accelerator", "cpu"),
+    *(part for setting in LM_SETTINGS for part in ("--set", setting)),
+)
+DEMO_SETTINGS = (
+    "eval_every=150 batch_size=32 lr=1e-2 model.embed_dim=8 model.ffn_dim=8 model.hidden_dim=8 model.head_dim=4".split()
+)
+DEMO_TRAIN = (
+    *("train", "demo", "--variant", "smgk", "--heads", "2", "--seed", "3", "--steps", "300", "--accelerator", "cpu"),
+    *(part for setting in DEMO_SETTINGS for part in ("--set", setting)),
+)
+# A recipe whose training takes a second.
+RECIPE = """\
+title: a tiny model of bytes
+task: bytes
+model: {embed_dim: 8, ffn_dim: 8, num_layers: 1, head_dim: 4, norm: rms, norm_place: pre, positions: rotary,
+  mlp: swiglu, head_bias: false, dropout: 0.1}
+training: {steps: 2, batch_size: 2, lr: 1.0e-3, warmup: 1, schedule: cosine, eval_every: 2, eval_batch_size: 32,
+  stride: 256, precision: fp32, compile: false}
+rows: ["softmax:2", "smgk:1"]
+"""
+
+
+@functools.cache
+def folder() -> Path:
+    """Return a temporary folder of this process for files that all cases share."""
+    return Path(tempfile.mkdtemp(prefix="mgk-fuzz-"))
+
+
+def remove() -> None:
+    """Remove the shared files."""
+    shutil.rmtree(folder(), ignore_errors=True)
+
+
+@functools.cache
+def text() -> Path:
+    """Return a data directory with the text of FIXTURES/run-lm."""
+    return shutil.copytree(FIXTURES / "text", folder() / "text")
+
+
+@functools.cache
+def demo_data() -> Path:
+    """Return a data directory with the prepared data of FIXTURES/run."""
+    directory = folder() / "data"
+    run_mgk("data", "listops-short", "--data-dir", str(directory))
+    return directory
+
+
+def copy(name: str, target: Path) -> Path:
+    """Copy a fixture."""
+    return shutil.copytree(FIXTURES / name, target)
+
+
+@functools.cache
+def shared_run() -> Path:
+    """Return a run directory that no case changes."""
+    return copy("run-lm", folder() / "shared-run")
+
+
+@functools.cache
+def _prepared_text() -> Path:
+    directory = shutil.copytree(FIXTURES / "text", folder() / "prepared")
+    run_mgk("data", "bytes", "--data-dir", str(directory))
+    return directory
+
+
+def copy_prepared_text(target: Path) -> Path:
+    """Copy a data directory with the prepared text of FIXTURES/run-lm."""
+    return shutil.copytree(_prepared_text(), target)
+
+
+def run_mgk(*arguments: str) -> None:
+    """Run a command that must succeed, with the package of this process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "mgk", *arguments]
+    subprocess.run(command, check=True, capture_output=True, env=environment, cwd=folder())
+
+
+@functools.cache
+def _word_run() -> Path:
+    data = folder() / "words"
+    data.mkdir()
+    for name in ("train", "valid", "test"):
+        (data / f"wiki.{name}.tokens").write_text("the cat sat on the mat and it slept <unk>\n" * 40)
+    recipe = RECIPE.replace("task: bytes", "task: words")
+    (folder() / "words.yaml").write_text(recipe)
+    run = folder() / "word-run"
+    run_mgk("train", "words.yaml", "--data-dir", str(data), "--out", str(run), "--accelerator", "cpu")
+    return run
+
+
+def copy_word_run(target: Path) -> Path:
+    """Copy a run directory of a model of words, which holds vocabulary.txt."""
+    return shutil.copytree(_word_run(), target)
