@@ -148,8 +148,6 @@ WRONG = [
     (["nothing"], "No such command 'nothing' (see mgk --help)"),
     (["study"], "No such command 'study'; it was removed: run mgk compare, mgk generate and mgk analyze (see"),
     (["analyse"], "Did you mean 'analyze'? (see mgk --help)"),
-    (["train", "text-5k"], "recipe text-5k is part of experiments.paper: in a clone of the repository, set the env"),
-    (["data", "retrieval-peerread"], "task retrieval-peerread is part of experiments.paper: in a clone"),
     (["train", "lisops"], "did you mean 'listops'?"),
     (["data", "lisops"], "did you mean 'listops'?"),
     (["compare", "demo", "--runs", "/proc/x"], "--runs /proc/x: /proc is not writable"),
@@ -283,3 +281,17 @@ def test_bench_headers_align_with_their_columns(monkeypatch):
     assert header.index("time") + len("time") == row.index(" ms") + len(" ms")
     # A CPU has a single time.
     assert (row.count(" ms"), "plain calls" in result.output) == (1, False)
+
+
+def test_recipes_and_tasks_of_the_reproduction_get_a_hint(mgk, monkeypatch):
+    # Other tests import experiments.paper, which registers them.
+    monkeypatch.setattr(config, "RECIPE_DIRECTORIES", config.RECIPE_DIRECTORIES[:1])
+    monkeypatch.setattr(tasks, "TASKS", {"listops": tasks.TASKS["listops"]})
+    hint = "is part of experiments.paper: in a clone of the repository, set the environment variable MGK_PLUGINS="
+    assert mgk("train", "text-5k")[::2] == (2, f"mgk: recipe text-5k {hint}experiments.paper\n")
+    assert mgk("data", "retrieval-peerread")[::2] == (2, f"mgk: task retrieval-peerread {hint}experiments.paper\n")
+
+
+def test_names_of_the_reproduction_are_complete():
+    folder = Path(__file__).parents[2] / "experiments" / "paper" / "recipes"
+    assert {path.stem for path in folder.glob("*.yaml")} == config.PAPER_RECIPES
