@@ -48,6 +48,7 @@ KeepCheckpoints = Annotated[
     int,
     typer.Option(
         min=1,
+        max=1000,
         help="Checkpoints to keep in a run directory, with checksums. A damaged one is replaced by the one before it.",
     ),
 ]
