@@ -73,7 +73,6 @@ class Variant:
 
 VARIANTS = {
     "softmax": Variant("dot", "independent", "uniform", components=1),
-    "gaussian": Variant("gaussian", "independent", "uniform", components=1),
     "linear": Variant("linear", "independent", "uniform", components=1),
     "mgk": Variant("gaussian", "independent", "learned"),
     "smgk": Variant("gaussian", "shifted", "learned"),
@@ -83,6 +82,7 @@ VARIANTS = {
     "mgk-em": Variant("gaussian", "independent", "em"),
     "smgk-hard": Variant("gaussian", "shifted", "uniform", "hard"),
     "smgk-em": Variant("gaussian", "shifted", "em"),
+    "gaussian": Variant("gaussian", "independent", "uniform", components=1),
 }
 
 

@@ -23,6 +23,7 @@ MEANING = {
     "mgk-em": ("gaussian", "independent", "em", "soft", 3),
     "smgk-hard": ("gaussian", "shifted", "uniform", "hard", 3),
     "smgk-em": ("gaussian", "shifted", "em", "soft", 3),
+    "gaussian": ("gaussian", "independent", "uniform", "soft", 1),
 }
 
 

@@ -86,7 +86,7 @@ def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
         "components": _num_components(run.row.variant, config),
         "heads": run.row.heads,
         "kv_heads": run.row.kv_heads or run.row.heads,
-        "key_heads": run.row.key_heads,
+        "key_heads": run.row.key_heads or "",
         "seed": run.seed,
         "steps": settings.steps,
         "lr": settings.lr,
