@@ -185,4 +185,8 @@ def _append_results(
         predictions.save(file.parent, key, values)
     curve = results.curve_file(file.parent, name, run.row, run.preset, run.seed, None if is_default else setup)
     curve.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(curve, run.files.metrics.read_text(encoding="utf-8"))
+    try:
+        metrics = run.files.metrics.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{run.files.metrics} is damaged: {error}") from None
+    write_atomically(curve, metrics)

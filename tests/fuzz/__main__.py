@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import os
 import platform
-import random
 import shlex
 import sys
 import tempfile
@@ -31,10 +31,10 @@ TABLES = {
 
 
 def sample(cases: Sequence[Case], count: int | None, seed: int) -> list[Case]:
-    """Return a random sample of the cases, or all of them."""
-    if count is None or count >= len(cases):
+    """Return a random sample of the cases, or all of them. A new case replaces at most one of a sample."""
+    if count is None:
         return list(cases)
-    return random.Random(seed).sample(list(cases), count)
+    return sorted(cases, key=lambda case: hashlib.sha256(ascii((seed, case.name)).encode()).digest())[:count]
 
 
 def main() -> int:

@@ -120,15 +120,8 @@ def cases() -> Iterator[Case]:
 def _mentions(option: str, value: str) -> tuple[str, ...]:
     # Messages escape what is not printable.
     values = (value[:50], ascii(value[:50])[1:-1]) if len(value) > 1 else ()
-    texts = (
-        option,
-        option.lstrip("-").replace("-", "_"),
-        *values,
-        value.split("/")[-1][:50],
-        "run directory",
-        "out of memory",
-    )
-    return tuple(text for text in texts if text.strip())
+    names = (option, option.lstrip("-").replace("-", "_"), "run directory", "out of memory", f"got {value!r}")
+    return tuple(text for text in (*names, *values, value.split("/")[-1][:50]) if text.strip())
 
 
 def _fill(argument: str) -> str:
