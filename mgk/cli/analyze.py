@@ -220,7 +220,7 @@ def _analyze_run(
     if options.images:
         fail("--images", "requires --hf")
     task = task_of_run(RunDirectory(run))
-    codec = text_codec(task, run, config.vocab_size)
+    codec = text_codec(task, run, getattr(config, "vocab_size", 0))  # vision models have no vocabulary
     if options.texts:
         sampled = samples.from_ids(model, samples.read_text(model, options.texts, options.length, codec), codec)
     elif options.ids is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import experiments.cost_quality  # noqa: F401  (registers its task)
 from mgk.cli import commands
 from mgk.tasks import TASKS, get_task
 from mgk.tasks.text import dev_names
@@ -21,6 +22,7 @@ DATASETS = {
     "wikitext-103": "WikiText-103",
     "wikitext-2": "WikiText-2",
     "enwiki-lm": "enwiki-lm (a stand-in for WikiText-103)",
+    "enwiki-bpe": "enwiki-lm as subwords",
     "words": "own text, words",
     "bytes": "own text, bytes",
     "bpe": "own text, BPE",
