@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -62,7 +63,8 @@ FIGURES: dict[int, dict[str, tuple[str, list[Series]]]] = {
 
 def _parse_counts(option: str, text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    # At most 18 digits: int() also accepts digits of other scripts, and any number of them.
+    if not all(re.fullmatch("0*[1-9][0-9]{0,17}", part.strip()) for part in parts):
         fail(option, f"must be positive integers separated by commas, got {text!r}")
     return [int(part) for part in parts]
 

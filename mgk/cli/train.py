@@ -174,6 +174,8 @@ def _append_results(
     from mgk._core.io import write_atomically
 
     remove_result_temporaries(file, run.recipe.name)
+    if unknown := sorted({column for row in rows for column in row} - set(results.COLUMNS)):
+        fail(str(run.files.result), f"is damaged: it has the unknown column {unknown[0]}; remove it to evaluate again")
     new_rows = results.rows_not_in(file, rows)
     if new_rows:
         results.append(file, new_rows)
