@@ -140,6 +140,8 @@ WRONG = [
     (["analyze", "empty", "--seed", "-1"], "--seed must be at least 0"),
     (["analyze", "empty", "--out", "file"], "--out file: file is not a directory"),
     (["flops", "demo", "--variants", ""], "--variants must be one of"),
+    (["flops", "demo", "--lengths", str(10**30)], "--lengths must be positive integers"),
+    (["flops", "demo", "--lengths", "²"], "--lengths must be positive integers"),
     (["flops", "demo", "--out", "file"], "--out file: file is not a directory"),
     (["compare", "demo", "--out", "empty"], "--out empty/demo.csv is not a results file"),
     (["bench", "--out", "empty"], "--out empty is a directory"),

@@ -110,6 +110,15 @@ def test_damaged_result_of_a_finished_run_is_named(finished):
     assert f"{run / 'result.json'} is damaged: " in str(result.exception)
 
 
+def test_unknown_column_of_a_finished_run_is_named_with_its_file(finished, tmp_path):
+    (run, rows), file = finished, tmp_path / "results.csv"
+    (run / "result.json").write_text(json.dumps([*rows, {**rows[0], "colour": "red"}]))
+    command = ["train", "listops", "--resume", "auto", "--out", str(run), "--results", str(file)]
+    result = CliRunner().invoke(commands.app, command)
+    assert f"{run / 'result.json'} is damaged: it has the unknown column colour" in str(result.exception)
+    assert not file.exists()
+
+
 def test_learning_curve_is_stored_beside_the_results(finished, tmp_path):
     run, out = finished[0], tmp_path / "out"
     command = ["train", "listops", "--heads", "4", "--out", str(run), "--results", str(out / "results.csv")]
