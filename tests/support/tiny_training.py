@@ -42,6 +42,21 @@ class TinyTask:
 
 
 @dataclass
+class TinyImages(TinyTask):
+    """Images of 4 × 4 pixels."""
+
+    max_length: int = 16
+    objective: str = "image-classification"
+
+    def split(self, data_dir: Path, name: str) -> Split:
+        draw = np.random.default_rng(len(name))
+        examples = 29 if name == "train" else 10
+        pixels = draw.integers(0, 256, examples * self.max_length).astype(np.uint8)
+        offsets = self.max_length * np.arange(examples + 1)
+        return Split(pixels, offsets, draw.integers(0, 4, examples), 1)
+
+
+@dataclass
 class TinyText:
     max_length: int = 12
     objective: str = "language-model"
@@ -60,11 +75,12 @@ class TinyText:
         return TokenStream(draw.integers(0, 60, 29 * 12 + 5 if name == "train" else 50).astype(np.uint8), 12)
 
 
-# One task for each family of recipes: ListOps and Text; Retrieval; WikiText-103, also without cutoffs; WikiText-2 and
-# bytes.
+# One task for each family of recipes: ListOps, Text and images as pixels; Retrieval; images as patches; WikiText-103,
+# also without cutoffs; WikiText-2, bytes and bpe.
 TASKS = {
     "classes": TinyTask,
     "pairs": lambda: TinyTask(documents=2),
+    "images": TinyImages,
     "text": TinyText,
     "text-full-softmax": TinyText,
     "bytes": TinyText,
@@ -73,6 +89,7 @@ SIZES = {"embed_dim": 8, "ffn_dim": 8, "head_dim": 4, "num_layers": 2}
 MODELS = {
     "classes": SIZES,
     "pairs": SIZES,
+    "images": {**SIZES, "image_size": 4, "patch_size": 2},
     "text": {**SIZES, "cutoffs": [20, 50]},
     "text-full-softmax": SIZES,
     "bytes": {**SIZES, **FORMS["modern"]},
@@ -80,16 +97,35 @@ MODELS = {
 TASK = os.environ.get("TINY_TASK", "classes")
 
 
-def run(out: str, **settings) -> trainer.Run:
+def run(out: str, family: str | None = None, **settings) -> trainer.Run:
     defaults = {"steps": 24, "batch_size": 8, "lr": 1e-3, "warmup": 4, "eval_every": 6, "precision": "fp32"}
     recipe = Recipe(
         "tiny",
         "tiny",
         "tiny",
-        model={**MODELS[TASK], "dropout": settings.pop("dropout", 0.1)},
+        model={**MODELS[family or TASK], "dropout": settings.pop("dropout", 0.1)},
         training=TrainConfig(**{**defaults, "compile": False, "padding": "longest", **settings}),
     )
     return trainer.Run(recipe, ModelSpec("smgk", 2), "paper", 3, Path("."), Path(out))
+
+
+def train(family: str, out: Path, options: argparse.Namespace) -> int:
+    """Train one task, save its model, and return the exit code."""
+    settings = {"schedule": "cosine", "clip": 0.25} if family == "text" else {}
+    settings |= {name: int(value) for name, value in (setting.split("=") for setting in options.set)}
+    tiny_run = replace(run(str(out), family, dropout=options.dropout, **settings), row=ModelSpec.parse(options.row))
+    module, callback = trainer.fit(
+        tiny_run,
+        TASKS[family](),
+        resume=options.resume,
+        accelerator="cpu",
+        strategy=options.strategy,
+        loggers=[options.logger],
+    )
+    weights = gather_weights(module.model)
+    if callback.stopped_by is None and module.global_rank == 0:
+        save_model(module.model, out / "final", weights)
+    return 0 if callback.stopped_by is None else 128 + callback.stopped_by
 
 
 def main() -> None:
@@ -101,6 +137,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--every-task", action="store_true", help="train all TASKS, each in a folder of its name")
     parser.add_argument("--row", default="smgk:2")
     parser.add_argument("--logger", default="tensorboard")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=INTEGER")
@@ -120,22 +157,10 @@ def main() -> None:
             raise AssertionError("evaluated after the stop signal")
 
         callbacks.CheckpointCallback.on_train_batch_end = send_signal
-    settings = {"schedule": "cosine", "clip": 0.25} if TASK == "text" else {}
-    settings |= {name: int(value) for name, value in (setting.split("=") for setting in options.set)}
-    tiny_run = replace(run(options.out, dropout=options.dropout, **settings), row=ModelSpec.parse(options.row))
-    module, callback = trainer.fit(
-        tiny_run,
-        TASKS[TASK](),
-        resume=options.resume,
-        accelerator="cpu",
-        strategy=options.strategy,
-        loggers=[options.logger],
-    )
-    weights = gather_weights(module.model)
+    status = 0
+    for family in TASKS if options.every_task else [TASK]:
+        status = status or train(family, Path(options.out) / (family if options.every_task else ""), options)
     shutdown_distributed()
-    if callback.stopped_by is None and module.global_rank == 0:
-        save_model(module.model, Path(options.out) / "final", weights)
-    status = 0 if callback.stopped_by is None else 128 + callback.stopped_by
     if "WORLD_SIZE" in os.environ:
         hard_exit(status)
     sys.exit(status)
