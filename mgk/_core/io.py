@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: The file cannot be written, also where a library reports this as another error. Names `path`.
     """
-    temporary = path.with_name(f".{path.name}.mgk-{_host()}-{os.getpid()}.tmp")
+    temporary = temporary_of(path)
     try:
         with system_errors_of(path):
             yield temporary
@@ -116,6 +116,19 @@ def append_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def temporary_of(path: Path) -> Path:
+    """Return the path of a temporary file beside `path`, which `remove_stale_temporaries` recognises."""
+    return path.with_name(f".{path.name}.mgk-{_host()}-{os.getpid()}.tmp")
+
+
+def check_writable(directory: Path) -> None:
+    """Raise an OSError if no file can be created in a directory. os.access grants root everything, also in /proc."""
+    remove_stale_temporaries(directory)
+    probe = temporary_of(directory / "probe")
+    probe.touch()
+    probe.unlink()
 
 
 def remove_stale_temporaries(directory: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk import __version__
-from mgk._core.io import DataError, remove_stale_temporaries
+from mgk._core.io import DataError, check_writable, remove_stale_temporaries
 from mgk._core.validation import fail, positive_integer
 from mgk.training import config, results
 from mgk.training.config import ModelSpec, Recipe
@@ -143,9 +142,8 @@ def check_output_directory(option: str, path: Path) -> None:
         fail(option, f"{path}: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         fail(option, f"{path}: {existing} is not writable")
-    # os.access grants root everything, also in /proc.
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".mgk-probe-", dir=existing))
+        check_writable(existing)
     except OSError as error:
         fail(option, f"{path}: {existing} is not writable ({error.strerror})")
 

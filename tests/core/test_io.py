@@ -134,6 +134,18 @@ def test_temporary_file_of_a_killed_process_is_recognised(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_probe_of_a_killed_check_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+    io.check_writable(tmp_path)
+    monkeypatch.undo()
+    (probe,) = tmp_path.iterdir()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    probe.rename(probe.with_name(probe.name.replace(f"-{os.getpid()}.", f"-{ended.pid}.")))
+    io.check_writable(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_replaced_file_is_on_the_disk_before_and_after_the_rename(tmp_path, monkeypatch):
     """Flush the file, rename it, flush its folder: the order that survives a power failure."""
     events = []

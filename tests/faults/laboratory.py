@@ -24,6 +24,8 @@ TEXT = ROOT / "tests" / "fixtures" / "aa005c7" / "text"
 SETTINGS = (
     "warmup=1 eval_every=2 batch_size=2 model.embed_dim=8 model.ffn_dim=8 model.head_dim=4 model.num_layers=1 lr=1e-2"
 )
+# Name of $TMPDIR in the folder of a laboratory.
+TEMPORARIES = "temporaries"
 # Columns of results that differ between two equal runs.
 VOLATILE = ("step_ms", "peak_mem_mb", "date", "command")
 
@@ -36,6 +38,8 @@ class Laboratory:
         self.data = folder / "text"
         if not self.data.exists():
             shutil.copytree(TEXT, self.data)
+        temporaries = folder / TEMPORARIES
+        temporaries.mkdir(exist_ok=True)
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -43,6 +47,7 @@ class Laboratory:
             "CUDA_VISIBLE_DEVICES": "",
             "MGK_COMMIT": "abc1234",
             "PYTHONWARNINGS": "ignore",
+            "TMPDIR": str(temporaries),
         }
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server"],
@@ -130,7 +135,8 @@ def end_of_run(place: Path) -> dict[str, Any]:
     end["results"] = [
         {key: row[key] for key in row if key not in VOLATILE} for row in results.read([out / "results.csv"])
     ]
-    end["temporary files"] = sorted(str(path.relative_to(out)) for path in out.rglob("*.tmp"))
+    temporaries = [*out.rglob("*.tmp"), *place.glob(".*"), *(place.parent / TEMPORARIES).iterdir()]
+    end["temporary files"] = sorted(str(path.relative_to(place.parent)) for path in temporaries)
     return end
 
 

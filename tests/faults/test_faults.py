@@ -34,8 +34,10 @@ def select(bench: cases.Bench, kind: str, name: str) -> cases.Case:
     [
         (cases.KILL, " write run/.last.ckpt.tmp"),
         (cases.KILL, " rename run/.last.ckpt.tmp"),  # last.ckpt has been renamed to last-1.ckpt
+        (cases.STOP, " validation_step"),
         (cases.FULL, " write run/.last.ckpt.tmp"),
         (cases.LIMIT, "8000 bytes"),
+        (cases.READ_ONLY, "resumed run"),
         (cases.DAMAGED, "last.ckpt: flipped bit"),
     ],
     ids=lambda value: value.strip(),
