@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.cost_quality.plan import Arm, Plan, Rows
-from experiments.cost_quality.statistics import mean_interval
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
+from experiments.statistics import mean_interval
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.palette import colour_of
 from mgk.training.config import load_recipe
@@ -32,6 +32,51 @@ def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
     for recipe in dict.fromkeys(arm.recipe for arm in summaries):
         parts.append(f"\n## {load_recipe(recipe).title}\n\n{_arms_table(summaries, recipe)}")
     return "\n".join(parts) + "\n"
+
+
+def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
+    """Return the study's part of the page of evidence: the number of runs, the answers, the picture and the arms.
+
+    Args:
+        plan: The plan of the study.
+        rows: Rows of all results files.
+        folder: Results directory, for stored losses.
+        picture: Path of the picture, relative to the page.
+    """
+    summaries = summarize(plan, rows)
+    planned = sum(plan.arms.values())
+    finished = sum(len(summary.values) for summary in summaries.values())
+    if not summaries:
+        return (
+            f"**No run of the study exists yet**: 0 of {planned} planned runs have results, so its "
+            f"{len(plan.questions)} questions have no\nanswers, and there is no picture."
+        )
+    parts = [f"{finished} of {planned} planned runs have results."]
+    parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
+    recipe = next(iter(summaries)).recipe
+    if any(summary.is_language_model and not arm.overrides for arm, summary in summaries.items()):
+        parts.append(f"![Perplexity against training time, cache and parameters]({picture})")
+    parts.append(_arms_table(summaries, recipe))
+    return "\n\n".join(parts)
+
+
+def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> str:
+    """Return the answer in words to the question about two arms; "" if they have no runs."""
+    summaries = summarize(plan, rows)
+    for question in plan.questions:
+        if (str(question.first), str(question.second)) == (first, second):
+            result = answer(question, plan, summaries, folder)
+            return "" if result.interval is None else result.words
+    return ""
+
+
+def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[object]]:
+    """Return the numbers that `draw` plots."""
+    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe and not arm.overrides]
+    return [
+        [str(summary.arm), list(summary.values.values()), *(cost_of(summary) for _, cost_of in PANELS)]
+        for summary in family
+    ]
 
 
 def _introduction(plan: Plan) -> list[str]:

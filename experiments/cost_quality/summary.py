@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from experiments.cost_quality.plan import PRESET, STEP_TIME, Arm, Plan, Question, Rows, runs_of
-from experiments.cost_quality.statistics import Interval, Spread, compare, merge_blocks, pooled_spread
+from experiments.statistics import Interval, Spread, compare, merge_blocks, pooled_spread
 from mgk import tasks
 from mgk.models.attention_layer import make_attention
 from mgk.training import predictions, results

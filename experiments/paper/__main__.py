@@ -23,7 +23,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def evidence(
     results: Annotated[Path, typer.Option(help="Results directory.")] = Path("results"),
     page: Annotated[
-        Path, typer.Option(help="Page whose marked parts are regenerated; created if it does not exist.")
+        Path,
+        typer.Option(
+            help="Page whose marked parts are regenerated, with the pages of the folder of its name; created if "
+            "it does not exist."
+        ),
     ] = Path("docs/evidence.md"),
     figures: Annotated[
         Path | None, typer.Option(help="Directory for the figures; default: figures/ next to the page.")
@@ -56,15 +60,17 @@ def evidence(
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
     folder = figures or page.parent / "figures"
     generated = gather(results)
-    text = page.read_text(encoding="utf-8") if page.exists() else empty(generated.texts)
-    filled = fill(text, generated.texts)
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted(page.with_suffix("").glob("*.md"))}
+    pages[page] = page.read_text(encoding="utf-8") if page.exists() else empty(generated.texts)
+    filled = {path: fill(text, generated.texts) for path, text in pages.items()}
     if generated.excluded:
         print(f"Excluded, settings differ from the recipe: {', '.join(generated.excluded)}", file=sys.stderr)
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(page, filled)
+    for path, text in filled.items():
+        write_atomically(path, text)
     for picture in generated.pictures:
         print(picture.write(folder))
-    print(page)
+    print("\n".join(map(str, filled)))
     if failed:
         raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")
 

@@ -1,4 +1,4 @@
-"""The evidence page: parts between markers are generated from results/, the rest is written by hand."""
+"""The pages of evidence: parts between markers are generated from results/, the rest is written by hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from experiments.paper import figures, front_page, lra_averages, plan, speed_table, verdicts
+from experiments.cost_quality import page as study_page
+from experiments.cost_quality.plan import Arm, load_plan
+from experiments.cost_quality.summary import ArmSummary, summarize
+from experiments.paper import answers, figures, front_page, lra_averages, plan, speed_table, verdicts
 from experiments.paper.claims import cost as costs
-from experiments.paper.claims import heads, quality
+from experiments.paper.claims import heads, plateau, quality
 from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.figures import Picture
 from experiments.paper.peerread import probe_table
@@ -19,7 +23,11 @@ from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.validation import fail
 from mgk.training import results as files
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MARKED = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+STUDY_PICTURE = "cost-quality"
 WIDTH = 132  # characters per line of generated sentences
 
 Record = dict[str, str]
@@ -42,10 +50,18 @@ def gather(results: Path) -> Evidence:
     folders = sorted(path.parent for path in results.glob("*/pairs.csv"))
     analyses = {folder.name: heads.read(folder) for folder in folders}
     analyses = {name: models for name, models in analyses.items() if heads.judge(models)}
+    study = load_plan()
+    summaries = summarize(study, rows)
+    equal_time = study_page.words_of(study, rows, results, "smgk:8", "softmax:8@time=smgk:8")
     texts = {
+        "first": answers.first_sentence(equal_time),
+        "answers": answers.table(experiments, analyses, rows),
+        "study": study_page.evidence_section(study, rows, results, f"figures/{STUDY_PICTURE}.png"),
+        "advice": answers.advice(experiments, rows, equal_time),
         "rules": verdicts.rules(),
         "headline": headline(experiments[0], rows),
         "gain": front_page.language_model(experiments[-1], rows),
+        "perplexities": front_page.perplexities(experiments[-1]),
         "fast": speed_table.sentence(rows),
         "speed": speed_table.table(rows),
         "shapes": front_page.shapes(rows),
@@ -54,6 +70,8 @@ def gather(results: Path) -> Evidence:
         "averages": lra_averages.table(experiments),
         "half": half(experiments),
         "same": same(experiments),
+        "observation": _join([plateau.sentences(experiments)]),
+        "plateau": plateau.table(experiments),
         "linear": linear(experiments),
         "heads": _join(
             [
@@ -67,7 +85,22 @@ def gather(results: Path) -> Evidence:
         "queue": plan.table(rows, results),
     }
     pictures = [figures.differences(experiments), figures.endpoints(experiments), figures.curves(experiments, results)]
+    pictures += _study_pictures(summaries)
     return Evidence(texts, pictures, excluded)
+
+
+def _study_pictures(summaries: dict[Arm, ArmSummary]) -> list[Picture]:
+    """Return the picture of the study of cost and quality, if its language models have results."""
+    recipes = [arm.recipe for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides]
+    if not recipes:
+        return []
+
+    def draw(_: object) -> Figure:
+        figure = study_page.draw(summaries, recipes[0])
+        assert figure is not None
+        return figure
+
+    return [Picture(STUDY_PICTURE, study_page.picture_data(summaries, recipes[0]), draw)]
 
 
 def _describe_excluded(names: list[str]) -> list[str]:

@@ -77,8 +77,8 @@ def endpoints(experiments: list[ExperimentResults]) -> Picture:
     for item in experiments:
         results = item.results
         if results.runs:
-            examples = results.runs[0].examples
-            split = max(examples, key=lambda name: examples[name])
+            split = results.judged_split(results.runs[0].examples)
+            assert split is not None
             dots = [[str(run.row), run.values[split], run.learnt] for run in results.runs if split in run.values]
             # Recipes of stand-ins have no `paper` numbers: those belong to the original task.
             numbers = results.recipe.paper

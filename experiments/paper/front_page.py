@@ -1,4 +1,4 @@
-"""Short tables for the README and docs/performance.md: quality, cache and step of a language model; times by shape."""
+"""Short tables for the README, docs/performance.md and docs/language-model.md: quality, cache and times."""
 
 from __future__ import annotations
 
@@ -41,19 +41,38 @@ def language_model(item: ExperimentResults, rows: list[Record]) -> str:
     steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(item, rows)}
     lines = [["model", "perplexity", f"relative to {full}", "cache", "training step", "seeds"]]
     for row in measured:
-        change = ""
-        difference = None if row == full else compare(results, row, full)
-        if difference is not None:
-            # The score is −100 × nats per token.
-            change = f"{format_signed(100 * math.expm1(-difference.difference / 100), 1)} %"
-            if difference.half_width is not None:
-                change += f" ± {format_number(difference.half_width, 1)}"
         step, reference = steps.get(row), steps.get(full)
         share = "–" if step is None or reference is None else f"{step / reference:.2f}"
         perplexity = format_number(results.mean(row), 1)
-        cells = [_name(row), perplexity, change, f"{cache_share(row, full):.2f}", share]
+        cells = [_name(row), perplexity, _change(item, row, full), f"{cache_share(row, full):.2f}", share]
         lines.append([*cells, str(len(results.runs_of(row)))])
     return markdown_table(lines)
+
+
+def perplexities(item: ExperimentResults) -> str:
+    """Format the perplexities of all models on all splits, best first, with the change to the first of MODELS."""
+    results, full = item.results, MODELS[0]
+    rows = [row for row in results.rows if results.mean(row) is not None]
+    if full not in rows:
+        return MISSING
+    splits = sorted({split for run in results.runs for split in run.values})
+    lines = [["model", *splits, f"relative to {full}", "seeds"]]
+    for row in sorted(rows, key=lambda row: results.mean(row) or 0.0):
+        runs = results.runs_of(row)
+        means = [sum(run.values[split] for run in runs) / len(runs) for split in splits]
+        cells = [str(row), *(format_number(mean, 1) for mean in means), _change(item, row, full)]
+        lines.append([*cells, str(len(runs))])
+    return markdown_table(lines)
+
+
+def _change(item: ExperimentResults, row: ModelSpec, full: ModelSpec) -> str:
+    """Return the change of the perplexity in per cent with its interval; "" for the same model."""
+    difference = None if row == full else compare(item.results, row, full)
+    if difference is None:
+        return ""
+    # The score is −100 × nats per token.
+    change = f"{format_signed(100 * math.expm1(-difference.difference / 100), 1)} %"
+    return change if difference.half_width is None else f"{change} ± {format_number(difference.half_width, 1)}"
 
 
 def _name(row: ModelSpec) -> str:

@@ -1,47 +1,22 @@
-"""Differences between two models of a recipe, with intervals over seeds and test examples."""
+"""Differences between two models of a recipe, with intervals over seeds and over test examples or text."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from experiments.paper.recipe_results import RecipeResults, Scale, TrainedRun
+from experiments.statistics import Spread, half_width, merge_blocks, paired_error, pooled_spread
 from mgk.training import predictions
 from mgk.training.config import ModelSpec
-from mgk.training.report import binomial_half_width
-
-# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom. Beyond 30 the last value is used, which is slightly wide.
-T_95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
+from mgk.variants import VARIANTS
 
 ONE_SEED = "one seed each: the deviation over seeds is unknown"
 
-
-@dataclass(frozen=True)
-class Spread:
-    """Standard deviation over seeds, pooled over models."""
-
-    deviation: float
-    degrees_of_freedom: int
-
-    def half_width(self, first: int, second: int) -> float:
-        """Return the half-width of the 95 % interval of a difference between means over these numbers of seeds."""
-        t = T_95[min(self.degrees_of_freedom, len(T_95)) - 1]
-        return t * self.deviation * math.sqrt(1 / first + 1 / second)
-
-
-def pooled_std(groups: Sequence[Sequence[float]]) -> Spread | None:
-    """Pool the standard deviations of the groups; None if no group has two values."""
-    several = [group for group in groups if len(group) > 1]
-    degrees = sum(len(group) - 1 for group in several)
-    if not degrees:
-        return None
-    squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
-    return Spread(math.sqrt(squares / degrees), degrees)
+# Squared standard error and degrees of freedom.
+Error = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -52,15 +27,9 @@ class Difference:
     difference: float
     over_seeds: float | None  # half-widths of 95 % intervals; None: unknown
     over_examples: float | None
+    half_width: float | None  # of both errors together
     counts: tuple[int, int]  # runs compared
     remark: str = ""  # why the difference is inconclusive despite its interval
-
-    @property
-    def half_width(self) -> float | None:
-        """Half-width of the two errors combined as independent errors; None if one is unknown."""
-        if self.over_seeds is None or self.over_examples is None:
-            return None
-        return math.hypot(self.over_seeds, self.over_examples)
 
     @property
     def low(self) -> float | None:
@@ -77,12 +46,17 @@ def comparable_runs(
     """Select the runs to compare, with a remark if the comparison is inconclusive.
 
     Runs that learnt the task are compared with each other. If only one of the two models learnt it, or neither did,
-    all runs are compared.
+    all runs are compared. A comparison that leaves out runs is inconclusive: it selects runs by their result.
     """
     learnt = [run for run in first if run.learnt], [run for run in second if run.learnt]
     late = any(run.late for run in (*learnt[0], *learnt[1]))
     if all(learnt):
-        return *learnt, "a run left the plateau in its last steps" if late else ""
+        partial = [
+            f"{runs[0].row} learnt the task in {len(successes)} of {len(runs)} runs"
+            for runs, successes in zip((first, second), learnt, strict=True)
+            if len(successes) < len(runs)
+        ]
+        return *learnt, "; ".join([*partial, *(["a run left the plateau in its last steps"] if late else [])])
     if not any(learnt):
         return first, second, "neither has learnt the task"
     runs, successes = (first, learnt[0]) if learnt[0] else (second, learnt[1])
@@ -92,44 +66,80 @@ def comparable_runs(
     return first, second, "" if always else remark
 
 
+def family_spread(results: RecipeResults, side: list[TrainedRun], split: str) -> Spread | None:
+    """Pool the deviation over seeds of the models of one family; runs that learnt and that did not are apart.
+
+    The families are the softmax models with their mixtures, and the linear models with theirs.
+    """
+    linear, states = _is_linear(side[0].row), {run.learnt for run in side}
+    # The deviation is pooled over runs in the same state, so it does not apply to a mean over both states.
+    if len(states) > 1:
+        return None
+    rows = [row for row in results.rows if _is_linear(row) == linear]
+    return pooled_spread(
+        [scores(results.scale, [run for run in results.runs_of(row) if run.learnt in states], split) for row in rows]
+    )
+
+
+def _is_linear(row: ModelSpec) -> bool:
+    return VARIANTS[row.variant].similarity == "linear"
+
+
+def seed_errors(results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> list[Error] | None:
+    """Return the error over seeds: one part within a family, two between families; None if one is unknown."""
+    spreads = family_spread(results, a, split), family_spread(results, b, split)
+    if spreads[0] is None or spreads[1] is None:
+        return None
+    if spreads[0] == spreads[1]:
+        return [spreads[0].error(len(a), len(b))]
+    return [spreads[0].error(len(a)), spreads[1].error(len(b))]
+
+
 def compare(results: RecipeResults, first: ModelSpec, second: ModelSpec) -> Difference | None:
     """Compare two models; None if one of them has not been run."""
     a, b, remark = comparable_runs(results.runs_of(first), results.runs_of(second))
-    splits = [name for name in (a[0].examples if a else {}) if b and name in b[0].examples]
-    if not splits:
+    if not a or not b:
         return None
-    split = max(splits, key=lambda name: a[0].examples[name])
+    split = results.judged_split([name for name in a[0].examples if name in b[0].examples])
+    if split is None:
+        return None
     means = [statistics.mean(scores(results.scale, runs, split)) for runs in (a, b)]
-    states = {run.learnt for run in (*a, *b)}
-    # Exclude runs that left the plateau late from the seed variance.
-    groups = [
-        scores(results.scale, [run for run in results.runs_of(row) if run.learnt == state and not run.late], split)
-        for row in results.rows
-        for state in states
-    ]
-    spread = pooled_std(groups)
-    # The deviation is pooled over runs in the same state, so it does not apply to a mean over both states.
-    mixed = any(len({run.learnt for run in side}) > 1 for side in (a, b))
-    seeds = None if spread is None or mixed else spread.half_width(len(a), len(b))
-    if not remark and spread is None:
+    seeds = seed_errors(results, a, b, split)
+    if seeds is None and not remark:
         remark = ONE_SEED
-    examples = examples_half_width(results, a, b, split)
-    return Difference(split, means[0] - means[1], seeds, examples, (len(a), len(b)), remark)
+    examples = example_errors(results, a, b, split)
+    return Difference(
+        split,
+        means[0] - means[1],
+        None if seeds is None else half_width(seeds),
+        None if examples is None else half_width(examples),
+        None if seeds is None or examples is None else half_width([*seeds, *examples]),
+        (len(a), len(b)),
+        remark,
+    )
 
 
 def scores(scale: Scale, runs: list[TrainedRun], split: str) -> list[float]:
     return [scale.score(run.values[split]) for run in runs if split in run.values]
 
 
-def examples_half_width(results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> float | None:
-    """Return the half-width over examples: paired if every run has stored predictions, else of two samples."""
-    stored = results.predictions_of(a, split), results.predictions_of(b, split)
-    if len(stored[0]) == len(a) and len(stored[1]) == len(b):
-        difference = predictions.paired_difference(*stored)
-        if difference is not None:
-            return 100 * difference.half_width
+def example_errors(results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> list[Error] | None:
+    """Return the error over examples: paired if every run has stored predictions, otherwise of two samples.
+
+    Losses are averaged over blocks of at least 4,096 tokens first, because those of shorter blocks are correlated.
+    """
+    stored = [results.predictions_of(side, split) for side in (a, b)]
+    lengths = {len(array) for side in stored for array in side}
+    if len(stored[0]) == len(a) and len(stored[1]) == len(b) and len(lengths) == 1:
+        means = [100 * np.mean(side, axis=0) for side in stored]
+        if results.scale.sign < 0:
+            means = [merge_blocks(side, predictions.BLOCK) for side in means]
+        error = paired_error(means[0], means[1])
+        return None if error is None else [error]
     if results.scale.sign < 0:
         return None
-    return math.hypot(
-        *(statistics.mean(binomial_half_width(r.values[split], r.examples[split]) for r in side) for side in (a, b))
-    )
+    shares = [statistics.mean(run.values[split] for run in side) / 100 for side in (a, b)]
+    counts = [side[0].examples[split] for side in (a, b)]
+    return [
+        (100**2 * share * (1 - share) / count, max(count - 1, 1)) for share, count in zip(shares, counts, strict=True)
+    ]

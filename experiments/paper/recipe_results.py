@@ -99,12 +99,21 @@ class RecipeResults:
         return list(dict.fromkeys(run.row for run in self.runs))
 
     def mean(self, row: ModelSpec) -> float | None:
-        """Return the mean on the largest test set, over the seeds that learnt the task if any did; None if not run."""
+        """Return the mean on the judged split, over the seeds that learnt the task if any did; None if not run."""
         runs = [run for run in self.runs_of(row) if run.learnt] or self.runs_of(row)
         if not runs:
             return None
-        split = max(runs[0].examples, key=lambda name: runs[0].examples[name])
+        split = self.judged_split(runs[0].examples) or ""
         return statistics.mean(run.values[split] for run in runs if split in run.values)
+
+    def judged_split(self, names: Iterable[str]) -> str | None:
+        """Return the largest of the named splits that selected nothing; the development set only if there is no other.
+
+        The development set selects the checkpoint that is tested.
+        """
+        examples = {name: max(run.examples.get(name, 0) for run in self.runs) for name in names}
+        unselected = {name: count for name, count in examples.items() if name != "dev"} or examples
+        return max(unselected, key=unselected.__getitem__) if unselected else None
 
     def predictions_of(self, runs: list[TrainedRun], split: str) -> list[np.ndarray]:
         """Return the stored predictions of the runs; runs without any are skipped."""

@@ -33,8 +33,10 @@ def narrows(difference: Difference | None, gap: Difference | None) -> tuple[str,
     """Judge whether a mixture of linear attention narrows the gap to softmax; return the verdict and a remark."""
     if difference is None or gap is None:
         return MISSING, ""
-    if gap.remark or gap.low is None or gap.low <= 0:
-        return OPEN, f"no significant gap: {gap.remark or 'its interval contains 0'}"
+    if gap.remark or gap.low is None:
+        return OPEN, f"the gap to softmax is unknown: {gap.remark}"
+    if gap.low <= 0:
+        return OPEN, "no significant gap: its interval contains 0"
     return better(difference), difference.remark
 
 

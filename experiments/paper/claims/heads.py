@@ -11,7 +11,8 @@ from pathlib import Path
 
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import BASELINES
-from experiments.paper.intervals import ONE_SEED, Difference, pooled_std
+from experiments.paper.intervals import ONE_SEED, Difference
+from experiments.statistics import half_width, pooled_spread
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.training import results
 from mgk.training.config import ModelSpec
@@ -28,6 +29,8 @@ class HeadStats:
     seed: int
     numbers: dict[str, float] = field(default_factory=dict)
 
+    losses: dict[str, float] = field(default_factory=dict)  # by split: mean of the last quarter of the records
+
 
 # Measure: its table, and the value of a line. The paper claims higher values for mixtures.
 MEASURES: dict[str, tuple[str, Callable[[dict[str, str]], float]]] = {
@@ -36,6 +39,10 @@ MEASURES: dict[str, tuple[str, Callable[[dict[str, str]], float]]] = {
     "dissimilarity of two heads' maps": ("pairs.csv", lambda line: float(line["jensen_shannon_bits"])),
     "dissimilarity of two heads' outputs": ("pairs.csv", lambda line: 1 - float(line["cka"] or "nan")),
 }
+
+# Losses that show how far a model has trained, by split. Ranks change during training: they are comparable only between
+# models at equal losses.
+LOSSES = {"train": "training loss, nats", "dev": "dev loss, nats"}
 
 
 def read(folder: Path) -> list[HeadStats]:
@@ -51,7 +58,24 @@ def read(folder: Path) -> list[HeadStats]:
                 continue
             stats = models.setdefault(model, HeadStats(ModelSpec.parse(match["row"]), int(match["seed"])))
             stats.numbers[name] = statistics.mean(statistics.mean(values) for values in by_layer.values())
+    curves = folder / "curves.csv"
+    lines = results.read([curves]) if curves.exists() else []
+    for model, stats in models.items():
+        for split in LOSSES:
+            columns = {"run": model, "split": split, "metric": "loss"}
+            losses = [float(line["value"]) for line in lines if columns.items() <= line.items()]
+            if losses:
+                stats.losses[split] = statistics.mean(losses[-max(1, len(losses) // 4) :])
     return list(models.values())
+
+
+def loss_difference(models: list[HeadStats], first: ModelSpec, second: ModelSpec, split: str) -> float | None:
+    """Return the difference of two models' losses at the end of training, in nats; None if one was not recorded."""
+    losses = [
+        [stats.losses[split] for stats in models if stats.row == row and split in stats.losses]
+        for row in (first, second)
+    ]
+    return statistics.mean(losses[0]) - statistics.mean(losses[1]) if all(losses) else None
 
 
 def compare(models: list[HeadStats], first: ModelSpec, second: ModelSpec, measure: str) -> Difference | None:
@@ -66,10 +90,10 @@ def compare(models: list[HeadStats], first: ModelSpec, second: ModelSpec, measur
     a, b = values(first), values(second)
     if not a or not b:
         return None
-    spread = pooled_std([values(row) for row in dict.fromkeys(stats.row for stats in models)])
-    width = None if spread is None else spread.half_width(len(a), len(b))
+    spread = pooled_spread([values(row) for row in dict.fromkeys(stats.row for stats in models)])
+    width = None if spread is None else half_width([spread.error(len(a), len(b))])
     remark = ONE_SEED if spread is None else ""
-    return Difference("", statistics.mean(a) - statistics.mean(b), width, 0.0, (len(a), len(b)), remark)
+    return Difference("", statistics.mean(a) - statistics.mean(b), width, 0.0, width, (len(a), len(b)), remark)
 
 
 def judge(models: list[HeadStats]) -> list[tuple[ModelSpec, ModelSpec, str, Difference, str]]:
@@ -87,7 +111,7 @@ def judge(models: list[HeadStats]) -> list[tuple[ModelSpec, ModelSpec, str, Diff
 
 
 def table(models: list[HeadStats]) -> str:
-    lines = [["pair", *MEASURES, "verdict"]]
+    lines = [["pair", *MEASURES, *LOSSES.values(), "verdict"]]
     comparisons = judge(models)
     for pair in dict.fromkeys((mixture, baseline) for mixture, baseline, *_ in comparisons):
         by_measure = {
@@ -100,5 +124,6 @@ def table(models: list[HeadStats]) -> str:
             cells.append("–" if result is None else format_signed(result.difference) + width)
         remarks = dict.fromkeys(result.remark for result, _ in by_measure.values() if result.remark)
         verdict = verdicts.overall([verdict for _, verdict in by_measure.values()])
+        cells += [format_signed(loss_difference(models, *pair, split), 3) for split in LOSSES]
         lines.append([f"{pair[0]} − {pair[1]}", *cells, f"**{verdict}**" + "".join(f" ({text})" for text in remarks)])
     return markdown_table(lines)

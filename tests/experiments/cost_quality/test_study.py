@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.cost_quality import page, run, statistics, summary
+from experiments import statistics
+from experiments.cost_quality import page, run, summary
 from experiments.cost_quality.plan import PRESET, Arm, load_plan, time_matched_steps
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
@@ -155,6 +156,23 @@ def test_page_answers_the_questions(study):
     row = answers["`smgk:8`"].split(" | ")
     assert row[1] == "5"
     assert row[3:7] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
+
+
+def test_section_of_the_page_of_evidence(study):
+    plan = load_plan()
+    empty = page.evidence_section(plan, [], study, "figures/study.png")
+    assert empty.startswith(f"**No run of the study exists yet**: 0 of {sum(plan.arms.values())} planned runs")
+    assert "![" not in empty
+    rows = run.read_results(study)
+    text = page.evidence_section(plan, rows, study, "figures/study.png")
+    assert text.startswith(f"11 of {sum(plan.arms.values())} planned runs have results.")
+    assert "](figures/study.png)" in text
+    assert "| `smgk:8` | 5 |" in text
+    assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == "better"
+    assert page.words_of(plan, rows, study, "smgk:8", "softmax:8@time=smgk:8") == ""
+    assert [line[0] for line in page.picture_data(summary.summarize(plan, rows), "study")] == [
+        "softmax:8", "smgk:8", "gaussian:8",
+    ]  # fmt: skip
 
 
 def test_runs_of_two_setups_are_refused(study):

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
 from typer.testing import CliRunner
 
-from experiments.paper import __main__, plan
+from experiments.paper import __main__, answers, plan
 from experiments.paper.claims import cost as costs
-from experiments.paper.claims import heads, quality
+from experiments.paper.claims import heads, plateau, quality
 from experiments.paper.evidence_page import MARKED, fill, gather
 from experiments.paper.figures import DRAWN_FROM
 from experiments.paper.intervals import compare
@@ -51,11 +52,15 @@ def test_seeds_and_examples_both_widen_the_interval(tmp_path):
         record(tmp_path, "listops", "softmax:8", seed, baseline, left=500)
     result = compare(load(tmp_path, "listops").results, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert result.difference == pytest.approx(-1.0)
-    assert result.over_seeds == pytest.approx(4.303 * 2**0.5)  # two groups of two, a deviation of √2
+    assert result.over_seeds == pytest.approx(stats.t.ppf(0.975, 2) * 2**0.5)  # two groups of two, a deviation of √2
     # 8 of 400 examples differ by one half.
     differences = np.r_[np.full(8, -0.5), np.zeros(EXAMPLES - 8)]
-    assert result.over_examples == pytest.approx(196 * differences.std(ddof=1) / 20)
-    assert result.half_width == pytest.approx((result.over_seeds**2 + result.over_examples**2) ** 0.5)
+    over_examples = 100 * differences.std(ddof=1) / 20
+    assert result.over_examples == pytest.approx(stats.t.ppf(0.975, EXAMPLES - 1) * over_examples)
+    # Welch and Satterthwaite's degrees of freedom of both errors.
+    total = 2 + over_examples**2
+    degrees = total**2 / (2**2 / 2 + over_examples**4 / (EXAMPLES - 1))
+    assert result.half_width == pytest.approx(stats.t.ppf(0.975, degrees) * total**0.5)
     assert result.low == pytest.approx(-1 - result.half_width)
 
 
@@ -67,11 +72,13 @@ def test_runs_on_the_plateau_are_excluded(tmp_path):
     result = compare(item.results, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert result.difference == pytest.approx(-0.5)
     assert result.counts == (2, 1)
-    assert result.over_seeds == pytest.approx(12.706 * 0.5**0.5 * 1.5**0.5)  # from the two runs of smgk:4
+    assert result.over_seeds == pytest.approx(stats.t.ppf(0.975, 1) * 0.5**0.5 * 1.5**0.5)  # from the runs of smgk:4
     line = next(
         line for line in quality.table(item, quality.judge_half(item)).splitlines() if "smgk:4 − softmax:8" in line
     )
     assert "2 of 2 − 1 of 2" in line
+    # The comparison has selected runs by their result.
+    assert line.endswith("| **undecided** (softmax:8 learnt the task in 1 of 2 runs) |")
 
 
 def test_all_runs_count_if_one_model_never_learns(tmp_path):
@@ -90,8 +97,8 @@ def test_occasional_learning_is_undecided(tmp_path, learnt):
         record(tmp_path, "listops", "smgk:4", seed, 0.19, left=0)
     judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, f"the other in 1 of {len(learnt)}" in judged.remark) == (OPEN, True)
-    # A mean over runs in both states has no known interval.
-    assert (judged.difference.over_seeds is None) == (len(learnt) > 1)
+    # Neither a mean over runs in both states nor a single run that learnt has a known deviation.
+    assert judged.difference.over_seeds is None
 
 
 @pytest.mark.parametrize(("stuck", "left"), [(1, (500, 750)), (2, (4750, 4800))], ids=["one stuck run", "late"])
@@ -112,13 +119,38 @@ def test_late_run_is_undecided(tmp_path):
     assert (judged.verdict, judged.remark) == (OPEN, "a run left the plateau in its last steps")
 
 
-def test_late_run_is_excluded_from_the_seed_deviation(tmp_path):
+def test_seed_deviation_is_pooled_within_a_family(tmp_path):
+    """Runs of linear attention, one of them late, do not widen the intervals of softmax and its mixtures."""
     for seed in range(2):
         record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, left=500)
         record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=500)
-        record(tmp_path, "listops", "softmax:4", seed, 0.27 + 0.09 * seed, left=(5000, 500)[seed])
+        record(tmp_path, "listops", "linear:8", seed, 0.27 + 0.09 * seed, left=(5000, 500)[seed])
     result = compare(load(tmp_path, "listops").results, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
-    assert result.over_seeds == pytest.approx(4.303 * 0.5**0.5)  # from the two groups without it
+    assert result.over_seeds == pytest.approx(stats.t.ppf(0.975, 2) * 0.5**0.5)
+    # Between families each mean has the deviation of its family: Welch's interval.
+    result = compare(load(tmp_path, "listops").results, ModelSpec("softmax", 8), ModelSpec("linear", 8))
+    errors = 0.5 / 2, 81 / 2 / 2
+    degrees = sum(errors) ** 2 / (errors[0] ** 2 / 2 + errors[1] ** 2)
+    assert result.over_seeds == pytest.approx(stats.t.ppf(0.975, degrees) * sum(errors) ** 0.5)
+
+
+def test_plateau_is_left_earlier(tmp_path):
+    """The difference over two pairs of models has the interval and the p-value of Student's t test."""
+    steps = {"smgk:4": (500, 750), "softmax:4": (1000, 1250), "smgk:2": (250, 500), "softmax:2": (750, 1000)}
+    for row, left in steps.items():
+        for seed in range(2):
+            record(tmp_path, "listops", row, seed, 0.36, left=left[seed])
+    item = load(tmp_path, "listops")
+    result = plateau.compare([item], "smgk")
+    assert (result.difference, result.counts, result.pairs) == (-500, (4, 4), 2)
+    error = (250**2 / 2 * (1 / 4 + 1 / 4)) ** 0.5  # four groups of two runs 250 steps apart
+    assert result.half_width == pytest.approx(stats.t.ppf(0.975, 4) * error)
+    assert result.value == pytest.approx(2 * stats.t.sf(500 / error, 4))
+    assert "smgk leaves the plateau of ListOps 500 ± 347 steps earlier" in plateau.sentences([item])
+    assert plateau.compare([item], "mgk") is None
+    # A run that never leaves has no step, so that its pair is omitted.
+    record(tmp_path, "listops", "softmax:4", 2, 0.2, left=0)
+    assert plateau.compare([load(tmp_path, "listops")], "smgk").counts == (2, 2)
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.3, 0), (0.11, 500)])
@@ -168,6 +200,40 @@ def test_hard_assignment_is_compared_with_soft_and_unclaimed_rows_are_marked(tmp
     assert "| 6. not claimed: Soft-E, and MGK + Hard-E | **does not hold** (2 of 3) | – |" in made["summary"]
 
 
+def test_answers_and_advice_follow_from_the_runs(tmp_path):
+    def rows() -> tuple[str, str]:
+        made = gather(tmp_path).texts
+        return next(line for line in made["answers"].splitlines() if line.startswith("| 1.")), made["advice"]
+
+    for seed in range(2):
+        record(tmp_path, "listops-4e-4", "softmax:8", seed, 0.37 + 0.0001 * seed, left=500)
+        record(tmp_path, "listops-4e-4", "smgk:4", seed, 0.37 + 0.0001 * seed, left=500)
+    row, advice = rows()
+    assert "ListOps: yes for smgk:4; not measured for mgk:4 |" in row
+    assert "Softmax with fewer heads is enough" not in advice
+    assert "no run yet (the study)" in advice.partition("**Not decided yet**")[2]
+    for seed in range(2):
+        record(tmp_path, "listops-4e-4", "mgk:4", seed, 0.34 + 0.0001 * seed, left=500)
+        for heads_of_control in (4, 2, 1):
+            record(tmp_path, "listops-4e-4", f"softmax:{heads_of_control}", seed, 0.37 + 0.0001 * seed, left=500)
+    row, advice = rows()
+    assert "ListOps: yes for smgk:4; no for mgk:4, and softmax with half the heads suffices too" in row
+    assert "Softmax with fewer heads is enough" in advice.partition("**Do not use it when**")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "is not known yet"),
+        ("better", "is better than softmax"),
+        ("worse", "do not pay at equal training time"),
+        ("no difference found", "softmax attention: no difference found."),
+    ],
+)
+def test_first_sentence_has_the_answer_at_equal_time(words, sentence):
+    assert sentence in answers.first_sentence(words)
+
+
 def test_average_needs_all_three_tasks(tmp_path):
     for recipe, share in (("listops-4e-4", 0.36), ("text-5k", 0.65)):
         record(tmp_path, recipe, "smgk:4", 0, share, left=500)
@@ -193,7 +259,7 @@ def test_lower_perplexity_is_better(tmp_path):
              "seed": seed, "steps": recipe.steps, "lr": recipe.lr, "batch": recipe.batch_size, "split": "dev",
              "n_examples": 9000, "metric": "perplexity", "value": perplexity, "params": 1, "flops": 1, "setup": "lm"},
         ])  # fmt: skip
-        losses = np.log(perplexity) + 0.1 * np.sin(np.arange(20 * predictions.BLOCK))
+        losses = np.log(perplexity) + 0.1 * np.sin(np.arange(24 * predictions.BLOCK))
         predictions.save(
             tmp_path, PredictionsKey("enwiki-lm-2", ModelSpec.parse(row), "paper", seed, "dev", "lm"), losses
         )
@@ -354,7 +420,8 @@ def generated():
 
 
 def test_committed_pages_match_the_results(generated):
-    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    paths = ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/evidence").glob("*.md")
+    pages = {path: path.read_text(encoding="utf-8") for path in paths}
     for path, page in pages.items():
         # docs/upcycling.md and docs/distributed.md have markers of other generators, with tests of their own.
         names = {match["name"] for match in MARKED.finditer(page)}
@@ -362,9 +429,15 @@ def test_committed_pages_match_the_results(generated):
             assert fill(page, generated.texts) == page, f"run python -m experiments.paper --page {path.name}"
     markers = {name: f"<!-- made: {name} -->" for name in generated.texts}
     assert all(any(marker in page for page in pages.values()) for marker in markers.values())
-    elsewhere = {"gain", "shapes"}  # front_page: the README and docs/performance.md
     evidence = pages[ROOT / "docs" / "evidence.md"]
-    assert all(marker in evidence for name, marker in markers.items() if name not in elsewhere)
+    assert len(evidence.splitlines()) <= 200
+    assert {match["name"] for match in MARKED.finditer(evidence)} == {
+        "first",
+        "answers",
+        "observation",
+        "study",
+        "advice",
+    }
 
 
 def test_committed_figures_match_the_results(generated):
@@ -384,6 +457,12 @@ def test_command_writes_page_and_figures(tmp_path):
     result = CliRunner().invoke(__main__.app, arguments)
     assert result.exception is None, result.output
     assert "| smgk:4 − softmax:8 |" in page.read_text(encoding="utf-8")
+    # The pages of the folder with the page's name are filled too.
+    behind = tmp_path / "new" / "evidence" / "rules.md"
+    behind.parent.mkdir()
+    behind.write_text("# Rules\n<!-- made: rules -->\n<!-- end -->\n")
+    CliRunner().invoke(__main__.app, arguments)
+    assert "**Margin.**" in behind.read_text(encoding="utf-8")
     assert len(list((tmp_path / "new" / "figures").glob("evidence-*.png"))) == 3
     wrong = CliRunner().invoke(__main__.app, [*arguments[:1], str(tmp_path / "nowhere")])
     assert "has no CSV files" in str(wrong.exception)

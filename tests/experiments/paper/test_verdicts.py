@@ -4,12 +4,12 @@ import pytest
 
 from experiments.paper import verdicts
 from experiments.paper.claims import cost, quality
-from experiments.paper.intervals import Difference, pooled_std
+from experiments.paper.intervals import Difference
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN, SO_FAR
 
 
 def difference_of(difference: float, half_width: float | None, remark: str = "") -> Difference:
-    return Difference("test", difference, half_width, 0.0, (2, 2), remark)
+    return Difference("test", difference, half_width, 0.0, half_width, (2, 2), remark)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,3 @@ def test_claim_holds_if_it_holds_for_every_measured_pair(judged, verdict):
 )
 def test_cell_counts_the_pairs_of_its_verdict(judged, cell):
     assert quality.format_cell(judged) == cell
-
-
-def test_seed_deviation_is_pooled():
-    spread = pooled_std([[1, 3], [2, 4], [7]])
-    assert (spread.deviation, spread.degrees_of_freedom) == (pytest.approx(2**0.5), 2)
-    assert spread.half_width(2, 1) == pytest.approx(4.303 * 2**0.5 * 1.5**0.5)
-    assert pooled_std([[1], [2]]) is None

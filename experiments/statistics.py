@@ -1,8 +1,10 @@
-"""Intervals for differences between arms. The rules were fixed before any result was seen.
+"""Intervals for differences between models, for all experiments.
+
+The rules were fixed before any result of the study of cost and quality was seen.
 
 - The value of a run is its mean loss in nats per token on the judged split, or its accuracy on the test set.
-- The deviation over seeds is pooled over all arms of a recipe (the family); its degrees of freedom are the number of
-  runs minus the number of arms.
+- The deviation over seeds is pooled over all models of a family; its degrees of freedom are the number of runs minus
+  the number of models.
 - The deviation over text is that of the difference of block means, blocks of at least 4,096 tokens, each arm averaged
   over its seeds; for accuracy, that of the difference per example.
 - Both errors are independent; the interval is Student's t with Welch and Satterthwaite's degrees of freedom.
@@ -28,6 +30,10 @@ class Spread:
     deviation: float
     degrees: int
 
+    def error(self, *counts: int) -> tuple[float, float]:
+        """Return the squared standard error of a mean over runs, or of a difference of two, and its degrees."""
+        return self.deviation**2 * sum(1 / count for count in counts), self.degrees
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -44,7 +50,7 @@ class Interval:
 
 def pooled_spread(family: Sequence[Sequence[float]]) -> Spread | None:
     """Pool the deviations of a family; None if no arm has two runs."""
-    degrees = sum(len(values) - 1 for values in family)
+    degrees = sum(len(values) - 1 for values in family if len(values))
     if degrees == 0:
         return None
     squares = sum((len(values) - 1) * float(np.var(values, ddof=1)) for values in family if len(values) > 1)
@@ -57,6 +63,29 @@ def merge_blocks(means: np.ndarray, block: int) -> np.ndarray:
     whole = len(means) // group * group
     merged: np.ndarray = means[:whole].reshape(-1, group).mean(1)
     return merged
+
+
+def half_width(errors: Sequence[tuple[float, float]]) -> float:
+    """Return the half-width of the 95 % interval of a sum of independent errors.
+
+    Args:
+        errors: Squared standard error and degrees of freedom of each part.
+
+    Returns:
+        Student's t with Welch and Satterthwaite's degrees of freedom, times the standard error.
+    """
+    total = sum(square for square, _ in errors)
+    if total == 0:
+        return 0.0
+    degrees = total**2 / sum(square**2 / freedom for square, freedom in errors)
+    return float(stats.t.ppf(0.5 + LEVEL / 2, degrees)) * math.sqrt(total)
+
+
+def paired_error(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
+    """Return the squared standard error of the mean paired difference and its degrees of freedom; None if unknown."""
+    if len(first) != len(second) or len(first) < 2:
+        return None
+    return float(np.var(first - second, ddof=1)) / len(first), len(first) - 1
 
 
 def compare(
@@ -74,23 +103,13 @@ def compare(
         First minus second with its interval. The half-width is NaN if an error is unknown.
     """
     difference = float(np.mean(first) - np.mean(second))
-    if spread is None or paired is None or len(paired[0]) != len(paired[1]) or len(paired[0]) < 2:
+    text = None if paired is None else paired_error(*paired)
+    if spread is None or text is None:
         return Interval(difference, math.nan)
-    over_seeds = spread.deviation**2 * (1 / len(first) + 1 / len(second))
-    differences = paired[0] - paired[1]
-    over_text = float(np.var(differences, ddof=1)) / len(differences)
-    total = over_seeds + over_text
-    if total == 0:
-        return Interval(difference, 0.0)
-    degrees = total**2 / (over_seeds**2 / spread.degrees + over_text**2 / (len(differences) - 1))
-    return Interval(difference, float(stats.t.ppf(0.5 + LEVEL / 2, degrees)) * math.sqrt(total))
+    return Interval(difference, half_width([spread.error(len(first), len(second)), text]))
 
 
 def mean_interval(values: Sequence[float], spread: Spread | None) -> Interval:
     """Return the mean of an arm with its interval over seeds."""
     mean = float(np.mean(values))
-    if spread is None:
-        return Interval(mean, math.nan)
-    return Interval(
-        mean, float(stats.t.ppf(0.5 + LEVEL / 2, spread.degrees)) * spread.deviation / math.sqrt(len(values))
-    )
+    return Interval(mean, math.nan if spread is None else half_width([spread.error(len(values))]))

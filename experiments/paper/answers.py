@@ -1,0 +1,300 @@
+"""The six claims of the paper in six rows, and the advice that follows from the verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from experiments.paper import front_page, kernel_targets, speed_table, verdicts
+from experiments.paper.claims import cost, heads, quality
+from experiments.paper.claims.quality import ExperimentResults, Verdict
+from experiments.paper.intervals import Difference
+from experiments.paper.kernel_targets import Record
+from mgk._core.io import format_number, format_signed, markdown_table
+from mgk.bench.timing import PASSES
+from mgk.training.config import ModelSpec
+
+# Experiments whose intervals are the narrowest of their kind, by recipe; the pages behind have the others.
+TEXT, LISTOPS = "enwiki-lm-2", "listops-4e-4"
+NAMES = {TEXT: "language model", LISTOPS: "ListOps"}
+WORDS = {
+    verdicts.HOLDS: "yes",
+    verdicts.SO_FAR: "yes so far",
+    verdicts.FAILS: "no",
+    verdicts.OPEN: "undecided",
+    verdicts.MISSING: "not measured",
+}
+BREAK = ".<br>"  # between the lines of a cell
+# Experiments that would decide what is undecided.
+SETTLE = (
+    "a language model trained to convergence, three seeds each",
+    "three seeds of every pair, and softmax given the training time of the mixture",
+    "a second seed of the linear language models",
+    "three seeds each, and ranks compared at equal loss",
+    "times on other GPU generations",
+    "a task on which models differ",
+)
+
+
+def find(experiments: Iterable[ExperimentResults], recipe: str) -> ExperimentResults:
+    return next(item for item in experiments if item.experiment.recipe == recipe)
+
+
+def format_difference(item: ExperimentResults, difference: Difference) -> str:
+    """Format a difference in points of accuracy, or as a change of perplexity in per cent."""
+    if item.results.scale.sign > 0:
+        text, unit = format_signed(difference.difference), " points"
+    else:
+        # The score is −100 × nats per token.
+        text, unit = format_signed(100 * math.expm1(-difference.difference / 100)), " %"
+    width = "" if difference.half_width is None else f" ± {format_number(difference.half_width)}"
+    return f"{text}{width}{unit}"
+
+
+def evidence(item: ExperimentResults, judged: Sequence[Verdict]) -> str:
+    """List the measured differences of an experiment, by baseline."""
+    texts = []
+    for second in dict.fromkeys(verdict.second for verdict in judged):
+        parts = [
+            f"{verdict.first} {format_difference(item, verdict.difference)}"
+            for verdict in judged
+            if verdict.second == second and verdict.difference is not None
+        ]
+        if parts:
+            texts.append(f"{', '.join(parts)} against {second}")
+    metric = "perplexity" if item.results.scale.sign < 0 else "accuracy"
+    return f"{NAMES[item.experiment.recipe]}, {metric}: {'; '.join(texts) or verdicts.MISSING}"
+
+
+def answer(item: ExperimentResults, judged: Sequence[Verdict]) -> str:
+    """Return the answers on an experiment in words; the models are named if their answers differ."""
+    names: dict[str, list[str]] = {}
+    for verdict in judged:
+        names.setdefault(WORDS[verdict.verdict], []).append(str(verdict.first))
+    words = next(iter(names), WORDS[verdicts.MISSING])
+    if len(names) > 1:
+        words = "; ".join(f"{word} for {', '.join(models)}" for word, models in names.items())
+    return f"{NAMES[item.experiment.recipe]}: {words}"
+
+
+def paper_numbers(item: ExperimentResults, models: str) -> str:
+    """Return the paper's numbers of some models, as displayed."""
+    rows = map(ModelSpec.parse, models.split())
+    numbers = ", ".join(f"{row} {format_number(item.results.paper(row))}" for row in rows)
+    return f"{NAMES[item.experiment.recipe]}: {numbers}"
+
+
+def _half(text: ExperimentResults, listops: ExperimentResults) -> list[str]:
+    measured, answers = [], []
+    for item in (text, listops):
+        judged = [verdict for verdict in quality.judge_half(item) if verdict.second == ModelSpec("softmax", 8)]
+        measured.append(evidence(item, judged))
+        words = answer(item, [verdict for verdict in judged if not verdict.control])
+        if any(verdict.control and verdict.verdict == verdicts.HOLDS for verdict in judged):
+            words += ", and softmax with half the heads suffices too: the task does not show that the mixture is needed"
+        answers.append(words)
+    return [
+        "1. Half the heads suffice",
+        BREAK.join([paper_numbers(text, "softmax:8 mgk:4"), paper_numbers(listops, "softmax:8 smgk:4 mgk:4")]),
+        BREAK.join(measured),
+        BREAK.join(answers),
+    ]
+
+
+def _range_of_differences(item: ExperimentResults, judged: Sequence[Verdict]) -> str:
+    """Give the range of the differences of an experiment with many pairs, and the widest of their intervals."""
+    known = [verdict.difference for verdict in judged if verdict.difference is not None]
+    widths = [difference.half_width for difference in known if difference.half_width is not None]
+    name = NAMES[item.experiment.recipe]
+    if not known or not widths:
+        return f"{name}: {verdicts.MISSING}"
+    low, high = (pick(difference.difference for difference in known) for pick in (min, max))
+    values = f"{format_signed(low)} to {format_signed(high)} {item.results.scale.unit}"
+    return f"{name}: {len(known)} pairs, {values}, each ± {format_number(max(widths))} or less"
+
+
+def _same(text: ExperimentResults, listops: ExperimentResults) -> list[str]:
+    judged = [
+        (item, [verdict for verdict in quality.judge_same(item) if verdict.second.variant == "softmax"])
+        for item in (text, listops)
+    ]
+    return [
+        "2. With the same heads the mixture is better",
+        BREAK.join([paper_numbers(text, "softmax:8 smgk:8 mgk:8"), paper_numbers(listops, "softmax:4 smgk:4 mgk:4")]),
+        BREAK.join([evidence(*judged[0]), _range_of_differences(*judged[1])]),
+        BREAK.join(answer(*pair) for pair in judged),
+    ]
+
+
+def _linear(text: ExperimentResults) -> list[str]:
+    gaps = quality.judge_gaps(text)
+    words = answer(text, [gap.verdict for gap in gaps])
+    remarks = dict.fromkeys(gap.verdict.remark for gap in gaps if gap.verdict.remark)
+    return [
+        "3. MLK narrows the gap of linear attention",
+        paper_numbers(text, "softmax:8 linear:8 mlk:8"),
+        evidence(text, [gap.verdict for gap in gaps]),
+        words + "".join(f" ({remark})" for remark in remarks),
+    ]
+
+
+def _heads(analyses: dict[str, list[heads.HeadStats]]) -> list[str]:
+    measure, *_ = heads.MEASURES
+    parts, judged = [], []
+    for name in ("retrieval-peerread-random-analysis", "enwiki-lm-2-analysis"):
+        for first, second, measured, result, verdict in heads.judge(analyses.get(name, [])):
+            judged.append(verdict)
+            if measured == measure:
+                loss = heads.loss_difference(analyses[name], first, second, "dev")
+                at = "" if loss is None else f" (dev loss {format_signed(loss)})"
+                parts.append(f"{first} {format_signed(result.difference, 1)}{at} against {second}")
+    words = WORDS[verdicts.overall(judged)]
+    return [
+        "4. Ranks are higher, heads less alike",
+        "figures only",
+        f"{measure}: {'; '.join(parts) or verdicts.MISSING}",
+        f"{words}: the models of a pair trained equally long, not equally far, and ranks change during training",
+    ]
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _cost(experiments: list[ExperimentResults], rows: list[Record]) -> list[str]:
+    timed = [cost.experiment_costs(item, rows) for item in experiments if item.experiment.timed]
+    parts, answers = [], []
+    for variant in ("smgk", "mgk"):
+        pairs = [pair for source in timed for pair in cost.pairs(source) if pair[0].row.variant == variant]
+        ratios = [cost.ratios(*pair) for pair in pairs]
+        judged = [cost.judge_all(*pair) for pair in pairs]
+        numbers, counts = [], []
+        for name in (*cost.COUNTS, *list(cost.MEASURED.values())[:2]):
+            values = [ratio[name] for ratio in ratios if name in ratio]
+            holds, fails = (
+                sum(verdict.get(name) == kind for verdict in judged) for kind in (verdicts.HOLDS, verdicts.FAILS)
+            )
+            if values:
+                numbers.append(f"{name} {_range(values)}")
+                counts.append(f"{name} in {holds} of {len(values)}" + (f", higher in {fails}" if fails else ""))
+        if numbers:
+            parts.append(f"{variant}, over softmax with all heads: {', '.join(numbers)}")
+            answers.append(f"{variant} lower: {', '.join(counts)}")
+    return [
+        "5. Parameters, FLOPs and time fall with half the heads",
+        "figures of parameters and FLOPs, no times",
+        BREAK.join(parts) or verdicts.MISSING,
+        BREAK.join(answers) + " pairs.<br>The others are within the noise of a measurement"
+        if answers
+        else WORDS[verdicts.MISSING],
+    ]
+
+
+def _hard(listops: ExperimentResults) -> list[str]:
+    judged = [verdict for verdict in quality.judge_learning(listops) if not verdict.control]
+    return [
+        "6. sMGK with a hard assignment is as good as with a soft one",
+        paper_numbers(listops, "smgk:1 smgk-hard:1"),
+        evidence(listops, judged),
+        answer(listops, judged),
+    ]
+
+
+def table(experiments: list[ExperimentResults], analyses: dict[str, list[heads.HeadStats]], rows: list[Record]) -> str:
+    """Format the claims: the paper's number, the best evidence, the answer, and the experiment that would settle it."""
+    text, listops = (find(experiments, recipe) for recipe in (TEXT, LISTOPS))
+    claims = [
+        _half(text, listops),
+        _same(text, listops),
+        _linear(text),
+        _heads(analyses),
+        _cost(experiments, rows),
+        _hard(listops),
+    ]
+    header = ["claim", "the paper", "our best evidence", "answer", "what would settle it"]
+    return markdown_table([header, *([*claim, settle] for claim, settle in zip(claims, SETTLE, strict=True))])
+
+
+def first_sentence(equal_time: str) -> str:
+    """State the study's answer to the comparison at equal training time.
+
+    Args:
+        equal_time: The answer in words, "" without runs.
+    """
+    answers = {
+        "": "Whether mixture keys pay at equal training time is not known yet: the study that asks it has no runs.",
+        "better": "At equal training time, a decoder with mixture keys is better than softmax attention.",
+        "worse": "Mixture keys do not pay at equal training time: the decoder with softmax attention is better.",
+    }
+    return answers.get(equal_time, f"Mixture keys at equal training time against softmax attention: {equal_time}.")
+
+
+def advice(experiments: list[ExperimentResults], rows: list[Record], equal_time: str) -> str:
+    """Sort the uses by the verdicts: use it, do not use it, undecided.
+
+    Args:
+        experiments: Experiments with their results.
+        rows: Rows of all results files, for the times.
+        equal_time: Answer of the study to the comparison at equal training time, "" without runs.
+    """
+    text, listops = (find(experiments, recipe) for recipe in (TEXT, LISTOPS))
+    steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(text, rows)}
+    uses: dict[str, list[str]] = {verdicts.HOLDS: [], verdicts.FAILS: [], verdicts.OPEN: []}
+
+    def add(verdict: str, sentence: str) -> None:
+        kind = verdicts.HOLDS if verdict in (verdicts.HOLDS, verdicts.SO_FAR) else verdict
+        uses[kind if kind in uses else verdicts.OPEN].append(sentence)
+
+    def measured(judged: list[Verdict], first: str, second: str) -> tuple[str, str]:
+        """Return the verdict on a pair, and its difference, seeds and step in words."""
+        pair = ModelSpec.parse(first), ModelSpec.parse(second)
+        verdict = next((item for item in judged if (item.first, item.second) == pair), None)
+        if verdict is None or verdict.difference is None:
+            return verdicts.MISSING, verdicts.MISSING
+        seeds = " and ".join(str(count) for count in verdict.difference.counts)
+        words = f"perplexity {format_difference(text, verdict.difference)}, {seeds} seeds"
+        times = [steps.get(row) for row in pair]
+        if times[0] is not None and times[1] is not None:
+            words += f", training step {times[0] / times[1]:.2f}"
+        return verdict.verdict, f"{words} (`{first}` against `{second}`)"
+
+    verdict, words = measured(quality.judge_same(text), "smgk:8", "softmax:8")
+    add(
+        verdict,
+        f"You want a lower perplexity from the same heads and the same cache, and accept a longer step: {words}.",
+    )
+    verdict, words = measured(quality.judge_same(text), "smgk:8/4", "softmax:8/4")
+    add(
+        verdict, f"You train a decoder with grouped key heads and want a lower perplexity from the same cache: {words}."
+    )
+    verdict, words = measured(quality.judge_half_keys(text), "smgk:8/4", "softmax:8")
+    share = front_page.cache_share(ModelSpec.parse("smgk:8/4"), ModelSpec.parse("softmax:8"))
+    add(verdict, f"You want the quality of all key heads at {share:.2f} of the cache: {words}.")
+    verdict, words = measured(quality.judge_half(text), "smgk:4", "softmax:8")
+    add(verdict, f"You want to halve all heads of a language model without a loss: {words}.")
+    controls = [
+        item.verdict for item in quality.judge_half(listops) if item.control and item.family == "softmax to MGK"
+    ]
+    if verdicts.overall(controls) == verdicts.HOLDS:
+        add(verdicts.FAILS, "Softmax with fewer heads is enough, as on ListOps: train that baseline first.")
+    gpu = kernel_targets.on_gpu(rows)
+    times = [kernel_targets.mean(kernel_targets.ratios(gpu, "smgk", which)) for which in PASSES]
+    control = [kernel_targets.mean(speed_table.half_softmax_ratios(gpu, which)) for which in PASSES]
+    if all(value is not None for value in (*times, *control)):
+        numbers = [" and ".join(f"{value:.2f}" for value in values) for values in (times, control)]
+        sentence = (
+            f"Time is all that you want to save: the operator with half the heads takes {numbers[0]} of softmax's time "
+            f"(forward; with gradients), softmax with half the heads {numbers[1]}."
+        )
+        add(verdicts.FAILS if control[0] < times[0] else verdicts.OPEN, sentence)  # type: ignore[operator]
+    add(
+        {"better": verdicts.HOLDS, "worse": verdicts.FAILS}.get(equal_time, verdicts.OPEN),
+        f"You compare at equal training time instead of equal steps: {equal_time or 'no run yet'} (the study).",
+    )
+    titles = {verdicts.HOLDS: "Use it when", verdicts.FAILS: "Do not use it when", verdicts.OPEN: "Not decided yet"}
+    return "\n\n".join(
+        f"**{title}**\n\n" + "\n".join(f"- {sentence}" for sentence in uses[kind])
+        for kind, title in titles.items()
+        if uses[kind]
+    )
