@@ -1,18 +1,16 @@
-"""Test the page of evidence on made-up results, and the committed pages against results/."""
+"""Test the texts of the pages of evidence on made-up results."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from scipy import stats
 from typer.testing import CliRunner
 
-from experiments.paper import __main__, answers, plan
+from experiments.paper import __main__, plan
 from experiments.paper.claims import cost as costs
 from experiments.paper.claims import heads, plateau, quality
-from experiments.paper.evidence_page import MARKED, fill, gather
-from experiments.paper.figures import DRAWN_FROM
+from experiments.paper.evidence_page import gather
 from experiments.paper.intervals import compare
 from experiments.paper.recipe_results import read_recipe
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN
@@ -20,7 +18,6 @@ from mgk.training import config, predictions, results
 from mgk.training.config import ModelSpec
 from mgk.training.predictions import PredictionsKey
 
-ROOT = Path(__file__).parents[3]
 EXAMPLES = 400
 
 
@@ -200,40 +197,6 @@ def test_hard_assignment_is_compared_with_soft_and_unclaimed_rows_are_marked(tmp
     assert "| 6. not claimed: Soft-E, and MGK + Hard-E | **does not hold** (2 of 3) | – |" in made["summary"]
 
 
-def test_answers_and_advice_follow_from_the_runs(tmp_path):
-    def rows() -> tuple[str, str]:
-        made = gather(tmp_path).texts
-        return next(line for line in made["answers"].splitlines() if line.startswith("| 1.")), made["advice"]
-
-    for seed in range(2):
-        record(tmp_path, "listops-4e-4", "softmax:8", seed, 0.37 + 0.0001 * seed, left=500)
-        record(tmp_path, "listops-4e-4", "smgk:4", seed, 0.37 + 0.0001 * seed, left=500)
-    row, advice = rows()
-    assert "ListOps: yes for smgk:4; not measured for mgk:4 |" in row
-    assert "Softmax with fewer heads is enough" not in advice
-    assert "no run yet (the study)" in advice.partition("**Not decided yet**")[2]
-    for seed in range(2):
-        record(tmp_path, "listops-4e-4", "mgk:4", seed, 0.34 + 0.0001 * seed, left=500)
-        for heads_of_control in (4, 2, 1):
-            record(tmp_path, "listops-4e-4", f"softmax:{heads_of_control}", seed, 0.37 + 0.0001 * seed, left=500)
-    row, advice = rows()
-    assert "ListOps: yes for smgk:4; no for mgk:4, and softmax with half the heads suffices too" in row
-    assert "Softmax with fewer heads is enough" in advice.partition("**Do not use it when**")[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("", "is not known yet"),
-        ("better", "is better than softmax"),
-        ("worse", "do not pay at equal training time"),
-        ("no difference found", "softmax attention: no difference found."),
-    ],
-)
-def test_first_sentence_has_the_answer_at_equal_time(words, sentence):
-    assert sentence in answers.first_sentence(words)
-
-
 def test_average_needs_all_three_tasks(tmp_path):
     for recipe, share in (("listops-4e-4", 0.36), ("text-5k", 0.65)):
         record(tmp_path, recipe, "smgk:4", 0, share, left=500)
@@ -403,66 +366,3 @@ def test_figure_needs_its_files(tmp_path):
     for folder in (analysis.folder for analysis in plan.ANALYSES):
         (tmp_path / folder / "maps-1.png").touch()
     assert figures() == "2568"
-
-
-def test_prose_stays_and_unknown_markers_are_errors():
-    page = "# By hand\n<!-- made: rules -->\nold\n<!-- end -->\nand so on\n"
-    assert fill(page, {"rules": "new"}) == page.replace("old", "new")
-    with pytest.raises(ValueError, match="'rules'"):
-        fill(page, {"summary": "new"})
-    with pytest.raises(ValueError, match="no markers"):
-        fill("# By hand\n", {"rules": "new"})
-
-
-@pytest.fixture(scope="module")
-def generated():
-    return gather(ROOT / "results")
-
-
-def test_committed_pages_match_the_results(generated):
-    paths = ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/evidence").glob("*.md")
-    pages = {path: path.read_text(encoding="utf-8") for path in paths}
-    for path, page in pages.items():
-        # docs/upcycling.md and docs/distributed.md have markers of other generators, with tests of their own.
-        names = {match["name"] for match in MARKED.finditer(page)}
-        if names & generated.texts.keys():
-            assert fill(page, generated.texts) == page, f"run python -m experiments.paper --page {path.name}"
-    markers = {name: f"<!-- made: {name} -->" for name in generated.texts}
-    assert all(any(marker in page for page in pages.values()) for marker in markers.values())
-    evidence = pages[ROOT / "docs" / "evidence.md"]
-    assert len(evidence.splitlines()) <= 200
-    assert {match["name"] for match in MARKED.finditer(evidence)} == {
-        "first",
-        "answers",
-        "observation",
-        "study",
-        "advice",
-    }
-
-
-def test_committed_figures_match_the_results(generated):
-    for picture in generated.pictures:
-        with Image.open(ROOT / "docs" / "figures" / f"{picture.name}.png") as image:
-            assert image.text[DRAWN_FROM] == picture.digest, (
-                f"{picture.name} is out of date: run python -m experiments.paper"
-            )
-
-
-def test_command_writes_page_and_figures(tmp_path):
-    for seed in range(2):
-        for row in ("smgk:4", "softmax:8"):
-            record(tmp_path / "results", "listops", row, seed, 0.36 + 0.001 * seed, left=500)
-    page = tmp_path / "new" / "evidence.md"
-    arguments = ["--results", str(tmp_path / "results"), "--page", str(page)]
-    result = CliRunner().invoke(__main__.app, arguments)
-    assert result.exception is None, result.output
-    assert "| smgk:4 − softmax:8 |" in page.read_text(encoding="utf-8")
-    # The pages of the folder with the page's name are filled too.
-    behind = tmp_path / "new" / "evidence" / "rules.md"
-    behind.parent.mkdir()
-    behind.write_text("# Rules\n<!-- made: rules -->\n<!-- end -->\n")
-    CliRunner().invoke(__main__.app, arguments)
-    assert "**Margin.**" in behind.read_text(encoding="utf-8")
-    assert len(list((tmp_path / "new" / "figures").glob("evidence-*.png"))) == 3
-    wrong = CliRunner().invoke(__main__.app, [*arguments[:1], str(tmp_path / "nowhere")])
-    assert "has no CSV files" in str(wrong.exception)
