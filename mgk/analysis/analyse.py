@@ -45,9 +45,21 @@ class Analysis:
     @property
     def different(self) -> dict[str, float]:
         """Effective number of different heads in the model, for each measure available in all layers."""
-        numbers = [layer.similarity.different for layer in self.layers]
-        shared = [measure for measure in numbers[0] if all(measure in layer for layer in numbers)]
-        return {measure: sum(layer[measure] for layer in numbers) for measure in shared}
+        return _sum_shared([layer.similarity.different for layer in self.layers])
+
+    @property
+    def different_by_chance(self) -> dict[str, float]:
+        """Effective number of different heads if they were unrelated, by maps and outputs.
+
+        Unrelated heads have the same attention weights in each row, shuffled over the visible keys.
+        """
+        return _sum_shared([layer.similarity.different_by_chance for layer in self.layers])
+
+
+def _sum_shared(numbers: list[dict[str, float]]) -> dict[str, float]:
+    """Sum numbers over layers, for each measure available in all of them."""
+    shared = [measure for measure in numbers[0] if all(measure in layer for layer in numbers)]
+    return {measure: sum(layer[measure] for layer in numbers) for measure in shared}
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from mgk.functional import run_mixture
 from mgk.hf.attention_interface import replace_attention, with_infinite_mask
 from mgk.hf.convert import load_converted
 from mgk.hf.registration import find_model_class, is_changed
+from mgk.hf.upcycling.layers import find_layers
 
 ATTENTION_NAME = "mgk_capture"
 
@@ -65,6 +66,24 @@ def _load(config: Any, name: str, trust_remote_code: bool) -> Any:
     return model_class.from_pretrained(
         name, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
     )
+
+
+def check_mergeable(model: PreTrainedModel, sample: dict[str, Any]) -> tuple[str, bool]:
+    """Return why `mgk upcycle` cannot merge heads of a model, or "", and whether it can only merge values.
+
+    Args:
+        model: The model.
+        sample: Inputs of the model.
+    """
+    if is_changed(model.config):
+        return "its heads were changed already: upcycle the original model", False
+    try:
+        layers = find_layers(model, sample)
+    # The analysis is complete: a layer that the probe does not understand must not end it.
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"it {reason.removeprefix('model ')}" if isinstance(error, ValueError) else reason, False
+    return "", any(layer.fixed_keys for layer in layers)
 
 
 def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> Any:

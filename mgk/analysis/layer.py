@@ -62,6 +62,8 @@ class Layer:
     mixture: Mixture | None  # None if keys have a single component
     usage: ComponentUsage | None
     removal: Removal | None
+    key_heads: int  # numbers of key heads and value heads, which divide that of the (query) heads
+    value_heads: int
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class LayerAccumulator:
     def __init__(self, name: str, number: int, call: Call, settings: LayerSettings) -> None:
         self.name, self.number, self.settings, self.kind = name, number, settings, describe_attention(call)
         self.heads, self.components, self.head_dim = call.query.shape[1], call.components, call.query.shape[-1]
+        self.key_heads, self.value_heads = call.keys.shape[1], call.value.shape[1]
         self.device = call.query.device
         self.similarity = SimilarityAccumulator(self.heads, call.value.shape[-1], self.device)
         self.mixture = MixtureAccumulator(self.heads, self.components, self.device) if self.components > 1 else None
@@ -168,7 +171,7 @@ class LayerAccumulator:
         mixture = None if self.mixture is None else self.mixture.mixture()
         return Layer(
             self.name, self.kind, self.heads, self.components, self.head_dim, ranks, self.similarity.similarity(),
-            self.maps, mixture, self.usage, removal,
+            self.maps, mixture, self.usage, removal, self.key_heads, self.value_heads,
         )  # fmt: skip
 
 

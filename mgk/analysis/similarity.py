@@ -1,6 +1,8 @@
-"""Similarity of the heads of a layer, by their attention maps and by their outputs.
+"""Similarity of the heads of a layer, by their attention maps and by their outputs, and that of unrelated heads.
 
-Only sums over rows and samples are stored, not the maps.
+Only sums over rows and samples are stored, not the maps. Heads that attend nearly uniformly have similar maps whatever
+they compute. The similarity is therefore compared with that of unrelated heads whose attention is as concentrated: the
+weights of each row, shuffled over its visible keys, independently for each head.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ Array = NDArray[np.float64]
 
 # Heads whose maps are closer than this on average (Jensen–Shannon, in bits) form one group.
 SAME_GROUP = 0.1
+# Rows of a block of a sample that are shuffled: their mean is precise enough for a baseline.
+SHUFFLED_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Similarity:
     cka: Array | None  # centred kernel alignment of the outputs: 1 for equal up to rotation and scale
     order: list[int]  # heads, ordered so that similar ones are adjacent
     groups: list[int]  # group number of each head
+    concentration: Array | None = None  # Kullback–Leibler divergence of the rows from uniform attention, in bits, [H]
+    chance_divergence: Array | None = None  # divergence of the shuffled maps: of unrelated heads as concentrated
+    chance_cka: Array | None = None  # expected CKA of unrelated outputs of these spectra over this number of tokens
 
     @property
     def different(self) -> dict[str, float]:
@@ -35,6 +42,21 @@ class Similarity:
         numbers = {"maps": effective_number(1 - self.divergence), "cosine": effective_number(self.cosine)}
         if self.cka is not None:
             numbers["outputs"] = effective_number(self.cka)
+        return numbers
+
+    @property
+    def output_groups(self) -> list[int] | None:
+        """Group of each head by CKA: heads of a group have nearly the same outputs, up to rotation and scale."""
+        return None if self.cka is None else _groups(_merge(1 - self.cka), len(self.cka))
+
+    @property
+    def different_by_chance(self) -> dict[str, float]:
+        """Effective number of different heads if they were unrelated: maps and outputs, as far as available."""
+        numbers = {}
+        if self.chance_divergence is not None:
+            numbers["maps"] = effective_number(1 - self.chance_divergence)
+        if self.chance_cka is not None:
+            numbers["outputs"] = effective_number(self.chance_cka)
         return numbers
 
 
@@ -53,6 +75,9 @@ class SimilarityAccumulator:
 
         self.heads, self.width = heads, width
         self.divergence, self.rows = zeros(heads, heads), 0
+        self.chance_divergence, self.shuffled_rows = zeros(heads, heads), 0
+        self.concentration = zeros(heads)
+        self.generator = torch.Generator().manual_seed(0)
         self.products = zeros(heads, heads)
         total = heads * (width or 0)
         self.tokens, self.mean, self.covariance = 0, zeros(total), zeros(total, total)
@@ -64,14 +89,20 @@ class SimilarityAccumulator:
         total = weights.sum(-1, keepdim=True)
         rows = weights / total.masked_fill(total == 0, 1)
         # Skip rows with a single visible key, such as the first row of a causal map: all heads agree on them.
-        informative = ((weights != 0).any(0).sum(-1) > 1) & (total != 0).all(0).squeeze(-1)
-        rows = rows[:, informative]
-        self.rows += int(informative.sum())
-        entropy = _entropy_bits(rows)  # [H]
-        for head in range(self.heads - 1):
-            later = slice(head + 1, self.heads)
-            divergence = _entropy_bits((rows[head] + rows[later]) / 2) - (entropy[head] + entropy[later]) / 2
-            self.divergence[head, later] += divergence.clamp(min=0)
+        visible = (weights != 0).any(0)
+        informative = (visible.sum(-1) > 1) & (total != 0).all(0).squeeze(-1)
+        rows, visible = rows[:, informative], visible[informative]
+        count = int(informative.sum())
+        if not count:
+            return
+        self.rows += count
+        divergence, entropy = _divergence_bits(rows)
+        self.divergence += divergence
+        self.concentration += visible.sum(-1).double().log2().sum() - entropy
+        step = -(-count // SHUFFLED_ROWS)
+        shuffled = _shuffle_visible(rows[:, ::step], visible[::step], self.generator)
+        self.chance_divergence += _divergence_bits(shuffled)[0]
+        self.shuffled_rows += shuffled.shape[1]
 
     def add_outputs(self, outputs: Tensor) -> None:
         """Add outputs [H, L, E] of one sample."""
@@ -89,22 +120,59 @@ class SimilarityAccumulator:
 
     def similarity(self) -> Similarity:
         """Return the similarities and groups."""
-        divergence = (self.divergence + self.divergence.mT) / max(self.rows, 1)
+        divergence = _mean_of_pairs(self.divergence, self.rows)
         norms = self.products.diagonal().sqrt()
         cosine = self.products / torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)
-        distances = divergence.clamp(max=1).cpu().numpy()
-        merges = _merge(distances)
-        cka = self._cka() if self.width else None
-        return Similarity(distances, cosine.cpu().numpy(), cka, merges[-1][1], _groups(merges, self.heads))
+        merges = _merge(divergence)
+        cka, chance_cka = self._cka() if self.width else (None, None)
+        return Similarity(
+            divergence, cosine.cpu().numpy(), cka, merges[-1][1], _groups(merges, self.heads),
+            (self.concentration / max(self.rows, 1)).clamp(min=0).cpu().numpy(),
+            _mean_of_pairs(self.chance_divergence, self.shuffled_rows), chance_cka,
+        )  # fmt: skip
 
-    def _cka(self) -> Array:
-        """Compute ‖X_gᵀX_h‖² / (‖X_gᵀX_g‖ ‖X_hᵀX_h‖), X the centred outputs (Kornblith et al. 2019, linear)."""
+    def _cka(self) -> tuple[Array, Array]:
+        """Compute CKA and its expectation for unrelated outputs.
+
+        CKA is ‖X_gᵀX_h‖² / (‖X_gᵀX_g‖ ‖X_hᵀX_h‖), X the centred outputs (Kornblith et al. 2019, linear). For
+        unrelated outputs of n tokens, ‖X_gᵀX_h‖² is about ‖X_g‖² ‖X_h‖² / (n − 1).
+        """
         blocks = self.covariance.unflatten(0, (self.heads, -1)).unflatten(-1, (self.heads, -1))  # [H, E, H, E]
         overlap = blocks.square().sum((1, 3))
         norms = overlap.diagonal().sqrt()
-        cka = overlap / torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)
+        scale = torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)
+        energy = self.covariance.diagonal().unflatten(0, (self.heads, -1)).sum(-1)
+        chance = (torch.outer(energy, energy) / max(self.tokens - 1, 1) / scale).clamp(max=1)
         # A head with zero output has similarity 1 to itself and 0 to all others.
-        return cka.fill_diagonal_(1).cpu().numpy()
+        return (overlap / scale).fill_diagonal_(1).cpu().numpy(), chance.fill_diagonal_(1).cpu().numpy()
+
+
+def _divergence_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the Jensen–Shannon divergences of the rows of all pairs of heads, [H, H] above the diagonal, and entropies.
+
+    Args:
+        rows: Distributions [H, R, S].
+    """
+    heads = rows.shape[0]
+    entropy = _entropy_bits(rows)  # [H]
+    divergence = rows.new_zeros(heads, heads)
+    for head in range(heads - 1):
+        later = slice(head + 1, heads)
+        mixed = _entropy_bits((rows[head] + rows[later]) / 2)
+        divergence[head, later] = (mixed - (entropy[head] + entropy[later]) / 2).clamp(min=0)
+    return divergence, entropy
+
+
+def _mean_of_pairs(total: Tensor, rows: int) -> Array:
+    """Return the mean divergences as a symmetric matrix, from sums above the diagonal."""
+    mean: Array = ((total + total.mT) / max(rows, 1)).clamp(max=1).cpu().numpy()
+    return mean
+
+
+def _shuffle_visible(rows: Tensor, visible: Tensor, generator: torch.Generator) -> Tensor:
+    """Shuffle the weights [H, R, S] of each row over its visible keys [R, S], independently for each head."""
+    noise = torch.rand(rows.shape, generator=generator).to(rows.device) + 2.0 * ~visible
+    return rows.gather(-1, noise.argsort(-1))
 
 
 def _entropy_bits(rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
+from mgk.cli.advice import advise_run, advise_transformers
 from mgk.cli.app import RunDataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
 from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
@@ -107,8 +108,9 @@ def analyze(
         raise ValueError("give only one of --text, --ids and --images")
     texts = [_read_text(part) for part in text or []]
     options = _InputOptions(
-        texts, ids, images or [], length, split, seed, data_dir, matrices, map_size, trust_remote_code
-    )
+        texts, ids, images or [], length, split, seed, data_dir, matrices, map_size, trust_remote_code,
+        [part for part, content in zip(text or [], texts, strict=True) if part != content],
+    )  # fmt: skip
     with progress_bar() as progress:
         if hf is not None:
             tiles = _tile_directory(directory, Path(hf).name)
@@ -149,6 +151,7 @@ class _InputOptions:
     matrices: int | None
     map_size: int | None
     trust_remote_code: bool
+    text_files: list[str]
 
     def resolve_matrices(self, length: int, device: str) -> int:
         """Return --matrices, or its default for sequences of this length."""
@@ -239,7 +242,8 @@ def _analyze_run(
     settings = {**settings, "tiles": tiles, "progress": progress, "map_size": options.resolve_map_size(config)}
     analysis = analyse(model, inputs, matrices=matrices, together=ABLATION_BATCH, **settings)
     costs, own_cost = _count_costs(config)
-    return AnalyzedModel(name, sampled.about, analysis, sampled.tokens, costs, own_cost, tiles=tiles)
+    advice = advise_run(analysis, str(description["recipe"]), str(description["row"]))
+    return AnalyzedModel(name, sampled.about, analysis, sampled.tokens, costs, own_cost, tiles=tiles, advice=advice)
 
 
 def _count_costs(config: Any) -> tuple[list[Any], Any]:
@@ -307,7 +311,12 @@ def _analyze_transformers_model(
     analysis = analyse(model, inputs, matrices=matrices, capture=hf_models.capture_attention, **settings)
     kv_share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
     head_cost = per_head(config.hidden_size, analysis.layers[0].head_dim, kv_share, analysis.longest)
-    return AnalyzedModel(Path(name).name, title, analysis, tokens, [], one_head=head_cost, tiles=tiles)
+    reason, keys_are_fixed = hf_models.check_mergeable(model, inputs[0])
+    advice = advise_transformers(
+        analysis, name, options.text_files, reason,
+        keys_are_fixed=keys_are_fixed, is_trusted=options.trust_remote_code,
+    )  # fmt: skip
+    return AnalyzedModel(Path(name).name, title, analysis, tokens, [], one_head=head_cost, tiles=tiles, advice=advice)
 
 
 def _print_findings(models: list[AnalyzedModel]) -> None:
@@ -317,3 +326,7 @@ def _print_findings(models: list[AnalyzedModel]) -> None:
         print(f"{model.name}: {findings.headline(model.analysis)}")
         for sentence in findings.sentences(model.analysis, model.costs, model.cost, model.one_head):
             print(f"  {sentence}")
+        if model.advice is not None:
+            print(f"  {model.advice.sentence}")
+            if model.advice.command:
+                print(f"    {model.advice.command}")

@@ -30,7 +30,9 @@ def layer(heads, overlap=0.0, flipped=None, changed=None):
 
 def describe(*layers, costs=(), cost=None):
     different = {"maps": sum(one.similarity.different["maps"] for one in layers)}
-    analysis = SimpleNamespace(layers=list(layers), heads=sum(one.heads for one in layers), different=different)
+    analysis = SimpleNamespace(
+        layers=list(layers), heads=sum(one.heads for one in layers), different=different, different_by_chance={}
+    )
     return findings.headline(analysis), findings.sentences(analysis, costs, cost, None)
 
 

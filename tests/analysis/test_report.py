@@ -26,7 +26,7 @@ def analyzed(tmp_path_factory):
     """Folder and printed output of the report of two runs."""
     folder = tmp_path_factory.mktemp("analysis")
     torch.manual_seed(0)
-    runs = [make_run(folder / "a", "softmax", 4), make_run(folder / "b", "smgk", 2)]
+    runs = [make_run(folder / "a", "softmax", 4, scale=8), make_run(folder / "b", "smgk", 2, scale=8)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tasks.TASKS, "tiny", TASK)
         options = ["--data-dir", folder / "data", "--matrices", 20, "--removal", 4, "--map-size", 24]

@@ -149,7 +149,8 @@ def gpt2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     ends = {"bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, **ends)
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "initializer_range": 0.3}
+    config = transformers.GPT2Config(**sizes, **ends)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     words = {word: n for n, word in enumerate(["?", "<s>", "</s>", "the", "cat", "sat", "on", "mat"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))

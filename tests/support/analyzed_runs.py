@@ -5,6 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
 from typer.testing import CliRunner
 
 from mgk import tasks
@@ -14,12 +15,16 @@ from mgk.models import Classifier, EncoderConfig, save_model
 TASK = dataclasses.replace(tasks.TASKS["listops-short"], name="tiny", counts={"test": 60, "dev": 4, "train": 4})
 
 
-def make_run(directory: Path, variant: str, heads: int) -> Path:
-    """Write the files of a run of task "tiny" without training."""
+def make_run(directory: Path, variant: str, heads: int, scale: float = 1) -> Path:
+    """Write the files of a run of task "tiny" without training; a large `scale` makes the attention less uniform."""
     config = EncoderConfig(
         vocab_size=32, num_classes=10, max_length=60, num_heads=heads, head_dim=8, variant=variant, embed_dim=16
     )
-    save_model(Classifier(config), directory / "best")
+    model = Classifier(config)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attention.query.weight.mul_(scale)
+    save_model(model, directory / "best")
     row = f"{variant}:{heads}"
     (directory / "run.json").write_text(json.dumps({"task": "tiny", "recipe": "tiny", "row": row, "seed": 0}))
     lines = ["step,split,loss,accuracy,lr,seconds"]

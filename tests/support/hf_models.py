@@ -37,6 +37,17 @@ def make(name, **settings):
     return getattr(transformers, model_class)(config).eval()
 
 
+def copy_heads(model, projections):
+    """Make heads 2 and 4 of every BERT layer copies of heads 1 and 3, in the named projections."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in projections and isinstance(module, torch.nn.Linear):
+                for parameter in (module.weight, module.bias):
+                    heads = parameter.unflatten(0, (4, -1))
+                    heads[1::2] = heads[::2].clone()
+    return model
+
+
 def inputs(padding=None):
     """Return two sequences, the second shorter by three tokens."""
     mask = torch.ones(2, LENGTH, dtype=torch.long)

@@ -9,34 +9,18 @@ import numpy as np
 from mgk.analysis.analyse import Analysis
 from mgk.analysis.flops import ModelCost, PerHead
 from mgk.analysis.layer import Layer
+from mgk.analysis.report.verdicts import Verdict, describe_keys, describe_values, headline, judge_keys
 
-# Minimum share of effectively different heads for each grade.
-GRADES = ((0.85, "little redundancy"), (0.6, "some redundancy"), (0.35, "clear redundancy"), (0.0, "strong redundancy"))
+__all__ = ["headline", "sentences"]
 
 # Heads count as redundant below this share of different maps.
 FEW_DIFFERENT = 0.6
-# Margin, as a share of the heads, by which outputs must be more diverse than maps to be mentioned.
-OUTPUT_MARGIN = 0.15
 # Layers whose shares of different heads differ by less than this count as equal.
 EQUAL_LAYERS = 0.02
 # A head is negligible if its removal changes a smaller share of the predictions.
 NEGLIGIBLE = 0.01
 # A component is hardly used if its share of the head's attention is smaller.
 HARDLY_USED = 0.05
-
-
-def grade(analysis: Analysis) -> str:
-    """Return the grade of redundancy."""
-    share = analysis.different["maps"] / analysis.heads
-    return next(name for least, name in GRADES if share >= least)
-
-
-def headline(analysis: Analysis) -> str:
-    """Return the main finding in one sentence."""
-    if all(layer.heads == 1 for layer in analysis.layers):
-        return "Each layer has one head: there are no heads to compare."
-    different = analysis.different["maps"]
-    return f"About {different:.1f} of {analysis.heads} heads are effectively different: {grade(analysis)}."
 
 
 def sentences(
@@ -52,8 +36,11 @@ def sentences(
     """
     layers = analysis.layers
     several = any(layer.heads > 1 for layer in layers)
-    findings = [_layers(analysis), _outputs(analysis), _groups(analysis)] if several else []
-    findings += [_ranks(layers), _removal(layers), _mixtures(layers)]
+    findings = [describe_keys(analysis), describe_values(analysis)] if several else []
+    # Uniform maps are alike whatever the heads compute: layers and groups are not compared.
+    if several and judge_keys(analysis) is not Verdict.UNIFORM:
+        findings += [_layers(analysis), _groups(analysis)]
+    findings += [_ranks(layers, several), _removal(layers), _mixtures(layers)]
     if cost is not None:
         findings.append(_savings(costs, cost))
     elif one_head is not None:
@@ -88,16 +75,6 @@ def _layers(analysis: Analysis) -> str:
     return f"The heads are most similar in layer {a + 1} ({lowest} different), least in layer {b + 1} ({highest})."
 
 
-def _outputs(analysis: Analysis) -> str:
-    outputs, maps = analysis.different.get("outputs"), analysis.different["maps"]
-    if outputs is None:
-        return ""
-    finding = f"The headline compares attention maps; by their outputs (CKA), {outputs:.1f} heads are different"
-    if maps < FEW_DIFFERENT * analysis.heads and outputs - maps > OUTPUT_MARGIN * analysis.heads:
-        return f"{finding}. Heads with similar maps produce different outputs, so they could share a map."
-    return f"{finding}."
-
-
 def _groups(analysis: Analysis) -> str:
     """List the largest groups of heads with nearly identical maps."""
     groups, layers = [], analysis.layers
@@ -124,14 +101,21 @@ def _listed(numbers: list[int]) -> str:
     return f"heads {', '.join(words[:-1])} and {words[-1]}"
 
 
-def _ranks(layers: Sequence[Layer]) -> str:
+def _ranks(layers: Sequence[Layer], several: bool) -> str:
     shares = [float(np.median(layer.ranks.rank / layer.ranks.size)) for layer in layers if len(layer.ranks.rank)]
     if not shares:
         return ""
-    finding = f"The median rank of the attention matrices is {100 * min(shares):.0f} %"
-    if round(100 * max(shares)) == round(100 * min(shares)):
-        return f"{finding} of the maximum."
-    return f"{finding} to {100 * max(shares):.0f} % of the maximum, depending on the layer."
+    lowest, highest = (round(100 * extreme(shares)) for extreme in (min, max))
+    numbers = f"{lowest} % of the maximum"
+    if lowest != highest:
+        numbers = f"{lowest} % to {highest} % of the maximum, depending on the layer"
+    finding = f"The median rank of the attention matrices is {numbers}."
+    if not several:
+        return finding
+    return (
+        f"{finding} Rank describes the map of one head, redundancy compares heads: heads of full rank can be copies of "
+        "each other, and heads of low rank can all be different."
+    )
 
 
 def _removal(layers: Sequence[Layer]) -> str:

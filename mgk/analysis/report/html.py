@@ -21,6 +21,7 @@ from mgk.analysis.flops import ModelCost, PerHead
 from mgk.analysis.layer import Layer
 from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
+from mgk.analysis.report.verdicts import NEARLY_UNIFORM, Advice
 from mgk.analysis.similarity import SAME_GROUP
 
 # Tiles are embedded in the page if their total size in bytes is at most this; otherwise they stay separate files.
@@ -39,6 +40,7 @@ class AnalyzedModel:
     cost: ModelCost | None = None  # of the model itself
     one_head: PerHead | None = None  # estimate, if costs were not counted
     tiles: Path | None = None  # folder of the tiles of large maps
+    advice: Advice | None = None  # command that acts on the findings
 
 
 def write_report(path: Path, models: list[AnalyzedModel], curves: list[Curve], files: list[str], command: str) -> None:
@@ -56,6 +58,7 @@ def write_report(path: Path, models: list[AnalyzedModel], curves: list[Curve], f
         "command": command,
         "files": files,
         "same_group": SAME_GROUP,
+        "nearly_uniform": NEARLY_UNIFORM,
         "lowest": LOWEST,
         "tile": TILE,
         "palette": base64.b64encode(PALETTE).decode(),
@@ -99,8 +102,10 @@ def _model_data(model: AnalyzedModel, folder: Path) -> dict[str, Any]:
         "about": model.about,
         "headline": findings.headline(analysis),
         "sentences": findings.sentences(analysis, model.costs, model.cost, model.one_head),
+        "advice": None if model.advice is None else asdict(model.advice),
         "heads": analysis.heads,
         "different": analysis.different,
+        "chance": analysis.different_by_chance,
         "samples": analysis.samples,
         "shortest": analysis.shortest,
         "longest": analysis.longest,
@@ -126,6 +131,8 @@ def _layer_data(layer: Layer, folder: Path, tiles: Path | None) -> dict[str, Any
         "order": similarity.order,
         "groups": similarity.groups,
         "different": similarity.different,
+        "chance": similarity.different_by_chance,
+        "concentration": similarity.concentration,
         "mixture": None if layer.mixture is None else asdict(layer.mixture),
         "usage": None if layer.usage is None else asdict(layer.usage),
         "removal": None if layer.removal is None else asdict(layer.removal),

@@ -69,6 +69,24 @@ def _pairs(analyses: dict[str, Analysis]) -> Rows:
                 yield model, number, a + 1, b + 1, float(divergence[a, b]), float(cosine[a, b]), alignment
 
 
+def _concentration(analyses: dict[str, Analysis]) -> Rows:
+    for model, number, layer in _numbered_layers(analyses):
+        similarity = layer.similarity
+        if similarity.concentration is not None:
+            chance = similarity.different_by_chance.get("maps", "")
+            for head, bits in enumerate(similarity.concentration.tolist()):
+                yield (
+                    model,
+                    number,
+                    layer.key_heads,
+                    layer.value_heads,
+                    similarity.different["maps"],
+                    chance,
+                    head + 1,
+                    bits,
+                )
+
+
 def _ranks(analyses: dict[str, Analysis]) -> Rows:
     for model, number, layer in _numbered_layers(analyses):
         ranks = layer.ranks
@@ -110,6 +128,10 @@ def write_tables(
         ),
         "heads": ("model layer head group matrices mean_rank mean_effective_rank change flipped", _heads(analyses)),
         "pairs": ("model layer head_a head_b jensen_shannon_bits cosine cka", _pairs(analyses)),
+        "concentration": (
+            "model layer key_heads value_heads different_by_maps different_by_chance head bits_from_uniform",
+            _concentration(analyses),
+        ),
         "ranks": ("model layer head size rank effective_rank", _ranks(analyses)),
         "components": (
             "model layer head component prior answered nearest_distance decided other_choice moved",
