@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-fuzz test-slurm test-gpu docs dist lint format bench clean
+.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-fuzz slurm test-slurm test-gpu docs dist lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -70,10 +70,12 @@ test-faults: $(STAMP) ## Kill, stop and starve a run at every operation, damage 
 test-mutants: $(STAMP) ## Run the tests against copies with one wrong line each; writes results/mutants.csv (half an hour)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-test-slurm: $(STAMP) ## Run a sweep on a SLURM of this machine, with a job killed and its daemon restarted (needs root)
-	command -v slurmctld >/dev/null || { apt-get update -qq && \
+slurm: ## Install SLURM for test-slurm: Debian's packages (needs root)
+	command -v slurmctld slurmd >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -y -qq --no-install-recommends munge slurmctld slurmd slurm-client >/dev/null; }
-	$(BIN)/python -m tests.slurm
+
+test-slurm: $(STAMP) slurm ## Run a sweep on a SLURM of this machine while a job and the node are killed (needs root)
+	$(BIN)/python -m tests.slurm $(ARGS)
 
 test-fuzz: $(STAMP) ## Run every command on all bad inputs of tests/fuzz (minutes; a sample is in test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)

@@ -1,12 +1,14 @@
 """A SLURM of one node on this machine: munged, slurmctld and slurmd with files of their own, without systemd."""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 CONFIGURATION = Path(__file__).with_name("slurm.conf")
@@ -14,6 +16,10 @@ CONFIGURATION = Path(__file__).with_name("slurm.conf")
 START_SECONDS = 30
 # Debian installs the daemons here.
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+
+
+class ClusterError(Exception):
+    """The daemons do not start; the message has their logs."""
 
 
 def wait_until(condition: Callable[[], bool], message: str, seconds: float = START_SECONDS) -> None:
@@ -39,7 +45,7 @@ class LocalCluster:
     """Start the daemons in `with`; end them afterwards.
 
     Args:
-        directory: Empty directory for key, sockets, state and logs.
+        directory: Directory to create for key, sockets, state and logs.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -50,7 +56,7 @@ class LocalCluster:
 
     def __enter__(self) -> "LocalCluster":
         for name in ("state", "spool", "munge"):
-            (self.directory / name).mkdir(mode=0o755)
+            (self.directory / name).mkdir(mode=0o755, parents=True)
         host = socket.gethostname().partition(".")[0]
         controller_port, daemon_port = free_ports(2)
         key, munge_socket = self.directory / "munge" / "key", self.directory / "munge" / "socket"
@@ -66,6 +72,9 @@ class LocalCluster:
         if plugins := os.environ.get("SLURM_PLUGIN_DIR"):
             text += f"PluginDir={plugins}\n"
         self.configuration.write_text(text, encoding="utf-8")
+        # slurmd loads a plugin for cgroups even if nothing uses it. That of version 1 needs no mounted file system.
+        plugin = "disabled" if self._version() >= (23, 11) else "cgroup/v1"
+        self.configuration.with_name("cgroup.conf").write_text(f"CgroupPlugin={plugin}\n", encoding="utf-8")
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         self._commands = {
@@ -78,18 +87,37 @@ class LocalCluster:
         }
         try:
             self.start("munged")
-            wait_until(munge_socket.exists, "munged does not start")
+            self._wait_until(munge_socket.exists, "munged does not start")
             self.start("slurmctld")
             self.start("slurmd")
-            wait_until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), "the node does not become idle")
-        except BaseException:
+            self._wait_until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), "the node does not become idle")
+            job = ["srun", "--immediate=20", "--ntasks=1", "echo", "started"]
+            self._wait_until(lambda: "started" in self.run(*job), "the node runs no job")
+        except BaseException as error:
             self.__exit__()
+            if isinstance(error, (OSError, subprocess.SubprocessError)):
+                raise ClusterError(f"{self.logs()}\n{error}") from error
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         for name in reversed(list(self._daemons)):
             self.stop(name)
+
+    def _version(self) -> tuple[int, ...]:
+        """Return year and month of SLURM's version."""
+        numbers = re.search(r"(\d+)\.(\d+)", self.run("slurmd", "-V"))
+        return tuple(map(int, numbers.groups())) if numbers else (0, 0)
+
+    def _wait_until(self, condition: Callable[[], bool], message: str) -> None:
+        """Wait for the start of the daemons; raise an error if one has ended."""
+
+        def has_ended() -> bool:
+            return any(daemon.poll() is not None for daemon in self._daemons.values())
+
+        wait_until(lambda: condition() or has_ended(), message)
+        if has_ended():
+            raise ChildProcessError(message)
 
     def start(self, name: str) -> None:
         with (self.directory / f"{name}.out").open("ab") as log:
@@ -106,9 +134,35 @@ class LocalCluster:
             daemon.kill()
             daemon.wait()
 
-    def restart(self, name: str) -> None:
-        self.stop(name)
-        self.start(name)
+    def kill_node(self) -> int:
+        """Kill slurmd and all processes of jobs, as the failure of a node does; return the number of the latter.
+
+        The controller notices it after SlurmdTimeout.
+        """
+        daemon = self._daemons.pop("slurmd")
+        daemon.kill()
+        daemon.wait()
+        count = 0
+        while pids := self._job_processes():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            count += len(pids)
+            time.sleep(0.05)
+        wait_until(lambda: "down" in self.run("sinfo", "-h", "-o", "%T"), "the controller does not notice it", 60)
+        return count
+
+    def _job_processes(self) -> list[int]:
+        """Return the ids of slurmstepd and its descendants, which have this cluster's file in their environment."""
+        mark = f"SLURM_CONF={self.configuration}".encode()
+        pids = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                variables = (directory / "environ").read_bytes().split(b"\0")
+                is_job = any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables)
+                if mark in variables and (is_job or (directory / "comm").read_text().strip() == "slurmstepd"):
+                    pids.append(int(directory.name))
+        return pids
 
     def run(self, *command: str) -> str:
         """Return the output of a command of SLURM; empty if it fails."""
