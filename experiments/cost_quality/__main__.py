@@ -9,9 +9,17 @@ from typing import Annotated
 
 import typer
 
-from mgk._core.validation import number
+from mgk._core.validation import fail, number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
+from mgk.cli.cluster_options import (
+    ClusterName,
+    GpusPerNode,
+    MaxParallel,
+    Partition,
+    TimeLimit,
+    read_cluster_options,
+)
 
 # Child processes load the task, the recipes and the layers of this package through MGK_PLUGINS.
 PLUGIN = "experiments.cost_quality"
@@ -34,6 +42,11 @@ def study(
     ] = None,
     data_dir: DataDir = None,
     runs: Annotated[Path, typer.Option(help="With --run: parent directory of the run directories.")] = Path("runs"),
+    cluster: ClusterName = None,
+    partition: Partition = None,
+    gpus_per_node: GpusPerNode = None,
+    time_limit: TimeLimit = None,
+    max_parallel: MaxParallel = None,
 ) -> None:
     """Run the study of cost and quality, and write its page from the results."""
     from experiments.cost_quality.page import draw, write_page
@@ -45,12 +58,15 @@ def study(
 
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
+    if cluster is not None and not run:
+        fail("--cluster", "has no effect without --run: add --run")
+    resources = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     loaded = load_plan(plan or PLAN)
     failed = []
     if run:
         check_output_directory("--results", results)
         check_output_directory("--runs", runs)
-        failed = run_plan(loaded, results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress)
+        failed = run_plan(loaded, results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress, resources)
     rows = read_results(results)
     summaries = summarize(loaded, rows)
     if not summaries:

@@ -13,6 +13,7 @@ from pathlib import Path
 from experiments.cost_quality.plan import PRESET, Arm, Plan, Rows
 from mgk import tasks
 from mgk.training import results
+from mgk.training.cluster import ClusterOptions, run_on_slurm, srun_command
 from mgk.training.config import Recipe
 from mgk.training.job_queue import Job, resolve_max_running, run_jobs
 from mgk.training.sweep import is_timed, is_trained, train_job
@@ -73,7 +74,14 @@ def timing_commands(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -
 
 
 def run(
-    plan: Plan, out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | None, progress: Progress
+    plan: Plan,
+    out: Path,
+    runs: Path,
+    data: Path,
+    jobs: int | None,
+    minutes: float | None,
+    progress: Progress,
+    cluster: ClusterOptions | None = None,
 ) -> list[str]:
     """Run the missing part of the plan and return descriptions of the failures.
 
@@ -87,6 +95,7 @@ def run(
         jobs: Number of concurrent runs; None for the default.
         minutes: Time limit; None for no limit. The same call continues later from the checkpoints.
         progress: Callback for the preparation of data.
+        cluster: Resources of jobs on a SLURM cluster, which also times the models; None for this machine.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     for name in dict.fromkeys(arm.recipe for arm in plan.arms):
@@ -102,12 +111,17 @@ def run(
             break  # every remaining run failed
         previous = names
         remaining = None if minutes is None else max(0.0, end - time.monotonic()) / 60
-        queue = run_jobs(pending, resolve_max_running(jobs), remaining)
+        if cluster is None:
+            queue = run_jobs(pending, resolve_max_running(jobs), remaining)
+        else:
+            queue = run_on_slurm(pending, cluster, remaining)
         failed += [f"{job.name} (see {job.log})" for job in queue.failed]
         if queue.unfinished:
             break
         for command in timing_commands(plan, read_results(out), out, runs, data):
-            if time.monotonic() < end and subprocess.call([sys.executable, "-m", "mgk", *command]):
+            local = [sys.executable, "-m", "mgk", *command]
+            full = local if cluster is None else srun_command(local, cluster)
+            if time.monotonic() < end and subprocess.call(full):
                 failed.append(f"mgk {' '.join(command)}")
         if not waiting or failed:
             break

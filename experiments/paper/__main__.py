@@ -9,9 +9,17 @@ from typing import Annotated
 
 import typer
 
-from mgk._core.validation import number
+from mgk._core.validation import fail, number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
+from mgk.cli.cluster_options import (
+    ClusterName,
+    GpusPerNode,
+    MaxParallel,
+    Partition,
+    TimeLimit,
+    read_cluster_options,
+)
 
 # Child processes (training runs, analyses) load the tasks and recipes of this package through MGK_PLUGINS.
 PLUGIN = "experiments.paper"
@@ -43,6 +51,11 @@ def evidence(
     ] = None,
     data_dir: DataDir = None,
     runs: Annotated[Path, typer.Option(help="With --run: parent directory of the run directories.")] = Path("runs"),
+    cluster: ClusterName = None,
+    partition: Partition = None,
+    gpus_per_node: GpusPerNode = None,
+    time_limit: TimeLimit = None,
+    max_parallel: MaxParallel = None,
 ) -> None:
     """Compare the results with the claims of the paper: tables, intervals, verdicts and figures."""
     from experiments.paper import run_missing
@@ -51,11 +64,14 @@ def evidence(
 
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
+    if cluster is not None and not run:
+        fail("--cluster", "has no effect without --run: add --run")
+    resources = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     failed = []
     if run:
         check_output_directory("--results", results)
         check_output_directory("--runs", runs)
-        failed = run_missing.run(results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress)
+        failed = run_missing.run(results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress, resources)
     if not any(results.glob("*.csv")):
         raise ValueError(f"--results {results} has no CSV files: run mgk compare first, or add --run")
     folder = figures or page.parent / "figures"

@@ -14,6 +14,7 @@ from experiments.paper import plan
 from experiments.paper.recipe_results import PRESET
 from mgk import tasks
 from mgk.training import config, results
+from mgk.training.cluster import ClusterOptions, run_on_slurm, srun_command
 from mgk.training.config import ModelSpec
 from mgk.training.evaluate import count_parameters
 from mgk.training.job_queue import Job, resolve_max_running, run_jobs
@@ -104,7 +105,15 @@ def followup_commands(out: Path, runs: Path, updated: set[str], skipped: set[str
             yield [*command, "--alone" if untimed else "--redraw", "--out", str(out), "--runs", str(runs)]
 
 
-def run(out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | None, progress: Progress) -> list[str]:
+def run(
+    out: Path,
+    runs: Path,
+    data: Path,
+    jobs: int | None,
+    minutes: float | None,
+    progress: Progress,
+    cluster: ClusterOptions | None = None,
+) -> list[str]:
     """Run the remaining experiments and return descriptions of the failures.
 
     The runs of all experiments share one queue, so that `jobs` runs are in progress until the queue is empty.
@@ -116,6 +125,7 @@ def run(out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | No
         jobs: Number of concurrent runs; None for the default.
         minutes: Time limit; None for no limit.
         progress: Callback for the preparation of data.
+        cluster: Resources of jobs on a SLURM cluster, which also runs analyses and timings; None for this machine.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     max_running = resolve_max_running(jobs)
@@ -127,7 +137,11 @@ def run(out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | No
     seeds = {name: models for name, models in seeds.items() if errors[name] is None}
     # The time limit includes the preparation of data.
     remaining = None if minutes is None else max(0.0, end - time.monotonic()) / 60
-    queue = run_jobs(train_jobs(seeds, out, runs, data), max_running, remaining)
+    pending = train_jobs(seeds, out, runs, data)
+    if cluster is None:
+        queue = run_jobs(pending, max_running, remaining)
+    else:
+        queue = run_on_slurm(pending, cluster, remaining)
     failed += [f"{job.name} (see {job.log})" for job in queue.failed]
     if not queue.unfinished:
         skipped = {name for name, error in errors.items() if error}
@@ -139,7 +153,10 @@ def run(out: Path, runs: Path, data: Path, jobs: int | None, minutes: float | No
                 command += ["--jobs", str(max_running)]
                 command += [] if minutes is None else ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"]
             print(f"mgk {' '.join(command)}", file=sys.stderr, flush=True)
-            if _run_command([sys.executable, "-m", "mgk", *command]):
+            local = [sys.executable, "-m", "mgk", *command]
+            # Drawing a table again needs no node.
+            remote = None if "--redraw" in command else cluster
+            if _run_command(local if remote is None else srun_command(local, remote)):
                 failed.append(f"mgk {' '.join(followup)}")
     if time.monotonic() + MIN_SECONDS >= end:
         print(f"Stopped after {minutes:g} minutes. Run the same command again to continue.", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.io import exclusive
-from mgk._core.validation import fail, number, one_of
+from mgk._core.validation import number, one_of
 from mgk.cli.app import (
     DEFAULT_LOGGER,
     DataDir,
@@ -29,6 +29,14 @@ from mgk.cli.app import (
     resolve_data_dir,
     warn_if_gpu_recommended,
 )
+from mgk.cli.cluster_options import (
+    ClusterName,
+    GpusPerNode,
+    MaxParallel,
+    Partition,
+    TimeLimit,
+    read_cluster_options,
+)
 from mgk.cli.help_texts import epilog
 from mgk.training import config, results
 from mgk.training.config import ModelSpec, Recipe
@@ -36,7 +44,6 @@ from mgk.variants import PRESETS
 
 if TYPE_CHECKING:
     from mgk.tasks import Task
-    from mgk.training.cluster import ClusterOptions
     from mgk.training.trainer import Run
 
 # Limit of --seeds: all runs are planned before the first starts.
@@ -76,21 +83,11 @@ def compare(
     runs: Annotated[Path, typer.Option(help="Parent directory of the run directories.")] = Path("runs"),
     keep_checkpoints: KeepCheckpoints = config.KEEP_CHECKPOINTS,
     logger: LoggerNames = DEFAULT_LOGGER,
-    cluster: Annotated[
-        str | None, typer.Option(help="Run the training on a cluster: slurm. Default: on this machine.")
-    ] = None,
-    partition: Annotated[str | None, typer.Option(help="With --cluster: partition of the jobs.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="With --cluster: GPUs of each job.")] = None,
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--time",
-            help="With --cluster: time limit of a job, after which it saves and requeues itself; default: 04:00:00.",
-        ),
-    ] = None,
-    max_parallel: Annotated[
-        int | None, typer.Option(min=1, help="With --cluster: number of jobs that run at the same time; default: all.")
-    ] = None,
+    cluster: ClusterName = None,
+    partition: Partition = None,
+    gpus_per_node: GpusPerNode = None,
+    time_limit: TimeLimit = None,
+    max_parallel: MaxParallel = None,
 ) -> None:
     """Train the rows of a recipe with several seeds and compare them in a table and a plot.
 
@@ -112,7 +109,7 @@ def compare(
     models = parse_rows(rows, loaded)
     one_of("--preset", preset, PRESETS)
     parse_loggers(logger)
-    cluster_options = _cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
+    cluster_options = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
     if redraw:
@@ -202,27 +199,6 @@ def compare(
         _write_report(loaded, models, preset, out, setups)
         if failed:
             raise ValueError(f"{len(failed)} of {len(pending)} runs failed; see log.txt in their run directories")
-
-
-def _cluster_options(
-    cluster: str | None,
-    partition: str | None,
-    gpus_per_node: int | None,
-    time_limit: str | None,
-    max_parallel: int | None,
-) -> ClusterOptions | None:
-    """Return the resources of jobs on a cluster, or None for this machine."""
-    from mgk.training.cluster import DEFAULT_TIME, ClusterOptions, check_cluster
-
-    if cluster is None:
-        options = {"--partition": partition, "--gpus-per-node": gpus_per_node, "--time": time_limit}
-        for option, value in (options | {"--max-parallel": max_parallel}).items():
-            if value is not None:
-                fail(option, "has no effect without --cluster: add --cluster slurm")
-        return None
-    checked = ClusterOptions(partition, gpus_per_node, time_limit or DEFAULT_TIME, max_parallel)
-    check_cluster(cluster, checked)
-    return checked
 
 
 def _read_results(out: Path, recipe: Recipe) -> list[dict[str, str]]:

@@ -142,6 +142,20 @@ def job_script(submission: Submission, options: ClusterOptions) -> tuple[str, li
     return f"srun --unbuffered --ntasks=1 {shlex.join(command)}", lines
 
 
+def srun_command(command: list[str], options: ClusterOptions) -> list[str]:
+    """Return the command that runs another one on a node, with at most one GPU, and waits for it.
+
+    For commands that train nothing: a job of SLURM ends with this process, and is not started again.
+    """
+    resources = {
+        "partition": options.partition,
+        "gpus-per-node": None if options.gpus_per_node is None else 1,
+        "time": options.time,
+    }
+    flags = [f"--{name}={value}" for name, value in resources.items() if value is not None]
+    return ["srun", "--ntasks=1", *flags, *command]
+
+
 def submit(submission: Submission, options: ClusterOptions) -> None:
     """Submit a job with sbatch; its output is appended to the log of the run directory."""
     from submitit import SlurmExecutor
@@ -275,7 +289,9 @@ def run_on_slurm(jobs: list[Job], options: ClusterOptions, minutes: float | None
     # command has ended. The time distinguishes the names of sweeps.
     sweep = f"{time.time_ns():x}"
     slots = options.max_parallel or len(jobs)
-    names = [f"mgk-{job.recipe}-{sweep}-{index % slots}" for index, job in enumerate(jobs)]
+    recipes = {job.recipe for job in jobs}
+    prefix = f"mgk-{recipes.pop()}" if len(recipes) == 1 else "mgk"
+    names = [f"{prefix}-{sweep}-{index % slots}" for index in range(len(jobs))]
     queue = ClusterQueue(options, [Submission(job, name) for job, name in zip(jobs, names, strict=True)])
     started = last_status = time.time()
     deadline = math.inf if minutes is None else started + 60 * minutes
