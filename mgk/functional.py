@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk._core.call_keys import find_plan, repeated_call_key, store_plan
 from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
 from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail, one_of
-from mgk.backends import mask_invalid_keys, select_backend
+from mgk.backends import mask_invalid_keys, plan_call, select_backend
 
 # Receives a call and its result, and returns the result that the caller of the operator gets.
 CallHandler = Callable[[MixtureCall | LinearCall, Any], Any]
@@ -104,12 +105,19 @@ def mgk_attention(
         >>> torch.allclose(weights.sum(-1), torch.ones(2, 4, 100))
         True
     """
+    tensors = (query, keys, value, None, log_prior)
+    call_key, plan = _find_plan(
+        tensors, (attn_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        (is_causal, dropout_p, scale, similarity, assignment, backend, return_weights, return_lse),
+    )  # fmt: skip
+    if plan is not None:
+        return plan(*tensors)
     call = mixture_call(
         query, keys, value, attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale, log_prior=log_prior,
         similarity=similarity, assignment=assignment, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_weights=return_weights, return_lse=return_lse,
     )  # fmt: skip
-    return run_mixture(call, backend)
+    return _run_mixture(call, backend, call_key, tensors)
 
 
 def smgk_attention(
@@ -176,13 +184,20 @@ def smgk_attention(
         >>> mgk.smgk_attention(query, key[:, half], value[:, half], shift[half]).shape
         torch.Size([2, 4, 100, 64])
     """
+    tensors = (query, key, value, shift, log_prior)
+    call_key, plan = _find_plan(
+        tensors, (attn_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        (is_causal, dropout_p, scale, similarity, assignment, backend, return_weights, return_lse),
+    )  # fmt: skip
+    if plan is not None:
+        return plan(*tensors)
     call = mixture_call(
         query, key, value, attn_mask, shift=shift, shifted=True, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         log_prior=log_prior, similarity=similarity, assignment=assignment, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_weights=return_weights,
         return_lse=return_lse,
     )  # fmt: skip
-    return run_mixture(call, backend)
+    return _run_mixture(call, backend, call_key, tensors)
 
 
 def mlk_attention(
@@ -364,11 +379,37 @@ def _handle(call: MixtureCall | LinearCall, result: Any) -> Any:
     return result
 
 
+def _find_plan(tensors: tuple[Any, ...], unplanned: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the key of a call and the plan of an equal earlier one, or None; None if an argument is `unplanned`."""
+    is_plain = all([x is None for x in unplanned])  # noqa: C419  (a generator takes twice the time)
+    call_key = repeated_call_key(tensors, *options) if is_plain else None
+    if call_key is None or _call_handlers.get():
+        return None, None
+    return call_key, find_plan(call_key)
+
+
 def run_mixture(call: MixtureCall, backend: str) -> Any:
     """Run a validated call of mgk_attention or smgk_attention, and return the operator's result."""
+    tensors = (call.query, call.keys, call.value, call.shift, call.log_prior)
+    call_key, plan = _find_plan(
+        tensors, (call.attn_mask, call.packed, call.num_valid_keys),
+        (call.causal, call.dropout_p, call.scale, call.tau, call.hard, backend, call.return_weights, call.return_lse),
+    )  # fmt: skip
+    return _run_mixture(call, backend, call_key, tensors) if plan is None else plan(*tensors)
+
+
+def _run_mixture(call: MixtureCall, backend: str, call_key: Any, tensors: tuple[Any, ...]) -> Any:
+    """Run a call that has no plan. call_key: where to store a plan for `tensors`, or None."""
     if call.num_valid_keys is not None:
         call = mask_invalid_keys(call, backend)
     selected, _ = select_backend(call, backend)
+    # Autocast may have converted the tensors of the call.
+    is_converted = not (call.query is tensors[0] and call.keys is tensors[1] and call.value is tensors[2])
+    if call_key is not None and not is_converted:
+        plan = plan_call(selected, call, tensors[4])
+        if plan is not None:
+            store_plan(call_key, plan)
+            return plan(*tensors)
     if call.keys.shape[-2] == 0:
         output, lse, weights = _empty_output(call)
     else:

@@ -65,6 +65,7 @@ def gather(results: Path) -> Evidence:
         "fast": speed_table.sentence(rows),
         "speed": speed_table.table(rows),
         "shapes": front_page.shapes(rows),
+        "host": front_page.host_time(rows),
         "summary": summary(experiments, analyses, rows),
         "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),
         "averages": lra_averages.table(experiments),

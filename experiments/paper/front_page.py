@@ -104,3 +104,21 @@ def shapes(rows: list[Record]) -> str:
         cells = [" / ".join(format_number(values[which].get(name)) for which in PASSES) for values in by_pass]
         lines.append([*sizes, "yes" if shape.causal else "no", *cells])
     return markdown_table(lines)
+
+
+def host_time(rows: list[Record]) -> str:
+    """Format the CPU time of plain calls (benchmarks/host_time.py), of the first and the last measured commit."""
+    measured = [row for row in rows if row["recipe"] == "host-time"]
+    if not measured:
+        return MISSING
+    passes = list(dict.fromkeys(row["split"] for row in measured))
+    commits = [measured[0]["commit"], measured[-1]["commit"]]
+    lines = [["CPU time of a call, µs", *passes]]
+    for task in dict.fromkeys(row["task"] for row in measured):
+        cells = []
+        for name in passes:
+            times = {row["commit"]: row["value"] for row in measured if (row["task"], row["split"]) == (task, name)}
+            cells.append(" → ".join(times.get(commit, "–") for commit in dict.fromkeys(commits)))
+        lines.append([task, *cells])
+    versions = f"Commits {' → '.join(dict.fromkeys(commits))}, torch {measured[-1]['torch']}."
+    return f"{markdown_table(lines)}\n\n{versions}"

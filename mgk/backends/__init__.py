@@ -129,6 +129,16 @@ def select_backend(
     raise AssertionError("eager supports every call")
 
 
+def plan_call(backend: Backend, call: MixtureCall, log_prior: Tensor | None) -> Any:
+    """Return a function of query, keys, value, shift and log prior that repeats the call, or None.
+
+    log_prior: The prior as the function receives it, before it is viewed as 4-dimensional.
+    """
+    if backend.name != "triton":
+        return None
+    return triton.plan_mixture(call, None if log_prior is None else log_prior.shape)
+
+
 def _add_reason(reasons: dict[str, str], backends: Mapping[str, Backend], selected: Backend, reason: str) -> None:
     """Add a reason for every backend that has none and is not selected."""
     for name in backend_names(backends)[1:]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -187,6 +188,38 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         return out, None if optional_lse2 is None else _to_natural_log(optional_lse2, query, call), None
     out, lse2 = ops.mixture(*arguments)
     return out, _to_natural_log(lse2, query, call) if call.return_lse else None, None
+
+
+def plan_mixture(call: MixtureCall, prior_shape: tuple[int, ...] | None) -> Callable[..., Tensor] | None:
+    """Return a function that repeats the call for other tensors of the same layouts, or None.
+
+    It takes query, keys, value, shift and log prior, and returns the output.
+
+    Args:
+        call: A call that the kernels support.
+        prior_shape: Shape of the log prior that the function receives, or None.
+    """
+    if call.attn_mask is not None or call.dropout_p > 0 or call.packed is not None or call.return_lse:
+        return None
+    if isinstance(call.scale, Tensor) or isinstance(call.tau, Tensor) or call.num_valid_keys is not None:
+        return None
+    # Hard assignment ignores the prior, but its gradient is 0, not None.
+    if call.hard and call.log_prior is not None:
+        return None
+    if any(x.stride(-1) != 1 for x in (call.query, call.keys, call.value)):
+        return None
+    needs_gradients = _needs_gradients(call)
+    if (not needs_gradients and _fits_decode_kernel(call)) or not (call.shift is None or call.shift.is_contiguous()):
+        return None
+    from mgk.kernels.mixture.args import MixtureArgs
+    from mgk.kernels.mixture.call_plan import plan_call
+
+    constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
+    args = MixtureArgs(
+        call.query, call.keys, call.value, call.shift, call.log_prior, *(None,) * 6, float(call.scale), float(call.tau),
+        constant, 0.0, CAUSAL[call.causal], call.hard, call.query.shape[2], call.value.shape[2],
+    )  # fmt: skip
+    return plan_call(args, prior_shape, needs_gradients)
 
 
 def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:

@@ -36,6 +36,23 @@ class _NotDifferentiable(torch.autograd.Function):
     backward = staticmethod(raise_no_double_backward)
 
 
+def no_double_backward(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return a backward function of an autograd.Function whose gradients raise when they are differentiated."""
+
+    def guarded_backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # Without create_graph no second derivatives are possible.
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        guarded: tuple[Tensor | None, ...] = _NotDifferentiable.apply(
+            *[x if x is None else x.requires_grad_() for x in results]
+        )
+        return guarded
+
+    return guarded_backward
+
+
 def make_autograd_op(
     operator: Any,
     launch_forward: Callable[..., Tensors],
@@ -66,16 +83,9 @@ def make_autograd_op(
             return output[:2]
 
         @staticmethod
+        @no_double_backward
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-            # Without create_graph no second derivatives are possible.
-            if not torch.is_grad_enabled():
-                return gradients(ctx, *grads, launch=launch_backward)
-            with torch.no_grad():
-                results = gradients(ctx, *grads, launch=launch_backward)
-            guarded: tuple[Tensor | None, ...] = _NotDifferentiable.apply(
-                *[x if x is None else x.requires_grad_() for x in results]
-            )
-            return guarded
+            return gradients(ctx, *grads, launch=launch_backward)
 
     # `Direct.apply` without its check for function transforms, which `needs_dispatcher` covers.
     apply = super(torch.autograd.Function, Direct).apply

@@ -100,6 +100,41 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
             run(*spec.grid, stream, function, metadata, None, None, None, *addresses, *floats, *arguments)
 
 
+def current_stream(device: int) -> Any:
+    return driver.active.get_current_stream(max(device, 0))
+
+
+def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple[LaunchSpec, ...]) -> bool:
+    """Return whether the specs can be launched by `launch_by_address`.
+
+    Their kernels must be compiled for aligned tensors, `device` must be the current one, and no launch hook installed.
+
+    Args:
+        device: Index of the tensors' device.
+        addresses: Of the tensors, or None.
+        specs: The launches.
+    """
+    current = current_device()
+    if device != current and not (device == NO_GPU and current == 0):
+        return False
+    bits = 0
+    for address in addresses:
+        if address is not None:
+            bits |= address
+    if bits % 16:
+        return False
+    for spec in specs:
+        if current not in spec.compiled:
+            return False
+    return not (hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook))
+
+
+def launch_by_address(spec: LaunchSpec, device: int, stream: Any, arguments: tuple[Any, ...]) -> None:
+    """Launch compiled kernels. arguments: addresses, tensor descriptors or None, followed by the floats."""
+    for _, run, function, metadata, constants in spec.compiled[max(device, 0)]:
+        run(*spec.grid, stream, function, metadata, None, None, None, *arguments, *constants)
+
+
 def _unaligned(tensors: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.data_ptr() % 16)
 

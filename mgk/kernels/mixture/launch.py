@@ -104,6 +104,10 @@ def as_descriptors(tma: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, 
     )  # fmt: skip
 
 
+def row_descriptor(row_vectors: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(row_vectors, row_vectors.shape, row_vectors.stride(), [1, rows])
+
+
 def empty_operand(like: Tensor, rows: int) -> Tensor | None:
     """Allocate an operand of the component GEMM for `rows` rows or keys; return None for 0."""
     return like.new_empty(rows, COMPONENT_GEMM_WIDTH, dtype=torch.bfloat16) if rows else None
@@ -185,7 +189,7 @@ def forward_into(
         query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, constant, dropout_p, _, _,
         _, _,
     ) = args  # fmt: skip
-    flags = _flags(args, stats, no_component_gemm)
+    flags = call_flags(args, stats.shape[1], no_component_gemm)
     tma = not flags.small and supports_tma(keys, value)
     config = forward_config(layouts(*args[:NUM_TENSORS], out), flags, tma, lse is not None)
     operand = empty_operand(stats, config.operand_keys)
@@ -201,11 +205,16 @@ def forward_into(
     )  # fmt: skip
 
 
-def _flags(args: MixtureArgs, stats: Tensor, no_component_gemm: bool = False) -> LaunchFlags:
+def settings() -> tuple[Any, ...]:
+    """Return the process-wide settings that launch configurations depend on."""
+    return _small_pairs, select_block, BOUNDED
+
+
+def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = False) -> LaunchFlags:
     query, max_q, max_k = args.query, args.max_q, args.max_k
     pairs = args.num_sequences * query.shape[1] * max_q * max_k
     return LaunchFlags(
-        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, stats.shape[1], pairs <= _small_pairs,
+        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, pairs <= _small_pairs,
         query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm,
     )  # fmt: skip
 
@@ -247,20 +256,28 @@ def chunks(batch: int, key_heads: int, chunk_heads: int) -> Iterator[tuple[slice
             yield slice(b, b + 1), slice(h, min(h + chunk_heads, key_heads))
 
 
+def chunked_heads(args: MixtureArgs) -> int:
+    """Return the key heads per chunk of an inference, B·Hk without chunks."""
+    query, value = args.query, args.value
+    (B, H, L, D), (_, HV, S, E), M = query.shape, value.shape, args.components
+    HK = args.keys.shape[1]
+    # Not in chunks: packed sequences, which share a batch entry, and dropout, whose random numbers depend on the head.
+    if query.numel() == 0 or value.numel() == 0 or args.cu_q is not None or args.dropout_p > 0:
+        return B * HK
+    block = select_block(CHUNK_KEY, padded_width(max(D, E)), M, args.shift is not None, query.element_size())
+    chunk_heads = key_heads_per_chunk(B, H, HK, L, S, M, block)
+    # Key heads with the value heads of other chunks: only batch entries are separated.
+    return chunk_heads if HK == HV else max(chunk_heads, HK)
+
+
 def launch_inference(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tensor | None]:
     """Return out and lse (None unless return_lse) as `launch_forward` does, chunk by chunk if the call is large."""
-    query, value, shift, cu_q = args.query, args.value, args.shift, args.cu_q
-    (B, H, L, D), (_, HV, S, E), M = query.shape, value.shape, args.components
+    query, value, shift = args.query, args.value, args.shift
+    (B, H, L, _), (_, HV, S, E), M = query.shape, value.shape, args.components
     HK = args.keys.shape[1]
     out = empty_like_bshd(query, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32) if return_lse else None
-    # Not in chunks: packed sequences, which share a batch entry, and dropout, whose random numbers depend on the head.
-    chunk_heads = B * HK
-    if out.numel() and S and cu_q is None and args.dropout_p == 0:
-        block = select_block(CHUNK_KEY, padded_width(max(D, E)), M, shift is not None, query.element_size())
-        chunk_heads = key_heads_per_chunk(B, H, HK, L, S, M, block)
-        # Key heads with the value heads of other chunks: only batch entries are separated.
-        chunk_heads = chunk_heads if HK == HV else max(chunk_heads, HK)
+    chunk_heads = chunked_heads(args)
     if chunk_heads >= B * HK:
         prepared, stats = empty_workspace(query, HK, M, count_key_tiles(args.cu_k, B, S))
         forward_into(out, lse, prepared, stats, args)
@@ -387,7 +404,7 @@ def launch_backward(
                 x.zero_()
         entries = summed_entries(M, 0 if shift is None else M * D, prior_grad == SUMMED_PRIOR_GRAD)
         return dq, dk, dv, dbias, lse.new_zeros(HK * entries), dmask
-    flags = _flags(args, stats)
+    flags = call_flags(args, stats.shape[1])
     tma_keys, tma_queries = (not flags.small and supports_tma(*pair) for pair in ((keys, value), (query, grad)))
     config = backward_config(
         layouts(*args[:NUM_TENSORS], out, grad, grad_lse), flags, tma_keys, tma_queries, mask_grad, prior_grad
@@ -418,8 +435,7 @@ def launch_backward(
             spec,
             (*as_descriptors(tma_queries, block_m, query), keys, value, *inputs,
             *as_descriptors(tma_queries, block_m, grad),
-            TensorDescriptor(row_vectors, row_vectors.shape, row_vectors.stride(), [1, block_m]) if tma_rows
-            else row_vectors,
+            row_descriptor(row_vectors, block_m) if tma_rows else row_vectors,
             *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, pair_dk, pair_dv,
             parts if dbias is None else pair_dbias, parts), floats,
         )  # fmt: skip
