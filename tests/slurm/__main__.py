@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import torch
 
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
-from tests.slurm.local_cluster import ClusterError, LocalCluster, wait_until
+from tests.slurm.local_cluster import ClusterError, LocalCluster, free_ports, wait_until
+from tests.support.page_commands import command_of, write_tiny_recipe
 
-ROOT = Path(__file__).parents[2]
 RUNS = 3
 # A run pauses at this step while the file of $PAUSE_FILE exists, and writes its process id to its log. The step is
 # between two checkpoints: a run that is killed there repeats steps.
@@ -27,12 +28,8 @@ PLUGIN = f"""
 import os
 import sys
 import time
-from dataclasses import replace
-from mgk.tasks import register_task
-from mgk.tasks.listops import LISTOPS_SHORT
 from mgk.training import cluster
 from mgk.training.callbacks import CheckpointCallback
-register_task(replace(LISTOPS_SHORT, name="tiny-listops", counts={{"test": 40, "dev": 20, "train": 200}}))
 cluster.POLL_SECONDS, cluster.ABSENT_SECONDS = 0.5, 1.0
 file = os.environ.get("PAUSE_FILE", "")
 on_train_batch_end = CheckpointCallback.on_train_batch_end
@@ -45,14 +42,6 @@ def pause(self, trainer, *arguments):
             time.sleep(0.05)
 
 CheckpointCallback.on_train_batch_end = pause
-"""
-RECIPE = """
-title: a tiny sweep
-task: tiny-listops
-model: {embed_dim: 8, ffn_dim: 8, hidden_dim: 8, num_layers: 1, head_dim: 4}
-training:
-  {steps: 200, batch_size: 8, lr: 1.0e-3, warmup: 10, eval_every: 50, precision: fp32, compile: false}
-rows: ["softmax:2", "smgk:1", "mgk-em:1"]
 """
 # Columns that depend on the time, the machine and the paths of a run.
 UNEQUAL_COLUMNS = {"step_ms", "peak_mem_mb", "date", "command"}
@@ -92,14 +81,17 @@ def count_starts(directory: Path) -> int:
 class Sweep:
     """`mgk compare` in a process, with its output in a file."""
 
-    def __init__(self, directory: Path, environment: dict[str, str], *options: str) -> None:
+    def __init__(self, directory: Path, environment: dict[str, str], command: str) -> None:
         directory.mkdir(exist_ok=True)
         self.directory, self.output = directory, directory / "output.txt"
-        command = [sys.executable, "-m", "mgk", "compare", "../tiny.yaml", "--logger", "none"]
-        command += ["--no-alone", "--data-dir", "data", *options]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                shlex.split(command),
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
 
     def wait_until_printed(self, text: str) -> None:
@@ -135,6 +127,8 @@ def kill_job_and_node(sweep: Sweep, cluster: LocalCluster, pause_file: Path) -> 
     print(f"killed the training of {killed.name}", flush=True)
     sweep.wait_until_printed("submitted again as job")
     lost = first_paused(exclude=killed)
+    batch_log = sweep.directory.with_name("batch") / "log.txt"
+    wait_until(lambda: batch_log.exists() and "paused" in batch_log.read_text(), "the batch script does not pause", 120)
     count = cluster.kill_node()
     print(f"killed slurmd and {count} processes of jobs, among them those of {lost.name}", flush=True)
     pause_file.unlink()
@@ -142,29 +136,50 @@ def kill_job_and_node(sweep: Sweep, cluster: LocalCluster, pause_file: Path) -> 
     return [killed, lost]
 
 
+def submit_batch_script(cluster: LocalCluster, directory: Path, environment: dict[str, str]) -> None:
+    """Submit the batch script of the page: two processes on one node."""
+    [port] = free_ports(1)
+    replacements = {
+        "--nodes=2": "--nodes=1",
+        "--gpus-per-node=8 --cpus-per-task=64": "--cpus-per-task=1",
+        "--nproc-per-node 8": "--nproc-per-node 2",
+        "wikitext-103": "../tiny.yaml --logger none",
+        '"$head:29500"': f"127.0.0.1:{port}",
+        "/shared": str(directory),
+    }
+    directory.mkdir()
+    (directory / "train.sh").write_text(command_of("SLURM", replacements))
+    cluster.run("sbatch", "--output=log.txt", "train.sh", cwd=directory, env=environment)
+
+
 def main(directory: Path) -> None:
-    (directory / "tiny_plugin.py").write_text(PLUGIN)
-    (directory / "tiny.yaml").write_text(RECIPE)
-    path = os.pathsep.join([str(ROOT), str(directory)])
-    environment = {"PYTHONPATH": path, "MGK_PLUGINS": "tiny_plugin", "OMP_NUM_THREADS": "1"}
+    environment = write_tiny_recipe(directory, steps=200, eval_every=50, plugin=PLUGIN)
     pause_file = directory / "pause"
     pause_file.touch()
+    small = {"compare listops --seeds 5": "compare ../tiny.yaml --no-alone --logger none --data-dir data"}
+    on_cluster = command_of("Sweeps on SLURM", {**small, "--partition gpu --gpus-per-node 1": "--partition main"})
     reference = None
     try:
         with LocalCluster(directory / "cluster") as cluster:
-            options = ["--cluster", "slurm", "--partition", "main", "--time", "10"]
-            on_cluster = {**cluster.environment, **environment, "PAUSE_FILE": str(pause_file)}
-            sweep = Sweep(directory / "slurm", on_cluster, *options)
-            reference = Sweep(directory / "local", {**os.environ, **environment})
+            environment_of_jobs = {**cluster.environment, **environment, "PAUSE_FILE": str(pause_file)}
+            sweep = Sweep(directory / "slurm", environment_of_jobs, on_cluster)
+            submit_batch_script(cluster, directory / "batch", environment_of_jobs)
+            reference = Sweep(directory / "local", {**os.environ, **environment}, on_cluster.partition(" --cluster")[0])
             try:
                 killed_runs = kill_job_and_node(sweep, cluster, pause_file)
                 output = sweep.finish()
-                repeated_output = Sweep(directory / "slurm", on_cluster, *options).finish()
+                repeated_output = Sweep(directory / "slurm", environment_of_jobs, on_cluster).finish()
+                wait_until(lambda: not cluster.run("squeue", "-h"), "the batch script does not end", 120)
+                check_batch_script(directory / "batch")
                 reference.finish()
             except BaseException:
                 sweep.process.kill()
-                logs = directory.glob("slurm/runs/tiny/*/log.txt")
-                print(sweep.output.read_text(), *(log.read_text() for log in logs))
+                for log in [
+                    sweep.output,
+                    *directory.glob("slurm/runs/tiny/*/log.txt"),
+                    directory / "batch" / "log.txt",
+                ]:
+                    print(f"--- {log}", log.read_text() if log.exists() else "does not exist", sep="\n")
                 print(cluster.logs(), flush=True)
                 raise
         print(output, flush=True)
@@ -172,6 +187,13 @@ def main(directory: Path) -> None:
     finally:
         if reference is not None and reference.process.poll() is None:
             reference.process.kill()
+
+
+def check_batch_script(directory: Path) -> None:
+    """Check that the batch script was requeued after the failure of the node, and has finished its run."""
+    run = directory / "runs" / "smgk"
+    assert RunDirectory(run).result.exists(), "the batch script has not finished"
+    assert count_starts(run) == 2
 
 
 def check(directory: Path, output: str, repeated_output: str, killed_runs: list[Path]) -> None:

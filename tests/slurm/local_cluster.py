@@ -14,6 +14,8 @@ from pathlib import Path
 CONFIGURATION = Path(__file__).with_name("slurm.conf")
 # Seconds in which a daemon must reply.
 START_SECONDS = 30
+# CPUs of the node, whatever this machine has.
+CPUS = 3
 # Debian installs the daemons here.
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 
@@ -64,7 +66,7 @@ class LocalCluster:
         text = CONFIGURATION.read_text(encoding="utf-8").format(
             directory=self.directory,
             host=host,
-            cpus=os.cpu_count(),
+            cpus=CPUS,
             controller_port=controller_port,
             daemon_port=daemon_port,
             munge_socket=munge_socket,
@@ -164,9 +166,10 @@ class LocalCluster:
                     pids.append(int(directory.name))
         return pids
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """Return the output of a command of SLURM; empty if it fails."""
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+        env = env or self.environment
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60).stdout
 
     def logs(self) -> str:
         """Return the ends of the daemons' logs."""
