@@ -68,6 +68,12 @@ def _load(config: Any, name: str, trust_remote_code: bool) -> Any:
     )
 
 
+def variant_of(config: Any) -> str:
+    """Return the variant of a model's attention: that of mgk.hf's models and of mixture keys, else softmax."""
+    changes = getattr(config, "mgk", None) or {}
+    return str(changes.get("variant") or getattr(config, "variant", None) or "softmax")
+
+
 def check_mergeable(model: PreTrainedModel, sample: dict[str, Any]) -> tuple[str, bool]:
     """Return why `mgk upcycle` cannot merge heads of a model, or "", and whether it can only merge values.
 

@@ -129,7 +129,7 @@ def analyze(
         costs = {model.name: model.costs for model in models}
         # Tables first: they hold the results if a figure fails.
         files = write_tables(directory, analyses, costs, curves)
-        files += draw_all(directory, analyses, curves)
+        files += draw_all(directory, analyses, curves, {model.name: model.variant for model in models})
         command = shlex.join(["mgk", *sys.argv[1:]])
         write_report(directory / "report.html", models, curves, sorted(files), command)
         progress("writing", 1, 1)
@@ -243,7 +243,10 @@ def _analyze_run(
     analysis = analyse(model, inputs, matrices=matrices, together=ABLATION_BATCH, **settings)
     costs, own_cost = _count_costs(config)
     advice = advise_run(analysis, str(description["recipe"]), str(description["row"]))
-    return AnalyzedModel(name, sampled.about, analysis, sampled.tokens, costs, own_cost, tiles=tiles, advice=advice)
+    return AnalyzedModel(
+        name, sampled.about, analysis, sampled.tokens, costs, own_cost, tiles=tiles, advice=advice,
+        variant=str(description["row"]).partition(":")[0],
+    )  # fmt: skip
 
 
 def _count_costs(config: Any) -> tuple[list[Any], Any]:
@@ -316,7 +319,10 @@ def _analyze_transformers_model(
         analysis, name, options.text_files, reason,
         keys_are_fixed=keys_are_fixed, is_trusted=options.trust_remote_code,
     )  # fmt: skip
-    return AnalyzedModel(Path(name).name, title, analysis, tokens, [], one_head=head_cost, tiles=tiles, advice=advice)
+    return AnalyzedModel(
+        Path(name).name, title, analysis, tokens, [], one_head=head_cost, tiles=tiles, advice=advice,
+        variant=hf_models.variant_of(model.config),
+    )  # fmt: skip
 
 
 def _print_findings(models: list[AnalyzedModel]) -> None:

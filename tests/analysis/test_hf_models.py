@@ -166,3 +166,27 @@ def test_converted_model_with_sinks_raises():
     model = mgk.hf.convert(transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).eval())
     with pytest.raises(ValueError, match="--hf names a model whose attention uses s_aux"):
         analyse(model, [tokens()], capture=hf_models.capture_attention)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("mixture", [False, True])
+def test_upcycled_model_shows_its_heads_and_components(kind, mixture, tmp_path):
+    """Unequal numbers of key heads and value heads, saved and loaded; weights are those of the merged model."""
+    model = MODELS[kind][0]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    batches = [{"input_ids": torch.randint(3, 64, (4, 20))} for _ in range(6)]
+    merged, _ = mgk.hf.upcycle(model, num_key_heads=1, num_value_heads=2, calibration=batches, mixture=mixture)
+    for layer in merged.modules():
+        if mixture and hasattr(layer, "mgk"):
+            torch.nn.init.constant_(layer.mgk.tau, 0.5)
+    merged.save_pretrained(tmp_path)
+    loaded, sample = hf_models.load(str(tmp_path)), tokens()
+    analysis = analyse(loaded, [sample], capture=hf_models.capture_attention)
+    assert [(layer.heads, layer.key_heads, layer.value_heads) for layer in analysis.layers] == [(4, 1, 2)] * 2
+    assert [layer.components for layer in analysis.layers] == [2 if mixture else 1] * 2
+    assert [layer.mixture is not None for layer in analysis.layers] == [mixture] * 2
+    assert all((layer.removal.change > 0).all() for layer in analysis.layers)
+    assert hf_models.variant_of(loaded.config) == ("smgk" if mixture else "softmax")
+    test_weights_equal_those_of_the_model((loaded, sample))

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from mgk import tasks
+from mgk._core.palette import colour_of
 from mgk.analysis import analyse
 from mgk.analysis.report import html
 from mgk.analysis.report.curves import Curve, read_curves
@@ -61,6 +63,13 @@ def test_figures_and_tables_are_written_beside_the_page(analyzed):
     assert {row["metric"] for row in read_csv(out / "curves.csv")} == {"loss", "accuracy"}
     assert {row["variant"] for row in read_csv(out / "costs.csv")} == {"softmax", "mgk", "smgk"}
     assert not list(out.glob(".*.tmp"))
+
+
+def test_figures_have_the_colours_of_the_variants(analyzed):
+    out, _ = analyzed
+    for name in ("ranks", "curves"):
+        drawn = set(re.findall(r"stroke: (#[0-9a-f]{6})", (out / f"{name}.svg").read_text()))
+        assert {colour_of("softmax"), colour_of("smgk")} <= drawn
 
 
 def test_curves_leave_out_missing_values(tmp_path):
@@ -146,7 +155,8 @@ def open_page(browser):
     pages, errors = [], []
 
     def open_file(path, width=1280, height=900, scheme="light"):
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        touch = {"has_touch": True, "is_mobile": True} if width < 500 else {}
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, **touch)
         pages.append(page)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -225,10 +235,59 @@ def test_page_fits_a_phone(analyzed, open_page, scheme):
         page.click(f"#models button:nth-child({model})")
         painted(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    # Columns beyond the edge are announced, and the rows keep their names while they scroll.
+    for table in ("#mixture-table", "#cost-table"):
+        assert page.is_visible(f"{table} .hint")
+        page.evaluate(f"document.querySelector('{table} .scroll').scrollLeft = 999")
+        name, box = (page.locator(f"{table} {part}").bounding_box() for part in ("td >> nth=0", ".scroll"))
+        assert name["x"] == pytest.approx(box["x"], abs=1)
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (int(re.search(r"\d+", ground)[0]) < 60) == (scheme == "dark")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+
+
+@pytest.mark.slow
+def test_tapping_on_a_phone_shows_numbers(analyzed, open_page):
+    """Touch screens have no pointer: a tap reads a weight of the map, and the value of a bar or a point."""
+    page = open_page(analyzed[0] / "report.html", 390, 844)
+    assert page.inner_text("#readout") == "Tap the map, or point at it, to read a weight."
+    page.tap("#map", position={"x": 12, "y": 12})
+    page.wait_for_function("document.getElementById('readout').textContent.startsWith('query 1')")
+    page.tap("#moved rect[rx] >> nth=1")
+    assert re.fullmatch(r"head 2: \d+\.\d %", page.inner_text("figure:has(#moved) .picked"))
+    page.tap("#flops circle[fill=transparent] >> nth=-1")
+    assert re.match(r"heads 4: softmax \S+; smgk \S+", page.inner_text("figure:has(#flops) .picked"))
+
+
+@pytest.mark.slow
+def test_axes_and_curves_can_be_told_apart(analyzed, open_page):
+    page = open_page(analyzed[0] / "report.html")
+    assert page.evaluate("tickLabels(ticks(100.0011, 100.0019))") == [f"100.00{n}" for n in (12, 14, 16, 18)]
+    assert page.evaluate("tickLabels([0, 0.025, 0.05], ' %')") == ["0 %", "2.5 %", "5.0 %"]
+    assert page.evaluate("tickLabels([0, 500000, 1000000])") == ["0", "0.5M", "1.0M"]
+    labels = page.evaluate(
+        "[...document.querySelectorAll('figure svg[role=img]')].filter((svg) => svg.querySelector('line.grid'))"
+        ".map((svg) => [...svg.querySelectorAll('text[text-anchor=end]')].map((text) => text.textContent))"
+    )
+    assert labels
+    assert all(len(set(names)) == len(names) > 1 for names in labels)
+    # softmax and sMGK have the same FLOPs: their lines differ in width and dashes, and each has its name at its end.
+    styles = page.evaluate(
+        "[...document.querySelectorAll('#flops path')].map((path) => "
+        "[path.getAttribute('stroke-width'), path.getAttribute('stroke-dasharray')])"
+    )
+    assert len({width for width, _ in styles}) == len({dashes for _, dashes in styles}) == 3
+    ends = page.evaluate(
+        "[...document.querySelectorAll('#flops .end-label')].map((text) => [text.textContent, +text.getAttribute('y')])"
+    )
+    assert {name for name, _ in ends} == {"softmax", "mgk", "smgk"}
+    heights = sorted(height for _, height in ends)
+    assert all(below - above >= 12 for above, below in itertools.pairwise(heights))
+    colours = page.evaluate("DATA.colours")
+    assert {name: colours[name] for name in ("softmax", "mgk", "smgk")} == {
+        name: colour_of(name) for name in ("softmax", "mgk", "smgk")
+    }
 
 
 @pytest.mark.slow

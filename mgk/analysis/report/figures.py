@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.colors import ListedColormap
 
-COLOURS = ("#2a6fdb", "#d9730d", "#1a936f", "#8e5bd0", "#c2417c", "#7a6a53", "#0f9bb3", "#9aa31d")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
 STYLES: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -64,6 +64,21 @@ def _title(figure: Any, title: str) -> None:
     figure.suptitle(literal(textwrap.fill(title, int(LETTERS_PER_INCH * figure.get_figwidth()))), fontsize=9)
 
 
+def _line_styles(variants: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the style of each model's line: the colour of its variant, dashes and widths that differ.
+
+    Later lines are thinner and dashed, so that coinciding lines stay visible.
+    """
+    return {
+        model: {
+            "color": colour_of(variant),
+            "linestyle": DASHES[number % len(DASHES)],
+            "linewidth": min(4.0, 1.4 + 0.9 * (len(variants) - 1 - number)),
+        }
+        for number, (model, variant) in enumerate(variants.items())
+    }
+
+
 def _times(rows: int, columns: int) -> str:
     """Return "rows × columns" with no-break spaces."""
     return f"{rows}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{columns}"
@@ -104,19 +119,21 @@ def spread(depth: int, most: int) -> list[int]:
     return [round(position) for position in np.linspace(0, depth - 1, min(depth, most))]
 
 
-def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> list[str]:
+def draw_ranks(analyses: dict[str, Analysis], variants: dict[str, str], directory: Path, name: str) -> list[str]:
     """Draw histograms of ranks (above) and effective ranks (below), one column per layer.
 
     Fig. 2 right and 6 of the paper. At most `MAX_RANK_LAYERS` layers are drawn.
 
     Args:
         analyses: Analyses by model name.
+        variants: Variants by model name, in the order of their styles.
         directory: Folder of the files.
         name: File name without extension.
 
     Returns:
         The names of the files.
     """
+    styles = _line_styles(variants)
     depth = max(len(analysis.layers) for analysis in analyses.values())
     layers = spread(depth, MAX_RANK_LAYERS)
     figure, axes = _grid(2, len(layers), 3.0, 2.2)
@@ -128,12 +145,13 @@ def draw_ranks(analyses: dict[str, Analysis], directory: Path, name: str) -> lis
                 for model, analysis in analyses.items()
                 if number < len(analysis.layers) and len(analysis.layers[number].ranks.rank)
             }
-            for index, (model, values) in enumerate(percentages.items()):
-                colour, label = COLOURS[index % len(COLOURS)], literal(model)
-                style = {"bins": np.linspace(0, 100, 26), "color": colour, "label": label}
-                shares = np.full(len(values), 100 / len(values))
-                panel.hist(values, weights=shares, histtype="stepfilled", alpha=0.12, **{**style, "label": None})
-                panel.hist(values, weights=shares, histtype="step", linewidth=1.6, **style)
+            for model, values in percentages.items():
+                bins: dict[str, Any] = {
+                    "bins": np.linspace(0, 100, 26),
+                    "weights": np.full(len(values), 100 / len(values)),
+                }
+                panel.hist(values, histtype="stepfilled", alpha=0.12, color=styles[model]["color"], **bins)
+                panel.hist(values, histtype="step", label=literal(model), **styles[model], **bins)
             panel.set_xlabel(f"{'rank' if measure == 'rank' else 'effective rank'}, % of the matrix's size", fontsize=8)
             panel.set_ylabel("% of matrices", fontsize=8)
             panel.set_title(f"layer {number + 1}", fontsize=8)
@@ -172,30 +190,33 @@ def draw_similarity(analysis: Analysis, model: str, directory: Path, name: str) 
     return _save(figure, directory, name)
 
 
-def draw_curves(curves: list[Curve], directory: Path, name: str) -> list[str]:
+def draw_curves(curves: list[Curve], variants: dict[str, str], directory: Path, name: str) -> list[str]:
     """Draw every metric against the step, one line per run: Fig. 1 and 4 of the paper.
 
     Args:
         curves: Learning curves of all runs.
+        variants: Variants by name of the run, in the order of their styles.
         directory: Folder of the files.
         name: File name without extension.
 
     Returns:
         The names of the files.
     """
+    styles = _line_styles(variants)
     panels = list(dict.fromkeys((curve.metric, curve.split) for curve in curves))
-    runs = list(dict.fromkeys(curve.run for curve in curves))
     columns = min(len(panels), 2)
     figure, axes = _grid(math.ceil(len(panels) / columns), columns, 3.6, 2.6)
     for panel in list(axes.flat)[len(panels) :]:
         panel.set_axis_off()
     for (metric, split), panel in zip(panels, axes.flat, strict=False):
         for curve in (c for c in curves if (c.metric, c.split) == (metric, split)):
-            colour = COLOURS[runs.index(curve.run) % len(COLOURS)]
-            panel.plot(curve.steps, curve.values, color=colour, label=literal(curve.run))
+            panel.plot(curve.steps, curve.values, label=literal(curve.run), **styles[curve.run])
+        # Nearly constant values would be labelled with their differences from an offset.
+        panel.ticklabel_format(axis="y", useOffset=False)
         panel.set_xlabel("step")
         panel.set_title(literal(f"{metric}, {split}"), fontsize=9)
-    axes[0][0].legend(fontsize=7, frameon=False)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, frameon=False, loc="outside lower center")
     return _save(figure, directory, name)
 
 
@@ -236,21 +257,26 @@ def draw_costs(
     return _save(figure, directory, name)
 
 
-def draw_all(directory: Path, analyses: dict[str, Analysis], curves: list[Curve]) -> list[str]:
+def draw_all(
+    directory: Path, analyses: dict[str, Analysis], curves: list[Curve], variants: dict[str, str] | None = None
+) -> list[str]:
     """Draw all figures that accompany a report.
 
     Args:
         directory: Folder of the files.
         analyses: Analyses by model name.
         curves: Learning curves of all runs.
+        variants: Variants by model name, which decide the colours. Default: other variants.
 
     Returns:
         The names of the files.
     """
+    names = [*analyses, *(curve.run for curve in curves)]
+    variants = {name: (variants or {}).get(name, "") for name in names}
     written = []
     for number, (model, analysis) in enumerate(analyses.items()):
         suffix = "" if len(analyses) == 1 else f"-{number + 1}"
         written += draw_maps(analysis, model, directory, f"maps{suffix}")
         written += draw_similarity(analysis, model, directory, f"similarity{suffix}")
-    written += draw_ranks(analyses, directory, "ranks")
-    return written + (draw_curves(curves, directory, "curves") if curves else [])
+    written += draw_ranks(analyses, variants, directory, "ranks")
+    return written + (draw_curves(curves, variants, directory, "curves") if curves else [])

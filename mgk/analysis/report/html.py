@@ -15,6 +15,7 @@ import numpy as np
 
 from mgk import __version__
 from mgk._core.io import write_atomically
+from mgk._core.palette import OTHER, colour_of
 from mgk.analysis.analyse import Analysis
 from mgk.analysis.attention_maps import LOWEST, PALETTE, TILE, Maps, png
 from mgk.analysis.flops import ModelCost, PerHead
@@ -26,6 +27,8 @@ from mgk.analysis.similarity import SAME_GROUP
 
 # Tiles are embedded in the page if their total size in bytes is at most this; otherwise they stay separate files.
 MAX_EMBEDDED_BYTES = 12 << 20
+# Significant digits of learning curves, whose differences can be small.
+CURVE_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class AnalyzedModel:
     one_head: PerHead | None = None  # estimate, if costs were not counted
     tiles: Path | None = None  # folder of the tiles of large maps
     advice: Advice | None = None  # command that acts on the findings
+    variant: str = "softmax"  # decides the colour
 
 
 def write_report(path: Path, models: list[AnalyzedModel], curves: list[Curve], files: list[str], command: str) -> None:
@@ -61,18 +65,23 @@ def write_report(path: Path, models: list[AnalyzedModel], curves: list[Curve], f
         "nearly_uniform": NEARLY_UNIFORM,
         "lowest": LOWEST,
         "tile": TILE,
+        "colours": {**{name: colour_of(name) for name in _variants(models)}, "": OTHER},
         "palette": base64.b64encode(PALETTE).decode(),
         "models": [_model_data(model, path.parent) for model in models],
-        "curves": [asdict(curve) for curve in curves],
     }
     parts = {name: _asset(name) for name in ("report.css", "charts.js", "report.js")}
     # "</script>" in the data would end the script.
-    parts["data"] = json.dumps(_rounded(data), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = {**_rounded(data), "curves": [_rounded(asdict(curve), CURVE_DIGITS) for curve in curves]}
+    parts["data"] = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = _asset("report.html")
     for name, part in parts.items():
         page = page.replace(f"/*{name}*/", part)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page.replace("/*policy*/", _content_security_policy(page), 1))
+
+
+def _variants(models: list[AnalyzedModel]) -> set[str]:
+    return {model.variant for model in models} | {cost.variant for model in models for cost in model.costs}
 
 
 def _content_security_policy(page: str) -> str:
@@ -99,6 +108,7 @@ def _model_data(model: AnalyzedModel, folder: Path) -> dict[str, Any]:
     analysis = model.analysis
     return {
         "name": model.name,
+        "variant": model.variant,
         "about": model.about,
         "headline": findings.headline(analysis),
         "sentences": findings.sentences(analysis, model.costs, model.cost, model.one_head),
@@ -170,12 +180,12 @@ def _data_uri(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def _rounded(value: Any) -> Any:
-    """Convert arrays to lists and round floats to five digits."""
+def _rounded(value: Any, digits: int = 5) -> Any:
+    """Convert arrays to lists and round floats to some significant digits."""
     if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
+        return {key: _rounded(part, digits) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
+        return [_rounded(part, digits) for part in value]
     if isinstance(value, np.ndarray):
-        return _rounded(value.tolist())
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        return _rounded(value.tolist(), digits)
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

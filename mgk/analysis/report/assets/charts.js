@@ -21,13 +21,30 @@ const text = (x, y, content, anchor = "middle", kind = "") =>
   make("text", { x, y, "text-anchor": anchor, class: kind }, String(content));
 const titled = (node, title) => { node.append(make("title", {}, title)); return node; };
 
-function short(value) {
+const UNITS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
+function short(value, digits = 3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (size >= unit) return `${+(value / unit).toPrecision(3)}${letter}`;
-  return String(+value.toPrecision(3));
+  for (const [unit, letter] of UNITS)
+    if (size >= unit) return `${+(value / unit).toPrecision(digits)}${letter}`;
+  return String(+value.toPrecision(digits));
 }
+
+// Labels of the ticks of an axis, with as many decimals as keep them exact, and so different from each other.
+function tickLabels(values, suffix = "") {
+  const share = suffix === " %" ? 100 : 1, most = Math.max(...values.map(Math.abs));
+  const step = values.length > 1 ? Math.min(...values.slice(1).map((v, n) => Math.abs(v - values[n]))) : most;
+  // A unit that would need many decimals is not used: 100.2, not 0.1002k.
+  const [unit, letter] = share === 1 ? UNITS.find(([size]) => most >= size && step >= size / 100) ?? [1, ""] : [1, ""];
+  const shown = values.map((v) => (v * share) / unit);
+  const exact = (decimals) => shown.every((v) => Math.abs(+v.toFixed(decimals) - v) <= (1e-6 * step * share) / unit);
+  const decimals = Array.from({ length: 12 }, (_, n) => n).find(exact) ?? 12;
+  return shown.map((v) => (v === 0 ? `0${suffix}` : `${v.toFixed(decimals)}${letter}${suffix}`));
+}
+const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
+const dash = (n) => DASHES[n % DASHES.length];
+// Approximate width of a label, in pixels.
+const textWidth = (labels) => 6.4 * Math.max(0, ...labels.map((label) => label.length));
 
 function ticks(low, high, count = 4) {
   const raw = (high - low) / count || 1;
@@ -38,8 +55,13 @@ function ticks(low, high, count = 4) {
   return values;
 }
 
+// Entries [name, fill] of areas, or [name, fill, dash] of lines.
 function legend(names) {
-  return make("div", { class: "legend" }, ...names.map(([name, fill]) => {
+  return make("div", { class: "legend" }, ...names.map(([name, fill, dashes]) => {
+    if (dashes !== undefined) {
+      const stroke = make("line", { x1: 0, x2: 28, y1: 5, y2: 5, style: `stroke:${fill}`, "stroke-width": 3, "stroke-dasharray": dashes || null });
+      return make("span", {}, make("svg", { viewBox: "0 0 28 10", "aria-hidden": "true" }, stroke), name);
+    }
     const key = make("i");
     key.style.background = fill;
     return make("span", {}, key, name);
@@ -47,14 +69,15 @@ function legend(names) {
 }
 
 // Bars: items of { label, parts: [{ value, fill, title }] }, side by side within an item.
-function bars(items, { high, format = short, reference = null, selected = -1, tap = null, label = "" } = {}) {
-  const height = 190, left = 40, bottom = 26, top = 10;
+function bars(items, { high, suffix = "", reference = null, selected = -1, tap = null, label = "" } = {}) {
+  const height = 190, bottom = 26, top = 10;
   const most = high ?? Math.max(1e-12, ...items.flatMap((item) => item.parts.map((part) => part.value)));
+  const marks = ticks(0, most), names = tickLabels(marks, suffix), left = Math.max(40, 10 + textWidth(names));
   const picture = canvas(height, label);
   const y = (value) => top + (height - top - bottom) * (1 - value / most);
-  for (const t of ticks(0, most)) {
-    picture.append(make("line", { class: "grid", x1: left, x2: WIDTH, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, format(t), "end"));
-  }
+  marks.forEach((t, n) => {
+    picture.append(make("line", { class: "grid", x1: left, x2: WIDTH, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, names[n], "end"));
+  });
   const slot = (WIDTH - left) / items.length;
   const every = Math.ceil(items.length / 16);
   items.forEach((item, n) => {
@@ -67,7 +90,7 @@ function bars(items, { high, format = short, reference = null, selected = -1, ta
         x: start + m * barWidth + 1, width: Math.max(1, barWidth - 2), y: y(part.value), height: Math.max(0, y(0) - y(part.value)),
         rx: 2, style: `fill:${part.fill}`, opacity: selected < 0 || selected === n ? 1 : 0.45,
       });
-      group.append(titled(bar, part.title ?? `${item.label}: ${format(part.value)}`));
+      group.append(titled(bar, part.title));
     });
     if (n % every === 0) group.append(text(left + (n + 0.5) * slot, height - 9, item.label, "middle", n === selected ? "strong" : ""));
     picture.append(group);
@@ -91,9 +114,10 @@ function histogram(all, some, high, { bins = 24, unit = "", label = "" } = {}) {
   const picture = canvas(height, label);
   const y = (value) => top + (height - top - bottom) * (1 - value / most);
   const slot = (WIDTH - left - right) / bins;
-  for (const t of ticks(0, most)) {
-    picture.append(make("line", { class: "grid", x1: left, x2: WIDTH, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, `${t} %`, "end"));
-  }
+  const marks = ticks(0, most), names = tickLabels(marks);
+  marks.forEach((t, n) => {
+    picture.append(make("line", { class: "grid", x1: left, x2: WIDTH, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, `${names[n]} %`, "end"));
+  });
   for (let n = 0; n < bins; n += 1) {
     const range = `${short((n * high) / bins)} to ${short(((n + 1) * high) / bins)}${unit}`;
     const x = left + n * slot;
@@ -102,7 +126,8 @@ function histogram(all, some, high, { bins = 24, unit = "", label = "" } = {}) {
       titled(make("rect", { x: x + slot * 0.25, width: slot * 0.5, y: y(part[n]), height: y(0) - y(part[n]), style: "fill:var(--c0)" }), `this head, ${range}: ${part[n].toFixed(1)} %`),
     );
   }
-  for (const t of ticks(0, high, 5)) picture.append(text(left + ((WIDTH - left - right) * t) / high, height - 22, short(t) + unit));
+  const across = ticks(0, high, 5), acrossNames = tickLabels(across);
+  across.forEach((t, n) => picture.append(text(left + ((WIDTH - left - right) * t) / high, height - 22, acrossNames[n] + unit)));
   return picture;
 }
 
@@ -141,32 +166,51 @@ function heat(matrix, order, selected, tap, label) {
   return picture;
 }
 
-// Lines: series of { name, fill, points: [[x, y]] }.
-function lines(series, { logarithmic = false, zero = false, across = "", format = short, label = "" } = {}) {
-  const height = 220, left = 46, bottom = 40, top = 10, right = 8;
+// Lines: series of { name, label, fill, dash, points: [[x, y]] }. Lines that coincide stay visible: later ones are
+// thinner and dashed, and each has its label at its end.
+function lines(series, { logarithmic = false, zero = false, across = "", label = "" } = {}) {
+  const height = 220, bottom = 40, top = 10, right = 12 + textWidth(series.map((line) => line.label));
   const points = series.flatMap((line) => line.points);
   const [xs, ys] = [points.map((p) => p[0]), points.map((p) => p[1])];
   const scale = (value) => (logarithmic ? Math.log2(value) : value);
   const [x0, x1] = [scale(Math.min(...xs)), scale(Math.max(...xs))];
   let [y0, y1] = [zero ? 0 : Math.min(...ys), Math.max(...ys)];
-  if (y1 === y0) y1 = y0 + 1;
+  if (y1 === y0) [y0, y1] = [zero ? 0 : y0 - 0.1 * Math.abs(y0), y1 + (0.1 * Math.abs(y1) || 1)];
+  const rows = ticks(y0, y1), rowNames = tickLabels(rows), left = Math.max(46, 10 + textWidth(rowNames));
   const x = (value) => left + ((WIDTH - left - right) * (scale(value) - x0)) / (x1 - x0 || 1);
   const y = (value) => top + (height - top - bottom) * (1 - (value - y0) / (y1 - y0));
   const picture = canvas(height, label);
-  for (const t of ticks(y0, y1)) {
-    picture.append(make("line", { class: "grid", x1: left, x2: WIDTH - right, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, format(t), "end"));
-  }
-  const marks = logarithmic ? [...new Set(xs)].sort((a, b) => a - b) : ticks(x0, x1, 5);
-  for (const t of marks) picture.append(text(x(t), height - 22, short(t)));
-  picture.append(text((left + WIDTH) / 2, height - 5, across));
-  for (const line of series) {
-    const path = line.points.map((p, n) => `${n ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    picture.append(make("path", { d: path, fill: "none", style: `stroke:${line.fill}`, "stroke-width": 2, "stroke-linejoin": "round" }));
-    if (line.points.length <= 40) {
-      for (const p of line.points) {
-        picture.append(titled(make("circle", { cx: x(p[0]), cy: y(p[1]), r: 3.5, style: `fill:${line.fill}` }), `${line.name}, ${across} ${short(p[0])}: ${format(p[1])}`));
-      }
+  rows.forEach((t, n) => {
+    picture.append(make("line", { class: "grid", x1: left, x2: WIDTH - right, y1: y(t), y2: y(t) }), text(left - 6, y(t) + 4, rowNames[n], "end"));
+  });
+  const marks = logarithmic ? [...new Set(xs)].sort((a, b) => a - b) : ticks(x0, x1, 4), markNames = tickLabels(marks);
+  marks.forEach((t, n) => picture.append(text(x(t), height - 22, markNames[n])));
+  picture.append(text((left + WIDTH - right) / 2, height - 5, across));
+  series.forEach((line, n) => {
+    const path = line.points.map((p, m) => `${m ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
+    const width = Math.min(7, 2 + 2 * (series.length - 1 - n));
+    picture.append(make("path", { d: path, fill: "none", style: `stroke:${line.fill}`, "stroke-width": width, "stroke-dasharray": line.dash || null, "stroke-linejoin": "round" }));
+    // Many markers would hide the dashes.
+    if (line.points.length <= 8) {
+      for (const p of line.points) picture.append(make("circle", { cx: x(p[0]), cy: y(p[1]), r: 2 + width / 2, style: `fill:${line.fill}` }));
     }
+  });
+  // Points are larger for a finger than they look.
+  for (const line of series) {
+    if (line.points.length > 40) continue;
+    for (const p of line.points) {
+      const same = series.filter((other) => other.points.some((q) => q[0] === p[0] && Math.abs(y(q[1]) - y(p[1])) < 4));
+      const values = same.map((other) => `${other.name} ${short(other.points.find((q) => q[0] === p[0])[1], 6)}`).join("; ");
+      picture.append(titled(make("circle", { cx: x(p[0]), cy: y(p[1]), r: 9, fill: "transparent" }), `${across} ${short(p[0])}: ${values}`));
+    }
+  }
+  const ends = series.map((line) => ({ line, y: y(line.points.at(-1)[1]) + 4 })).sort((a, b) => a.y - b.y);
+  ends.forEach((end, n) => { if (n) end.y = Math.max(end.y, ends[n - 1].y + 12); });
+  const excess = Math.max(0, (ends.at(-1)?.y ?? 0) - (height - bottom + 4));
+  for (const { line, y: row } of ends) {
+    const name = text(WIDTH - right + 8, row - excess, line.label, "start", "end-label");
+    name.setAttribute("style", `fill:${line.fill}`);
+    picture.append(name);
   }
   return picture;
 }
@@ -196,4 +240,18 @@ function table(columns, rows) {
     return row;
   });
   return make("table", {}, make("thead", {}, line(columns, "th")), make("tbody", {}, ...body));
+}
+
+// A table that scrolls sideways; a hint is visible while columns are hidden.
+const overflow = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const box = target.closest(".scroll");
+    box.parentElement.classList.toggle("overflows", box.scrollWidth > box.clientWidth + 1);
+  }
+});
+function scrollable(content, label) {
+  const box = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, content);
+  const frame = make("div", { class: "scroll-frame" }, make("p", { class: "hint" }, "More columns: scroll sideways →"), box);
+  for (const node of [box, content]) overflow.observe(node);
+  return frame;
 }

@@ -5,6 +5,7 @@ const fill = (id, ...children) => at(id).replaceChildren(...children);
 const model = () => DATA.models[state.model];
 const layer = () => model().layers[state.layer];
 const percent = (value, digits = 0) => `${(100 * value).toFixed(digits)} %`;
+const variantColour = (name) => `color-mix(in oklab, ${DATA.colours[name] ?? DATA.colours[""]} var(--pure), white)`;
 const definitions = (entries) => entries.flatMap(([term, text]) => [make("dt", {}, term), make("dd", {}, text)]);
 const COLOURS = Uint8Array.from(atob(DATA.palette), (c) => c.charCodeAt(0));
 const MEASURES = {
@@ -117,7 +118,7 @@ function drawMaps() {
   const uniform = make("span", {}, "1/keys: uniform");
   uniform.style.left = `${(-100 * DATA.lowest) / (Math.log10(maps.keys) - DATA.lowest)}%`;
   fill("scale", bar, make("div", {}, make("span", {}, "0"), uniform, make("span", {}, "1")));
-  at("readout").textContent = "Point at the map to read a weight.";
+  at("readout").textContent = "Tap the map, or point at it, to read a weight.";
   drawFacts();
   drawTile();
 }
@@ -128,6 +129,7 @@ function drawFacts() {
   if (neighbours.length) entries.push(["most similar", `head ${neighbours[0][1] + 1} (similarity ${(1 - neighbours[0][0]).toFixed(2)})`], ["least similar", `head ${neighbours.at(-1)[1] + 1} (${(1 - neighbours.at(-1)[0]).toFixed(2)})`]);
   const indices = current.ranks.rank.map((_, n) => n).filter((n) => current.ranks.head[n] === head);
   const mean = (values) => indices.reduce((sum, n) => sum + values[n] / current.ranks.size[n], 0) / indices.length;
+  if (current.concentration) entries.push(["from uniform", `${current.concentration[head].toFixed(2)} bits${current.concentration[head] < DATA.nearly_uniform ? ": nearly uniform attention" : ""}`]);
   if (indices.length) entries.push(["rank", `${percent(mean(current.ranks.rank))} of the size, effective ${percent(mean(current.ranks.effective))}`]);
   const removal = current.removal;
   if (removal) entries.push(["removed", removal.flipped ? `${percent(removal.flipped[head], 1)} of the predictions change` : `the output changes by ${percent(removal.change[head], 1)}`]);
@@ -175,14 +177,14 @@ function drawMixture() {
       { value: mixture.answered[state.head][r], fill: colour(r), title: `share of attention ${percent(mixture.answered[state.head][r], 1)}` },
     ],
   }));
-  fill("components", bars(items, { high: 1, format: (v) => percent(v), label: "priors and shares of components" }), legend([["prior (pale)", "color-mix(in srgb, var(--quiet) 35%, transparent)"], ["share of attention", "var(--quiet)"]]));
+  fill("components", bars(items, { high: 1, suffix: " %", label: "priors and shares of components" }), legend([["prior (pale)", "color-mix(in srgb, var(--quiet) 35%, transparent)"], ["share of attention", "var(--quiet)"]]));
   fill("usage", strip(usage.queries[state.head], "queries", "components along the queries"), strip(usage.keys[state.head], "keys", "components along the keys"),
     legend(mixture.prior[state.head].map((_, r) => [`component ${r + 1}`, colour(r)])));
   const rows = mixture.decided.map((decided, head) => {
     const distances = mixture.distance[head].flatMap((row, r) => row.slice(r + 1));
     return { marked: head === state.head, cells: [`head ${head + 1}`, mixture.prior[head].map((p) => p.toFixed(2)).join(" / "), mixture.answered[head].map((p) => p.toFixed(2)).join(" / "), short(Math.min(...distances)), percent(decided), percent(mixture.other_choice[head], 1), percent(mixture.moved[head], 1)] };
   });
-  fill("mixture-table", table(["", "prior", "share of attention", "distance of keys, σ", "leading component", "hard choice differs", "attention moved, soft/hard"], rows));
+  fill("mixture-table", scrollable(table(["", "prior", "share of attention", "distance of keys, σ", "leading component", "hard choice differs", "attention moved, soft/hard"], rows), "mixture components by head"));
 }
 
 function drawRemoval() {
@@ -192,7 +194,7 @@ function drawRemoval() {
   const drawEffect = (id, name) => {
     const most = Math.max(1e-3, ...layers.flatMap((l) => l.removal[name]));
     const items = layer().removal[name].map((value, head) => ({ label: head + 1, parts: [{ value, fill: "var(--c0)", title: `head ${head + 1}: ${percent(value, 1)}` }] }));
-    fill(id, bars(items, { high: most, format: (v) => percent(v, most < 0.05 ? 1 : 0), selected: state.head, tap: (head) => pick({ head }), label: "effect of removing a head" }));
+    fill(id, bars(items, { high: most, suffix: " %", selected: state.head, tap: (head) => pick({ head }), label: "effect of removing a head" }));
   };
   at("flipped-figure").hidden = !layer().removal.flipped;
   if (layer().removal.flipped) drawEffect("flipped", "flipped");
@@ -206,8 +208,8 @@ function drawCosts() {
   const length = cost ? cost.length : Math.max(...costs.map((c) => c.length));
   const compared = costs.filter((c) => c.length === length);
   const variants = [...new Set(compared.map((c) => c.variant))];
-  const series = (measure) => variants.map((name, n) => ({ name, fill: colour(n), points: compared.filter((c) => c.variant === name).map((c) => [c.heads, c[measure]]) }));
-  const names = legend(variants.map((name, n) => [name, colour(n)]));
+  const series = (measure) => variants.map((name, n) => ({ name, label: name, fill: variantColour(name), dash: dash(n), points: compared.filter((c) => c.variant === name).map((c) => [c.heads, c[measure]]) }));
+  const names = legend(variants.map((name, n) => [name, variantColour(name), dash(n)]));
   const style = { logarithmic: true, zero: true, across: "heads" };
   fill("flops", lines(series("flops"), { ...style, label: "FLOPs against heads" }), names);
   fill("params", lines(series("params"), { ...style, label: "parameters against heads" }), names.cloneNode(true));
@@ -218,7 +220,7 @@ function drawCosts() {
     return rounded === 0 ? "the same" : `${rounded < 0 ? "−" : "+"}${Math.abs(rounded)} %`;
   };
   const rows = compared.map((c) => ({ marked: cost && c.variant === cost.variant && c.heads === cost.heads, cells: [`${c.variant}, ${c.heads} head${c.heads === 1 ? "" : "s"}`, c.params.toLocaleString("en"), change(c.params, cost?.params), `${(c.flops / 1e9).toPrecision(3)} G`, change(c.flops, cost?.flops)] }));
-  fill("cost-table", table(["", "parameters", "compared with this model", "FLOPs", "compared with this model"], rows));
+  fill("cost-table", scrollable(table(["", "parameters", "compared with this model", "FLOPs", "compared with this model"], rows), "cost with fewer heads"));
 }
 
 function drawCurves() {
@@ -227,8 +229,14 @@ function drawCurves() {
   const panels = [...new Set(DATA.curves.map((c) => `${c.metric}, ${c.split}`))];
   fill("curves", ...panels.map((panel) => {
     const curves = DATA.curves.filter((c) => `${c.metric}, ${c.split}` === panel);
-    const series = curves.map((c) => ({ name: c.run, fill: colour(runs.indexOf(c.run)), points: c.steps.map((s, n) => [s, c.values[n]]) }));
-    return make("figure", {}, make("h3", {}, panel), lines(series, { across: "step", label: panel }), legend(curves.map((c) => [c.run, colour(runs.indexOf(c.run))])));
+    const style = (run) => [variantColour(DATA.models.find((m) => m.name === run)?.variant), dash(runs.indexOf(run))];
+    const number = (run) => (runs.length > 1 ? `${runs.indexOf(run) + 1}` : "");
+    const series = curves.map((c) => {
+      const [stroke, dashes] = style(c.run);
+      return { name: c.run, label: number(c.run), fill: stroke, dash: dashes, points: c.steps.map((s, n) => [s, c.values[n]]) };
+    });
+    const names = curves.map((c) => [`${number(c.run)} ${c.run}`.trim(), ...style(c.run)]);
+    return make("figure", {}, make("h3", {}, panel), lines(series, { across: "step", label: panel }), legend(names));
   }));
 }
 
@@ -237,8 +245,10 @@ function drawFindings() {
   at("about").textContent = `${current.name} · ${current.about}`;
   at("headline").textContent = current.headline;
   fill("sentences", ...current.sentences.map((sentence) => make("li", {}, sentence)));
+  at("advice").hidden = !current.advice;
+  if (current.advice) fill("advice", make("p", {}, current.advice.sentence), ...(current.advice.command ? [make("pre", {}, current.advice.command)] : []));
   const shares = current.layers.flatMap((l) => l.ranks.rank.map((r, n) => r / l.ranks.size[n])).sort((a, b) => a - b);
-  const numbers = [["heads", `${current.heads}`, `in ${current.layers.length} layer${current.layers.length === 1 ? "" : "s"}`], ["different by attention maps", current.different.maps.toFixed(1), ""]];
+  const numbers = [["heads", `${current.heads}`, `in ${current.layers.length} layer${current.layers.length === 1 ? "" : "s"}`], [`different by attention maps${current.chance.maps ? `; unrelated heads: ${current.chance.maps.toFixed(1)}` : ""}`, current.different.maps.toFixed(1), ""]];
   if (current.different.outputs) numbers.push(["different by outputs", current.different.outputs.toFixed(1), ""]);
   if (shares.length) numbers.push(["median rank", percent(shares[Math.floor(shares.length / 2)]), "of the size"]);
   fill("numbers", ...numbers.map(([label, value, note]) => make("div", {}, make("b", {}, value, " ", make("small", {}, note)), make("span", { class: "quiet" }, label))));
@@ -279,6 +289,7 @@ function pick(change) {
 function notes() {
   const entries = [
     ["Effectively different", "Effective number of different heads, from 1 (all identical) to the number of heads (all different): the exponential of the entropy of the eigenvalues of the similarity matrix divided by the number of heads. For the model, the sum over layers."],
+    ["Unrelated heads", "The same number after the weights of each row are shuffled over its visible keys, independently for each head: heads that attend to unrelated keys with attention as concentrated. Similarity beyond that is redundancy; nearly uniform attention allows no verdict."],
     ["Jensen–Shannon", "Divergence between the rows of two heads' maps as distributions, in bits: 0 identical, 1 disjoint; the mean over rows and samples. Rows with a single visible key are excluded."],
     ["CKA", "Centred kernel alignment of two heads' outputs over all tokens: 1 for outputs that are equal up to rotation and scale. It is biased upwards with few tokens."],
     ["Rank", "The number of singular values above the threshold. Weights are recomputed in double precision; padding is excluded."],
@@ -304,6 +315,14 @@ for (const name of ["pooling", "measure"]) at(name).addEventListener("change", (
 at("map").addEventListener("pointermove", showWeight);
 at("map").addEventListener("click", selectTile);
 at("theme").addEventListener("click", theme);
+// Touch screens show no tooltips: a tap writes the text of a bar, cell or point below its chart.
+document.addEventListener("click", (event) => {
+  const path = event.composedPath(), figure = path.find((node) => node.tagName === "FIGURE");
+  const title = path[0].querySelector?.(":scope > title");
+  if (!figure || !title) return;
+  const line = figure.querySelector(".picked") ?? figure.appendChild(make("p", { class: "picked", "aria-live": "polite" }));
+  line.textContent = title.textContent;
+});
 notes();
 drawCurves();
 pick({ model: 0 });
