@@ -213,7 +213,7 @@ def from_images(
     Returns:
         The samples.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     size, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
     if size is None:
@@ -226,10 +226,13 @@ def from_images(
         processor = None
     samples = []
     for path in paths:
+        if not path.is_file():
+            raise ValueError(f"--images: {path} is not a file")
+        # A damaged PNG is a SyntaxError, a damaged TIFF or BMP may be a ValueError.
         try:
             image = Image.open(path).convert("RGB" if channels == 3 else "L")
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"--images: {path} is not a readable image") from error
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"--images: {path} is not a readable image ({error})") from error
         if processor is not None:
             samples.append(dict(processor(image, return_tensors="pt")))
             continue

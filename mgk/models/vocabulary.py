@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,8 @@ EOS, UNKNOWN = "<eos>", "<unk>"
 FILE = "vocabulary.txt"
 SUBWORD_FILE = "tokenizer.json"
 NUM_BYTES = 256
+# Characters of a word that trains a BPE. The time grows with the square of the length: a word of 2 MB takes minutes.
+MAX_WORD = 10_000
 
 
 class Vocabulary(ABC):
@@ -165,7 +168,7 @@ class SubwordVocabulary(Vocabulary):
         # The sorted alphabet gives byte-level tokens the same ids in every vocabulary.
         alphabet = sorted(byte_characters())
         tokenizer.train_from_iterator(
-            lines,
+            (part for line in lines for part in cut_long_words(line)),
             tokenizers.trainers.BpeTrainer(
                 vocab_size=vocab_size, initial_alphabet=alphabet, min_frequency=2, show_progress=False
             ),
@@ -205,6 +208,13 @@ class SubwordVocabulary(Vocabulary):
         for token in ids:
             yield decoder.decode(bytes(table[character] for character in self.tokenizer.id_to_token(token)))
         yield decoder.decode(b"", final=True)
+
+
+def cut_long_words(line: str) -> list[str]:
+    """Return a line in parts, if it has a word or a space of more than MAX_WORD characters; otherwise as it is."""
+    if len(line) <= MAX_WORD or all(len(word) <= MAX_WORD for word in re.findall(r"\S+|\s+", line)):
+        return [line]
+    return [line[start : start + MAX_WORD] for start in range(0, len(line), MAX_WORD)]
 
 
 def _import_tokenizers() -> Any:

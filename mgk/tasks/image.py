@@ -6,8 +6,6 @@ train_images, train_labels, test_images and test_labels.
 
 from __future__ import annotations
 
-import tarfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mgk._core.io import DataError
+from mgk.tasks.archives import read_npz, read_tar
 from mgk.tasks.base import Array, Example, Task, write_split
 from mgk.tasks.data_cache import Progress
 
@@ -27,6 +26,8 @@ TRAIN_FILES = tuple(f"data_batch_{n}.bin" for n in range(1, 6))
 TEST_FILE = "test_batch.bin"
 SIZE, CLASSES = 32, 10
 RECORD = 1 + 3 * SIZE * SIZE  # bytes: label, red, green and blue
+# Bytes of the largest batch, and of the largest array: four times that of the training pictures.
+MAX_BATCH, MAX_ARRAY = 10_000 * RECORD, 4 * 50_000 * SIZE * SIZE
 LUMA = (299, 587, 114)  # ITU-R BT.601, in thousandths
 
 
@@ -68,19 +69,20 @@ class Image(Task):
         else:
             train, test = read_binary(data_dir, files)
         progress("read", 1, 1)
-        for part, (pixels, labels), expected in (("train", train, self.pictures), ("test", test, self.test_pictures)):
+        parts = (("train", train, self.pictures, files[0]), ("test", test, self.test_pictures, files[-1]))
+        for part, (pixels, labels), expected, file in parts:
             counts = np.bincount(labels, minlength=CLASSES)
             if len(labels) != expected or len(pixels) != expected or (counts != expected // CLASSES).any():
                 raise DataError(
-                    f"{data_dir / files[0]}: the {part} pictures per class are {counts.tolist()} instead of "
+                    f"{data_dir / file}: the {part} pictures per class are {counts.tolist()} instead of "
                     f"{expected // CLASSES} each: {REMEDY}"
                 )
         order = np.random.default_rng(0).permutation(self.pictures)
         dev = self.pictures // 10
-        parts = {"train": (train, order[:-dev]), "dev": (train, order[-dev:]), "test": (test, np.arange(len(test[1])))}
-        for split, ((pixels, labels), indices) in parts.items():
+        splits = {"train": (train, order[:-dev]), "dev": (train, order[-dev:]), "test": (test, np.arange(len(test[1])))}
+        for split, ((pixels, labels), indices) in splits.items():
             write_split(folder, split, make_examples(pixels, labels, indices))
-        return {"source": files[0], "examples": {split: len(indices) for split, (_, indices) in parts.items()}}
+        return {"source": files[0], "examples": {split: len(indices) for split, (_, indices) in splits.items()}}
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,9 @@ def make_examples(pixels: Array, labels: Array, indices: Array) -> Iterator[Exam
 
 def read_grey(path: Path) -> tuple[Pictures, Pictures]:
     """Read the training and test pictures of cifar10-grey.npz."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            train, test = ((arrays[f"{part}_images"], arrays[f"{part}_labels"]) for part in ("train", "test"))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is damaged ({error}): {REMEDY}") from error
+    names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
+    arrays = read_npz(path, names, MAX_ARRAY, REMEDY)
+    train, test = (arrays[0], arrays[1]), (arrays[2], arrays[3])
     for images, labels in (train, test):
         if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE) or labels.shape != images.shape[:1]:
             raise DataError(f"{path} is damaged: images must be uint8 [n, {SIZE}, {SIZE}], with n labels")
@@ -122,24 +122,34 @@ def _flatten(images: Array, labels: Array) -> Pictures:
 
 def read_binary(data_dir: Path, files: list[str]) -> tuple[Pictures, Pictures]:
     """Read the training and test pictures of the binary version of CIFAR-10."""
+    batches: dict[str, bytes] = {}
     if files == [ARCHIVE]:
-        batches = read_archive(data_dir / ARCHIVE)
+        names = dict.fromkeys((*TRAIN_FILES, TEST_FILE), data_dir / ARCHIVE)
+        batches = dict(read_tar(data_dir / ARCHIVE, _batch_name, MAX_BATCH, REMEDY))
     else:
-        batches = {Path(file).name: (data_dir / file).read_bytes() for file in files}
-    parts = []
-    for names in (TRAIN_FILES, (TEST_FILE,)):
-        missing = [name for name in names if name not in batches]
-        if missing:
-            raise DataError(f"{data_dir / files[0]} has no {missing[0]}: {REMEDY}")
-        content = b"".join(batches[name] for name in names)
-        if len(content) % RECORD:
-            raise DataError(f"{data_dir / files[0]} is damaged: records must have {RECORD} bytes: {REMEDY}")
-        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, RECORD)
+        names = {Path(file).name: data_dir / file for file in files}
+        for name, path in names.items():
+            if path.stat().st_size > MAX_BATCH:
+                raise DataError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BATCH:,}: {REMEDY}")
+            batches[name] = path.read_bytes()
+    pictures = {}
+    for name, path in names.items():
+        if name not in batches:
+            raise DataError(f"{path} has no {name}: {REMEDY}")
+        if not batches[name] or len(batches[name]) % RECORD:
+            raise DataError(f"{path} is damaged: records must have {RECORD} bytes, in {name}: {REMEDY}")
+        records = np.frombuffer(batches[name], dtype=np.uint8).reshape(-1, RECORD)
         labels = records[:, 0].astype(np.int64)
-        if labels.max(initial=0) >= CLASSES:
-            raise DataError(f"{data_dir / files[0]} is damaged: a label is {labels.max()}: {REMEDY}")
-        parts.append((to_grey(records[:, 1:].reshape(len(records), 3, -1)), labels))
-    return parts[0], parts[1]
+        if labels.max() >= CLASSES:
+            raise DataError(f"{path} is damaged: a label is {labels.max()}, in {name}: {REMEDY}")
+        pictures[name] = to_grey(records[:, 1:].reshape(len(records), 3, -1)), labels
+    train = [np.concatenate(arrays) for arrays in zip(*(pictures[name] for name in TRAIN_FILES), strict=True)]
+    return (train[0], train[1]), pictures[TEST_FILE]
+
+
+def _batch_name(member: str) -> str | None:
+    name = Path(member).name
+    return name if name in (*TRAIN_FILES, TEST_FILE) else None
 
 
 def to_grey(pixels: Array) -> Array:
@@ -148,19 +158,3 @@ def to_grey(pixels: Array) -> Array:
     luma = np.tensordot(pixels.astype(np.int64), np.array(LUMA), axes=(1, 0))
     grey: Array = ((luma + 500) // 1000).astype(np.uint8)
     return grey
-
-
-def read_archive(path: Path) -> dict[str, bytes]:
-    """Read the batches of the archive without unpacking it to disk."""
-    batches = {}
-    try:
-        with tarfile.open(path, "r|*") as archive:
-            for member in archive:
-                name = Path(member.name).name
-                if name in (*TRAIN_FILES, TEST_FILE) and member.isfile() and member.size <= 10_000 * RECORD:
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    batches[name] = content.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{path} is damaged or incomplete ({error}): {REMEDY}") from error
-    return batches

@@ -6,11 +6,8 @@ The test split is the official test set. LRA selects models on it; here the dev 
 from __future__ import annotations
 
 import hashlib
-import lzma
 import os
 import re
-import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgk._core.io import DataError
+from mgk.tasks.archives import read_tar
 from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
 from mgk.tasks.data_cache import Progress
 
@@ -30,8 +28,7 @@ REVIEW = re.compile(r"(train|test)/(pos|neg)/(\d+)_(\d+)\.txt")
 # Reviews of one film have consecutive numbers and similar labels. The dev split consists of runs of this many
 # consecutive numbers, so that few of its films are in train. Train and test share no film.
 RUN_LENGTH = 50
-# Bytes of the longest review and of the longest header in an archive; IMDb's longest review has 14 kB. A compressed
-# file of megabytes can hold a member of gigabytes.
+# Bytes of the longest review in an archive; IMDb's longest review has 14 kB.
 MAX_MEMBER = 1 << 20
 
 Name = str  # name of a review: "train/pos/127_7.txt"
@@ -141,26 +138,6 @@ def read_folder(data_dir: Path, files: list[str]) -> Iterator[tuple[Name, bytes]
         yield file.removeprefix(f"{DIRECTORY}/"), (data_dir / file).read_bytes()
 
 
-class BoundedTarInfo(tarfile.TarInfo):
-    """Member of an archive; refuses headers that would need much memory."""
-
-    def _proc_member(self, archive: tarfile.TarFile) -> Any:
-        if self.type not in tarfile.REGULAR_TYPES and self.size > MAX_MEMBER:
-            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
-        return super()._proc_member(archive)  # type: ignore[misc]
-
-
 def read_archive(path: Path) -> Iterator[tuple[Name, bytes]]:
     """Yield the labelled reviews of an archive without unpacking it to disk."""
-    try:
-        with tarfile.open(path, "r|*", tarinfo=BoundedTarInfo) as archive:
-            for member in archive:
-                name = review_name(member.name)
-                if name and member.isfile():
-                    if member.size > MAX_MEMBER:
-                        raise tarfile.ReadError(f"{name} has {member.size:,} bytes")
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    yield name, content.read()
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        raise DataError(f"{path} is damaged or incomplete ({error}): {REMEDY}") from error
+    return read_tar(path, review_name, MAX_MEMBER, REMEDY)

@@ -5,6 +5,7 @@ import json
 import operator
 import signal
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -185,6 +186,13 @@ def test_vision_model_on_images(tmp_path, expect_error):
     assert {row["size"] for row in read_csv(tmp_path / "out" / "ranks.csv")} == {"17"}
     (tmp_path / "y.png").write_text("no image")
     expect_error("is not a readable image", "--hf", tmp_path / "vit", "--images", tmp_path / "y.png")
+    # 60,000 × 60,000 pixels; the size is in the header.
+    png = bytearray((tmp_path / "x.png").read_bytes())
+    png[16:24] = 2 * (60_000).to_bytes(4, "big")
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
+    (tmp_path / "z.png").write_bytes(png)
+    expect_error("z.png is not a readable image (Image size", "--hf", tmp_path / "vit", "--images", tmp_path / "z.png")
+    expect_error("is not a file", "--hf", tmp_path / "vit", "--images", tmp_path)
 
 
 def test_errors_of_transformers_models_are_one_line(gpt2, tmp_path, expect_error):

@@ -91,6 +91,7 @@ def register_small_tasks() -> None:
         ("listops", {"counts": {"test": 10, "dev": 10, "train": 10}}),
         ("retrieval-aan", {"counts": {"test": 10, "dev": 10, "train": 10}}),
         ("text", {"reviews": 2, "dev": 1}),
+        ("image", {"pictures": 20, "test_pictures": 10}),
     ):
         task: Any = TASKS[name]
         TASKS[f"small-{name}"] = replace_fields(task, name=f"small-{name}", **changes)
@@ -105,18 +106,18 @@ def _case(task: str, file: str, name: str, make: Callable[[Path], None], damage:
     return Case(f"{task}: {file} {name}", ("data", task, "--data-dir", "data"), prepare, mentions)
 
 
-def _write(directory: Path, files: dict[str, bytes]) -> None:
+def write_files(directory: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
 
 
 def _make_text(names: tuple[str, ...]) -> Callable[[Path], None]:
-    return lambda directory: _write(directory, dict.fromkeys(names, b"some words of text \n" * 60))
+    return lambda directory: write_files(directory, dict.fromkeys(names, b"some words of text \n" * 60))
 
 
 def _make_table(names: tuple[str, ...], lines: list[str]) -> Callable[[Path], None]:
-    return lambda directory: _write(directory, {name: ("\n".join(lines) + "\n").encode() for name in names})
+    return lambda directory: write_files(directory, {name: ("\n".join(lines) + "\n").encode() for name in names})
 
 
 def cases() -> Iterator[Case]:
@@ -128,6 +129,7 @@ def cases() -> Iterator[Case]:
     sources: tuple[tuple[str, tuple[str, ...], Callable[[Path], None], dict[str, bytes]], ...] = (
         ("bytes", bytes_files, _make_text(bytes_files), TEXTS),
         ("words", word_files, _make_text(word_files), TEXTS),
+        ("bpe", bytes_files[:1], _make_text(bytes_files), TEXTS),
         ("small-listops", listops_files, _make_table(listops_files, LISTOPS_LINES), LISTOPS),
         ("small-retrieval-aan", aan_files, _make_table(aan_files, AAN_LINES), AAN),
     )
@@ -146,7 +148,7 @@ def cases() -> Iterator[Case]:
 # Archives of the task text.
 
 
-def _tar(members: dict[str, bytes], mode: str = "w:gz", kind: bytes = tarfile.REGTYPE) -> bytes:
+def make_tar(members: dict[str, bytes], mode: str = "w:gz", kind: bytes = tarfile.REGTYPE) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
         for name, content in members.items():
@@ -165,7 +167,7 @@ REVIEWS = {
 FIRST = next(iter(REVIEWS))
 
 
-def _write_bomb(path: Path, member: tarfile.TarInfo) -> None:
+def write_bomb(path: Path, member: tarfile.TarInfo) -> None:
     """Write a gzip-compressed archive of one member with BOMB zeros, without compressing all of them."""
     block = 1 << 24
     compressor = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
@@ -179,14 +181,14 @@ def _bomb(path: Path) -> None:
     """Write an archive with one huge review."""
     member = tarfile.TarInfo(FIRST)
     member.size = BOMB
-    _write_bomb(path, member)
+    write_bomb(path, member)
 
 
 def _header_bomb(path: Path) -> None:
     """Write an archive with a huge extended header."""
     member = tarfile.TarInfo("././@PaxHeader")
     member.type, member.size = tarfile.XHDTYPE, BOMB
-    _write_bomb(path, member)
+    write_bomb(path, member)
 
 
 def _cut_stream(content: bytes) -> bytes:
@@ -198,24 +200,30 @@ def _archives() -> Iterator[Case]:
         "bomb": ("aclImdb_v1.tar.gz", _bomb),
         "header bomb": ("aclImdb_v1.tar.gz", _header_bomb),
         "not gzip": ("aclImdb_v1.tar.gz", replace(b"not an archive")),
-        "nested gzip": ("aclImdb_v1.tar.gz", replace(gzip.compress(gzip.compress(_tar(REVIEWS, "w"))))),
+        "nested gzip": ("aclImdb_v1.tar.gz", replace(gzip.compress(gzip.compress(make_tar(REVIEWS, "w"))))),
         "gzip of garbage": ("aclImdb_v1.tar.gz", replace(gzip.compress(GARBAGE))),
         "gzip of zeros": ("aclImdb_v1.tar.gz", replace(gzip.compress(bytes(100_000)))),
-        "wrong checksum": ("aclImdb_v1.tar.gz", replace(_tar(REVIEWS)[:-8] + bytes(8))),
-        "no members": ("aclImdb_v1.tar.gz", replace(_tar({}))),
-        "one review less": ("aclImdb_v1.tar.gz", replace(_tar(dict(list(REVIEWS.items())[1:])))),
-        "traversal": ("aclImdb_v1.tar.gz", replace(_tar({f"../../{name}": text for name, text in REVIEWS.items()}))),
-        "absolute names": ("aclImdb_v1.tar.gz", replace(_tar({f"/{name}": text for name, text in REVIEWS.items()}))),
-        "empty review": ("aclImdb_v1.tar.gz", replace(_tar({**REVIEWS, FIRST: b""}))),
-        "not UTF-8": ("aclImdb_v1.tar.gz", replace(_tar({**REVIEWS, FIRST: b"\xff"}))),
-        "symbolic links": ("aclImdb_v1.tar.gz", replace(_tar(dict.fromkeys(REVIEWS, b""), kind=tarfile.SYMTYPE))),
-        "devices": ("aclImdb_v1.tar.gz", replace(_tar(dict.fromkeys(REVIEWS, b""), kind=tarfile.CHRTYPE))),
-        "cut xz": ("aclImdb_v1.tar.xz", replace(_cut_stream(_tar(REVIEWS, "w:xz")))),
+        "wrong checksum": ("aclImdb_v1.tar.gz", replace(make_tar(REVIEWS)[:-8] + bytes(8))),
+        "no members": ("aclImdb_v1.tar.gz", replace(make_tar({}))),
+        "one review less": ("aclImdb_v1.tar.gz", replace(make_tar(dict(list(REVIEWS.items())[1:])))),
+        "traversal": (
+            "aclImdb_v1.tar.gz",
+            replace(make_tar({f"../../{name}": x for name, x in REVIEWS.items()})),
+        ),
+        "absolute names": (
+            "aclImdb_v1.tar.gz",
+            replace(make_tar({f"/{name}": x for name, x in REVIEWS.items()})),
+        ),
+        "empty review": ("aclImdb_v1.tar.gz", replace(make_tar({**REVIEWS, FIRST: b""}))),
+        "not UTF-8": ("aclImdb_v1.tar.gz", replace(make_tar({**REVIEWS, FIRST: b"\xff"}))),
+        "symbolic links": ("aclImdb_v1.tar.gz", replace(make_tar(dict.fromkeys(REVIEWS, b""), kind=tarfile.SYMTYPE))),
+        "devices": ("aclImdb_v1.tar.gz", replace(make_tar(dict.fromkeys(REVIEWS, b""), kind=tarfile.CHRTYPE))),
+        "cut xz": ("aclImdb_v1.tar.xz", replace(_cut_stream(make_tar(REVIEWS, "w:xz")))),
         "xz of garbage": ("aclImdb_v1.tar.xz", replace(lzma.compress(GARBAGE))),
-        "cut tar": ("aclImdb_v1.tar", replace(_tar(REVIEWS, "w")[:700])),
-        "cut tgz": ("aclImdb_v1.tgz", replace(_cut_stream(_tar(REVIEWS)))),
+        "cut tar": ("aclImdb_v1.tar", replace(make_tar(REVIEWS, "w")[:700])),
+        "cut tgz": ("aclImdb_v1.tgz", replace(_cut_stream(make_tar(REVIEWS)))),
         "garbage tar": ("aclImdb_v1.tar", replace(GARBAGE)),
-        "bzip2 as gz": ("aclImdb_v1.tar.gz", replace(_tar(REVIEWS, "w:bz2")[:100])),
+        "bzip2 as gz": ("aclImdb_v1.tar.gz", replace(make_tar(REVIEWS, "w:bz2")[:100])),
         "a directory": ("aclImdb_v1.tar.gz", lambda path: path.mkdir()),
         "unpacked, no reviews": ("aclImdb/train/neg/readme", replace(b"no review")),
         "unpacked, a file as directory": ("aclImdb", replace(b"a file")),
@@ -224,7 +232,9 @@ def _archives() -> Iterator[Case]:
         yield _case("small-text", file, name, lambda directory: directory.mkdir(), damage)
     members = list(REVIEWS)
     for name in ("removed", "empty", "garbage", "directory", "link loop"):
-        yield _case("small-text", members[0], name, lambda directory: _write(directory, REVIEWS), FILE_DAMAGES[name])
+        yield _case(
+            "small-text", members[0], name, lambda directory: write_files(directory, REVIEWS), FILE_DAMAGES[name]
+        )
 
 
 # Prepared data, which is repaired or prepared again.

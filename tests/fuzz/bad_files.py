@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.fuzz import bad_data, bad_recipes, materials
+from tests.fuzz import bad_data, bad_images, bad_recipes, materials
 from tests.fuzz.damaged_runs import SIZES, WRONG_SIZES, drop_key, set_key
 from tests.fuzz.damages import (
     FILE_DAMAGES,
@@ -282,5 +282,6 @@ def cases() -> Iterator[Case]:
     """Yield the table."""
     yield from bad_recipes.recipes()
     yield from bad_data.cases()
+    yield from bad_images.cases()
     for part in (_ids, _texts, _tables, _vocabularies, _transformers, _pipes):
         yield from part()

@@ -3,7 +3,7 @@
 import pytest
 
 from mgk._core.io import DataError
-from mgk.models.vocabulary import ByteVocabulary, WordVocabulary, load_vocabulary
+from mgk.models.vocabulary import ByteVocabulary, SubwordVocabulary, WordVocabulary, cut_long_words, load_vocabulary
 
 
 def test_save_and_load_round_trip_with_unusual_words(tmp_path):
@@ -42,3 +42,18 @@ def test_load_vocabulary_without_file_requires_256_tokens(tmp_path):
         load_vocabulary(tmp_path, 257)
     WordVocabulary(["<eos>", "<unk>"]).save(tmp_path)
     assert isinstance(load_vocabulary(tmp_path, 256), WordVocabulary)
+
+
+def test_long_words_are_cut_for_the_training_of_a_tokenizer(monkeypatch):
+    monkeypatch.setattr("mgk.models.vocabulary.MAX_WORD", 6)
+    line = "some short words\n"
+    assert cut_long_words(line) == [line]
+    for long in ("a b " + 20 * "x" + " c\n", 13 * " "):
+        parts = cut_long_words(long)
+        assert "".join(parts) == long
+        assert max(map(len, parts)) == 6
+    vocabulary = SubwordVocabulary.train([40 * "x"], 300)
+    longest = max(vocabulary.tokenizer.get_vocab(), key=len)
+    assert 2 <= len(longest) <= 6
+    ids, _ = vocabulary.encode(40 * "x")
+    assert vocabulary.decode(ids.tolist()) == 40 * "x"

@@ -83,6 +83,61 @@ def test_wrong_files(tmp_path, colours):
         TASK.prepare(tmp_path)
 
 
+def write_archive(path, name, kind, size):
+    """Write an archive of one member, whose contents are missing."""
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, size
+    path.write_bytes(member.tobuf())
+
+
+def test_damaged_file_of_a_directory_is_named(tmp_path, colours):
+    write_binary(tmp_path, colours)
+    for content in (b"", colours[100:119].tobytes()):
+        (tmp_path / DIRECTORY / "test_batch.bin").write_bytes(content)
+        with pytest.raises(DataError, match=r"test_batch\.bin"):
+            TASK.prepare(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("././@PaxHeader", tarfile.XHDTYPE, "a header of 2,000,000 bytes"),
+        ("././@LongLink", tarfile.GNUTYPE_LONGNAME, "a header of 2,000,000 bytes"),
+        (f"{DIRECTORY}/test_batch.bin", tarfile.REGTYPE, "test_batch.bin has 2,000,000 bytes"),
+    ],
+)
+def test_large_members_of_an_archive_are_not_read(tmp_path, monkeypatch, name, kind, message):
+    """The limits are checked before the contents are read, which are missing here."""
+    monkeypatch.setattr("mgk.tasks.image.MAX_BATCH", 1_000_000)
+    write_archive(tmp_path / ARCHIVE, name, kind, 2_000_000)
+    with pytest.raises(DataError, match=message):
+        TASK.prepare(tmp_path)
+
+
+def test_damaged_arrays_are_one_error(tmp_path, colours, monkeypatch):
+    write_grey(tmp_path, colours)
+    content = (tmp_path / GREY_FILE).read_bytes()
+    # Flags and compression method of a member follow the version, 2.0 or 4.5, in both of its headers.
+    version = next(version for version in (b"\x14\x00", b"\x2d\x00") if version + bytes(4) in content)
+    array = b"{'descr': '|u1', 'fortran_order': False, 'shape': (100, 32, 32), }"
+    assert array in content
+    damages = {
+        "encrypted": content.replace(version + bytes(4), version + b"\x01\0\0\0"),
+        "method is not supported": content.replace(version + bytes(4), version + b"\0\0\x63\0"),
+        "not a zip file": content[:100],
+        "magic string": content.replace(b"\x93NUMPY", b"\x93NUMPX"),
+        "": content.replace(array, array.replace(b"(100, 32, 32)", b"(9" + b"9" * 9 + b",2)")),
+    }
+    for message, damaged in damages.items():
+        (tmp_path / GREY_FILE).write_bytes(damaged)
+        with pytest.raises(DataError, match=f"{GREY_FILE} is damaged .*{message}"):
+            TASK.prepare(tmp_path)
+    (tmp_path / GREY_FILE).write_bytes(content)
+    monkeypatch.setattr("mgk.tasks.image.MAX_ARRAY", 1000)
+    with pytest.raises(DataError, match="train_images has 102,528 bytes"):
+        TASK.prepare(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
