@@ -36,7 +36,7 @@ def evaluate(
     from mgk.models.run_directory import RunDirectory
     from mgk.training.config import PRECISIONS, TrainConfig
     from mgk.training.evaluate import load_objective
-    from mgk.training.objectives import OBJECTIVES
+    from mgk.training.objectives import OBJECTIVES, NotFiniteError
     from mgk.training.runs import task_of_run
 
     for name, count in (("--batch-size", batch_size), ("--stride", stride)):
@@ -61,11 +61,13 @@ def evaluate(
     objective = load_objective(RunDirectory(run).existing_best_model(), settings, task, data, device, split)
     same_data = check_same_data(run, description, task, data)
     for name in objective.splits:
-        metrics = list(objective.evaluate(name, None))
-        values = {metric.metric: metric.value for metric in metrics}
-        for metric, value in values.items():
-            if not math.isfinite(value):
-                reason = "the model has diverged, or its weights are damaged"
-                raise ValueError(f"{run}: {metric} on {name} is not finite: {reason}")
+        try:
+            metrics = list(objective.evaluate(name, None))
+            values = {metric.metric: metric.value for metric in metrics}
+            for metric, value in values.items():
+                if not math.isfinite(value):
+                    raise NotFiniteError(metric, name)
+        except NotFiniteError as error:
+            raise ValueError(f"{run}: {error}") from None
         line = {"run": str(run), "dataset": task.dataset, "split": name, "n_examples": metrics[0].n_examples}
         print(json.dumps({**line, **same_data, **values}))

@@ -41,6 +41,9 @@ class Sampling:
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Sample a token from logits [V]."""
+        # The maximum is NaN if a logit is.
+        if not logits.max().isfinite():
+            raise ValueError("the logits are not finite: the model has diverged, or its weights are damaged")
         if self.temperature == 0:
             return int(logits.argmax())
         # On the CPU, so that a seed gives the same tokens on every device.
@@ -51,8 +54,6 @@ class Sampling:
             # The token that crosses the threshold is included.
             before = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0)
-        if not probabilities.isfinite().all():
-            raise ValueError("the logits are not finite: the model has diverged, or its weights are damaged")
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 

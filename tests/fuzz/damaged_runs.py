@@ -56,6 +56,8 @@ def cases() -> Iterator[Case]:
             yield from _of_file(file, name, damage, (command,))
     for name in ("removed", "garbage", "truncated"):
         yield _of_stopped("last.ckpt", name)
+    for name in ("NaN", "infinite"):
+        yield _of_classifier(name)
     yield from _compared()
 
 
@@ -85,6 +87,18 @@ def _of_stopped(file: str, name: str) -> Case:
 
     arguments = (*materials.DEMO_TRAIN, "--resume", "auto", "--out", "my-run", "--data-dir", str(materials.demo_data()))
     return Case(f"stopped run, {file} {name}, resume", arguments, prepare, (file,))
+
+
+def _of_classifier(name: str) -> Case:
+    """Return a case of a classifier whose logits are not finite: it has no accuracy."""
+    file = "best/model.safetensors"
+
+    def prepare(directory: Path) -> None:
+        run = materials.copy("run", directory / "my-run")
+        CONTENTS[file][name](run / file)
+
+    arguments = ("eval", "my-run", "--data-dir", str(materials.demo_data()))
+    return Case(f"classifier, {file} {name}, eval", arguments, prepare, ("my-run",), must_fail=True, is_json=True)
 
 
 def _compared() -> Iterator[Case]:

@@ -60,3 +60,13 @@ def test_draws_follow_probabilities():
 def test_invalid_sampling_raises(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_raise(temperature, value):
+    logits = torch.tensor([1.0, value, 2.0, -torch.inf])
+    with pytest.raises(ValueError, match="the logits are not finite"):
+        Sampling(temperature=temperature).draw(logits, torch.Generator())
+    logits[1] = 3
+    assert Sampling(temperature=0).draw(logits, torch.Generator()) == 1

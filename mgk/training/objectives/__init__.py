@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mgk.training.objectives.base import Metric, MetricFormat, Objective
+from mgk.training.objectives.base import Metric, MetricFormat, NotFiniteError, Objective
 from mgk.training.objectives.classification import Classification
 from mgk.training.objectives.image_classification import ImageClassification
 from mgk.training.objectives.language_modelling import LanguageModelling
@@ -20,6 +20,7 @@ __all__ = [
     "LanguageModelling",
     "Metric",
     "MetricFormat",
+    "NotFiniteError",
     "Objective",
     "objective_for",
 ]

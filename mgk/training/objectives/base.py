@@ -21,6 +21,13 @@ from mgk.training.config import ModelSpec, Recipe, TrainConfig
 from mgk.training.data import SequentialSampler
 
 
+class NotFiniteError(ValueError):
+    """The outputs of a model are NaN or infinite: it has diverged, or its weights are damaged."""
+
+    def __init__(self, name: str, split: str) -> None:
+        super().__init__(f"{name} on {split} is not finite: the model has diverged, or its weights are damaged")
+
+
 class Metric(NamedTuple):
     """One metric of an evaluated model."""
 

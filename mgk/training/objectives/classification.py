@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mgk.models import Classifier, EncoderConfig
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.data import DeviceDataset, SequentialSampler
-from mgk.training.objectives.base import Metric, MetricFormat, Objective, repeat_to_size
+from mgk.training.objectives.base import Metric, MetricFormat, NotFiniteError, Objective, repeat_to_size
 
 
 class Classification(Objective):
@@ -114,12 +114,20 @@ class Classification(Objective):
 
     @torch.no_grad()
     def correct(self, split: str) -> np.ndarray:
-        """Return whether the predicted class is correct, for each example of a split."""
+        """Return whether the predicted class is correct, for each example of a split.
+
+        Raises:
+            NotFiniteError: A logit is NaN or infinite. `argmax` would give a class all the same.
+        """
         parts = []
+        is_finite = torch.ones((), dtype=torch.bool, device=self.device)
         for indices in SequentialSampler(len(self.splits[split]), self.settings.eval_batch_size):
             with self.autocast():
                 logits, labels = self.logits(indices, split)
             parts.append(logits.argmax(-1) == labels)
+            is_finite &= logits.isfinite().all()
+        if not is_finite:
+            raise NotFiniteError("a logit", split)
         return torch.cat(parts).cpu().numpy()
 
     @staticmethod
