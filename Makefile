@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-fuzz slurm test-slurm test-gpu docs dist lint format bench clean
+.PHONY: compile-check test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-fuzz slurm test-slurm test-gpu docs dist lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,6 +69,10 @@ test-faults: $(STAMP) ## Kill, stop and starve a run at every operation, damage 
 
 test-mutants: $(STAMP) ## Run the tests against copies with one wrong line each; writes results/mutants.csv (half an hour)
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+# Without a GPU: the kernels are compiled for seven architectures and not run.
+compile-check: $(STAMP) ## Compile kernels for every GPU architecture; writes results/compiled.csv (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/compile_check.py --out results/compiled.csv --page docs/hardware.md $(ARGS)
 
 slurm: ## Install SLURM for test-slurm: Debian's packages (needs root)
 	command -v slurmctld slurmd >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \

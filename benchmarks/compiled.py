@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -29,20 +28,24 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import mgk
+from mgk._core.calls import mixture_call
+from mgk.backends import em_statistics
 from mgk.kernels import jit_cache
-from mgk.kernels.linear import ops  # noqa: F401  (before TRITON_INTERPRET is set: Triton reads it on import)
+from mgk.kernels.architecture import Architecture, is_amd, targeting
 from mgk.kernels.mixture import launch
+from mgk.kernels.mixture.tile import FALLBACK
 
 # Shared memory limit of a program in bytes, by compute capability.
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-FIRST_WITH_TMA = 90
+SHARED: dict[Architecture, int] = {
+    80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376, "gfx942": 65_536,
+}  # fmt: skip
 OPERATORS = ("smgk", "smgk-hard", "mgk", "mgk-hard", "smlk", "mlk")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 32, 64, 128, 256)
 COMPONENTS = (1, 2, 4, 8)
 FEATURES = (
     "plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query", "shared keys", "fewer key heads",
-    "fewer key heads, one query",
+    "fewer key heads, one query", "counts",
 )  # fmt: skip
 LONG, SHORT = 2048, 64  # sequence lengths; SHORT makes a call small
 
@@ -67,7 +70,7 @@ class Kernel(NamedTuple):
     shared: int = 0
     failure: str = ""
 
-    def misfit(self, arch: int) -> str:
+    def misfit(self, arch: Architecture) -> str:
         if self.failure or self.shared <= SHARED[arch]:
             return self.failure
         return f"{self.shared} bytes of shared memory, the limit is {SHARED[arch]}"
@@ -79,39 +82,46 @@ class CompileOnlyDriver:
     The device index is the architecture, because kernels cache compiled code by device.
     """
 
-    def __init__(self, arch: int):
+    def __init__(self, arch: Architecture):
         self.arch = arch
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
+        return GPUTarget("hip", self.arch, 64) if is_amd(self.arch) else GPUTarget("cuda", self.arch, 32)
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> Architecture:
         return self.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def kernels(call: Call, arch: int) -> list[Kernel]:
-    """Return the kernels that a call launches, forward and backward."""
+def kernels(call: Call, arch: Architecture, first_paths: bool = False) -> list[Kernel]:
+    """Return the kernels that a call launches, forward and backward.
+
+    Args:
+        call: The call.
+        arch: The GPU.
+        first_paths: Skip the fallback, the second path of a kernel.
+    """
     compiled_kernels: list[Kernel] = []
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if first_paths and kwargs.get("PATH") == FALLBACK.value:
+            return
         name = f"{kernel.__name__} {kwargs.get('PATH', '')}".strip()
         try:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-            compiled_kernels.append(Kernel(name, *_usage(compiled.asm["cubin"]), compiled.metadata.shared))
+            usage = _amd_usage(compiled.asm["amdgcn"]) if is_amd(arch) else _usage(compiled.asm["cubin"])
+            compiled_kernels.append(Kernel(name, *usage, compiled.metadata.shared))
         except Exception as error:  # a compiler failure: continue with the other kernels
             compiled_kernels.append(Kernel(name, failure=str(error).strip().splitlines()[-1][:150]))
 
     launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, _compiled={})
-    tma = mock.patch.object(launch, "supports_tma", return_value=arch >= FIRST_WITH_TMA)
     limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
     with (
-        launcher, tma, limit, mock.patch.object(triton.runtime.driver, "_active", CompileOnlyDriver(arch)),
+        launcher, targeting(arch), limit, mock.patch.object(triton.runtime.driver, "_active", CompileOnlyDriver(arch)),
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),  # allows CPU tensors
     ):  # fmt: skip
         _attend(call)
     return compiled_kernels
@@ -127,6 +137,13 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert match is not None, text
     return int(match[1]), int(match[2])
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    """Return vector registers (with accumulation registers) and bytes of scratch memory per thread."""
+    numbers = (re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "private_segment_fixed_size"))
+    registers, scratch = (int(match[1]) if match else 0 for match in numbers)
+    return registers, scratch
 
 
 def _attend(call: Call) -> None:
@@ -160,6 +177,14 @@ def _attend(call: Call) -> None:
     operator = getattr(mgk, f"{family}_attention")
     sharing = 2 if call.feature == "shared keys" or fewer_keys else 1
     query = tensor(B, sharing * H, 1 if decoding and not linear else N, D)
+    if call.feature == "counts":  # of expectation maximisation
+        if not linear and not hard:
+            shifted: dict[str, Any] = {"shift": shift[0], "shifted": True} if shift else {}
+            em_statistics(
+                mixture_call(query, *keys, tensor(B, H, N, D), log_prior=options["log_prior"], **shifted),
+                with_spread=False,
+            )
+        return
     out = operator(query, *keys, tensor(B, 2 * H if fewer_keys else H, N, D), *shift, **options)
     if not decoding:
         out.sum().backward()
@@ -174,7 +199,9 @@ def calls(args: argparse.Namespace) -> Iterator[Call]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, default=90, choices=list(SHARED), help="compute capability, as in sm_90")
+    parser.add_argument(
+        "--arch", default="90", choices=list(map(str, SHARED)), help="compute capability, as in sm_90, or gfx942"
+    )
     parser.add_argument("--operator", choices=OPERATORS)
     parser.add_argument("--dtype", choices=list(TYPES))
     parser.add_argument("--width", type=int, choices=WIDTHS)
@@ -182,11 +209,12 @@ def main() -> None:
     parser.add_argument("--feature", choices=FEATURES)
     parser.add_argument("--part", default="1/1", help="K/N: only the K-th of N parts")
     args = parser.parse_args()
+    arch: Architecture = int(args.arch) if args.arch.isdigit() else args.arch
     part, parts = map(int, args.part.split("/"))
     misfits = []
     for call in list(calls(args))[part - 1 :: parts]:
-        for kernel in kernels(call, args.arch):
-            name, reason = f"{call}: {kernel.name}", kernel.misfit(args.arch)
+        for kernel in kernels(call, arch):
+            name, reason = f"{call}: {kernel.name}", kernel.misfit(arch)
             print(f"{name}: {kernel.registers} registers, {kernel.local} local, {kernel.shared} shared", flush=True)
             misfits += [f"{name}: {reason}"] if reason else []
     print(*misfits, sep="\n")

@@ -5,7 +5,7 @@ returns (output, lse, weights) of a MixtureCall or (output, state, weights) of a
 both families has one `run` function for each. Backend modules do not import each other.
 
 To add a backend, write such a module and add a row to MIXTURE_BACKENDS or LINEAR_BACKENDS, before the slower backends.
-If a later backend is faster for some calls, give the row a `prefer_other_reason` that returns the measured reason.
+If a later backend is faster or safer for some calls, give the row a `prefer_other_reason` that returns the reason.
 
 Shapes: B batch, H query heads, Hk key heads, Hv value heads, M components, L queries, S keys, D head dimension,
 E value dimension, F features.
@@ -31,7 +31,7 @@ class Backend(NamedTuple):
     name: str
     unsupported_reason: Callable[[Any], str | None]  # why it does not support a call, or None
     run: Callable[[Any], tuple[Any, Any, Any]]
-    prefer_other_reason: Callable[[Any], str | None] | None = None  # why a later backend is faster for a call, or None
+    prefer_other_reason: Callable[[Any], str | None] | None = None  # why "auto" runs a later one instead, or None
     is_reference: bool = False  # "auto" runs fp64 and ONNX export on these only
 
 
@@ -44,7 +44,7 @@ def _prefer_triton_to_plain(call: MixtureCall) -> str | None:
     is_decode_step = call.query.is_cuda and _is_cudnn_decode_step(call) and triton.uses_decode_kernel(call)
     has_key_mask = call.attn_mask is not None and call.attn_mask.shape[2] == 1
     has_pairs = call.keys.shape[1] != call.value.shape[1]
-    if not (is_decode_step or has_key_mask or has_pairs) or triton.mixture_unsupported_reason(call) is not None:
+    if not (is_decode_step or has_key_mask or has_pairs) or not triton.can_auto_run_mixture(call):
         return None
     if has_pairs:
         return "triton needs no copies of keys or values, whose numbers of heads differ"
@@ -67,13 +67,13 @@ def _table(*backends: Backend) -> dict[str, Backend]:
 MIXTURE_BACKENDS = _table(
     Backend("meta", meta.unsupported_reason, meta.run_mixture),
     Backend("plain", torch_sdpa.unsupported_reason, torch_sdpa.run, _prefer_triton_to_plain),
-    Backend("triton", triton.mixture_unsupported_reason, triton.run_mixture),
+    Backend("triton", triton.mixture_unsupported_reason, triton.run_mixture, triton.untested_gpu_reason),
     Backend("sdpa", cpu_flash.unsupported_reason, cpu_flash.run),
     Backend("eager", eager.unsupported_reason, eager.run_mixture, is_reference=True),
 )
 LINEAR_BACKENDS = _table(
     Backend("meta", meta.unsupported_reason, meta.run_linear),
-    Backend("triton", triton.linear_unsupported_reason, triton.run_linear),
+    Backend("triton", triton.linear_unsupported_reason, triton.run_linear, triton.untested_gpu_reason),
     Backend("chunked", chunked.unsupported_reason, chunked.run, is_reference=True),
     Backend("eager", eager.unsupported_reason, eager.run_linear, is_reference=True),
 )
@@ -86,7 +86,9 @@ def backend_names(backends: Mapping[str, Backend]) -> list[str]:
 
 def mask_invalid_keys(call: MixtureCall, name: str) -> MixtureCall:
     """Replace a call's count of valid keys by a mask, unless "triton", which reads the count, runs the call."""
-    if name in ("auto", "triton") and triton.mixture_unsupported_reason(call) is None:
+    if (name == "auto" and triton.can_auto_run_mixture(call)) or (
+        name == "triton" and triton.mixture_unsupported_reason(call) is None
+    ):
         return call
     return call.with_valid_keys_mask()
 
@@ -170,7 +172,7 @@ def em_statistics(call: MixtureCall, real_queries: Tensor | None = None, *, with
         with_spread: Compute the spread too, which only variances use. Without it, the kernels are used if they support
             the call.
     """
-    if with_spread or triton.mixture_unsupported_reason(call) is not None:
+    if with_spread or not triton.can_auto_run_mixture(call):
         return statistics_by_equations(call, real_queries)
     count, pairs = triton.count_components(call, real_queries)
     return EMStatistics(count, pairs, None)

@@ -6,6 +6,7 @@ is slow.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -19,6 +20,7 @@ from mgk._core.calls import LinearCall, MixtureCall, Packed
 from mgk._core.linear_features import check_state_features
 from mgk._core.masks import and_mask, as_bool
 from mgk.features import FEATURE_MAPS
+from mgk.kernels.architecture import compile_target
 from mgk.kernels.autograd import needs_dispatcher
 
 
@@ -32,8 +34,17 @@ def _missing_triton_reason() -> str | None:
     return "the kernels require Triton 3.4 or newer, which comes with torch 2.8"
 
 
+def _triton_version() -> tuple[int, ...]:
+    """Return major and minor version of Triton; of a build with another distribution name, (99,)."""
+    try:
+        return tuple(int(number) for number in importlib.metadata.version("triton").split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return (99,)
+
+
 # Evaluated once: torch.compile cannot trace the import system.
 NO_TRITON = _missing_triton_reason()
+TRITON_VERSION = _triton_version()
 MAX_WIDTH = 256  # largest head or value dimension
 MAX_COMPONENTS = 8
 DIFFERENTIABLE = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
@@ -45,9 +56,11 @@ DECODE_HEADS = 32
 MAX_BATCH = 65_535
 # The linear kernels index the heads of all batch entries by the grid's second axis.
 MAX_HEADS = 65_535
-# Major compute capabilities for which Triton 3.7 does not compile the mixture kernels: B200 and Thor, whose tensor
-# cores use a separate memory (benchmarks/compiled.py --arch 100). The kernels of linear attention compile.
-UNSUPPORTED_BY_MIXTURE = (10, 11)
+# Major compute capabilities of B200 and Thor, whose tensor cores use a separate memory, and the first Triton with which
+# the mixture kernels were compiled for them (`make compile-check`).
+TENSOR_MEMORY, TENSOR_MEMORY_TRITON = (10, 11), (3, 7)
+# Older GPUs have no bf16 tensor cores; the kernels are compiled for none of them.
+FIRST_CAPABILITY = (8, 0)
 # Codes of causal alignments and feature maps in the kernels.
 CAUSAL = {None: 0, "top-left": 1, "bottom-right": 2}
 MAPS = {FEATURE_MAPS["elu"]: 0, FEATURE_MAPS["relu"]: 1}
@@ -70,25 +83,29 @@ def device_capability(index: int) -> tuple[int, int]:
 device_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _unsupported_gpu_reason(call: MixtureCall | LinearCall) -> str | None:
-    if torch.version.hip is not None:
-        return "the kernels do not compile on ROCm"
-    if isinstance(call, MixtureCall):
-        major, minor = device_capability(call.query.get_device())
-        if major in UNSUPPORTED_BY_MIXTURE:
-            return f"the mixture kernels do not compile for GPUs of compute capability {major}.{minor}"
+def untested_gpu_reason(call: MixtureCall | LinearCall) -> str | None:
+    """Return why "auto" does not run the kernels although they compile for the GPU of the call, or None."""
+    if call.query.device.type == "cuda" and torch.version.hip is not None:
+        return "the kernels compile for ROCm and have not run there (backend='triton' runs them)"
     return None
+
+
+def can_auto_run_mixture(call: MixtureCall) -> bool:
+    """Return whether "auto" may run the mixture kernels."""
+    return untested_gpu_reason(call) is None and mixture_unsupported_reason(call) is None
 
 
 def _unsupported_platform_reason(call: MixtureCall | LinearCall) -> str | None:
     if NO_TRITON is not None:
         return NO_TRITON
     query = call.query
-    if query.device.type == "cuda":
-        reason = _unsupported_gpu_reason(call)
-        if reason is not None:
-            return reason
-    if not query.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if query.device.type == "cuda" and torch.version.hip is None:
+        major, minor = device_capability(query.get_device())
+        if (0, 0) < (major, minor) < FIRST_CAPABILITY:
+            return f"the kernels require compute capability 8.0, and the GPU has {major}.{minor}"
+        if major in TENSOR_MEMORY and TRITON_VERSION < TENSOR_MEMORY_TRITON and isinstance(call, MixtureCall):
+            return f"the mixture kernels require Triton 3.7 on GPUs of compute capability {major}.{minor}"
+    if not query.is_cuda and compile_target() is None and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels require a CUDA device, but query is on {query.device.type}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not supported (float16, bfloat16 and float32 are)"

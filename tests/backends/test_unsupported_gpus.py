@@ -1,4 +1,4 @@
-"""GPUs for which the Triton kernels do not compile: "auto" runs another backend, and "triton" raises."""
+"""GPUs on which "auto" does not run the Triton kernels: "triton" raises, or runs them where they only are untested."""
 
 import pytest
 import torch
@@ -10,8 +10,14 @@ from mgk.backends import select_backend, triton
 
 pytestmark = pytest.mark.skipif(triton.NO_TRITON is not None, reason=str(triton.NO_TRITON))
 
-SM_100 = "the mixture kernels do not compile for GPUs of compute capability 10.0"
-ROCM = "the kernels do not compile on ROCm"
+SM_75 = "the kernels require compute capability 8.0, and the GPU has 7.5"
+SM_100 = "the mixture kernels require Triton 3.7 on GPUs of compute capability 10.0"
+ROCM = "the kernels compile for ROCm and have not run there (backend='triton' runs them)"
+
+
+@pytest.fixture
+def old_triton(monkeypatch):
+    monkeypatch.setattr(triton, "TRITON_VERSION", (3, 6))
 
 
 @pytest.fixture
@@ -41,8 +47,21 @@ def tensors(operator, index=0):
 
 
 @pytest.mark.parametrize("operator", ["mgk_attention", "smgk_attention"])
-@pytest.mark.parametrize("capability, reason", [((10, 0), SM_100), ((10, 3), SM_100[:-1] + "3"), ((9, 0), None)])
-def test_mixture_kernels_are_refused_by_capability(gpus, operator, capability, reason):
+@pytest.mark.parametrize(
+    "capability, version, reason",
+    [
+        ((10, 0), (3, 6), SM_100),
+        ((10, 3), (3, 6), SM_100[:-1] + "3"),
+        ((10, 0), (3, 7), None),
+        ((11, 0), (99,), None),
+        ((12, 0), (3, 4), None),
+        ((8, 0), (3, 4), None),
+        ((9, 0), (3, 4), None),
+        ((7, 5), (3, 7), SM_75),
+    ],
+)
+def test_mixture_kernels_are_refused_by_capability(gpus, operator, capability, version, reason, monkeypatch):
+    monkeypatch.setattr(triton, "TRITON_VERSION", version)
     gpus(capability)
     with FakeTensorMode():
         inputs = tensors(operator)
@@ -54,7 +73,7 @@ def test_mixture_kernels_are_refused_by_capability(gpus, operator, capability, r
                 getattr(mgk, operator)(*inputs, backend="triton")
 
 
-def test_softmax_attention_with_padding_runs_on_sdpa_if_the_kernels_are_refused(gpus):
+def test_softmax_attention_with_padding_runs_on_sdpa_if_the_kernels_are_refused(gpus, old_triton):
     with FakeTensorMode():
         query, keys, value = (torch.empty(n, device="cuda:0") for n in ((1, 2, 9, 4), (1, 2, 1, 9, 4), (1, 2, 9, 4)))
         mask = torch.ones(1, 1, 1, 9, dtype=torch.bool, device=query.device)
@@ -67,25 +86,36 @@ def test_softmax_attention_with_padding_runs_on_sdpa_if_the_kernels_are_refused(
 
 
 @pytest.mark.parametrize("operator", ["mgk_attention", "smgk_attention", "mlk_attention", "smlk_attention"])
-def test_all_kernels_are_refused_on_rocm(gpus, operator, monkeypatch):
+def test_auto_does_not_run_the_kernels_on_rocm(gpus, operator, monkeypatch):
     reads = gpus((9, 4))
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
     with FakeTensorMode():
         choice = mgk.explain_backend(operator, *tensors(operator))
         assert choice.reasons["triton"] == ROCM
         assert choice.backend in ("eager", "chunked")
-        with pytest.raises(ValueError, match=ROCM):
-            getattr(mgk, operator)(*tensors(operator), backend="triton")
+        assert mgk.explain_backend(operator, *tensors(operator), backend="triton").backend == "triton"
     assert reads == []
 
 
-def test_kernels_of_linear_attention_run_on_every_nvidia_gpu(gpus):
+def test_helpers_of_auto_do_not_run_the_kernels_on_rocm(gpus, monkeypatch):
+    """EM counts and masks of caches select the kernels outside of the table of backends."""
+    gpus((9, 4))
+    with FakeTensorMode():
+        query, key, value, shift = tensors("smgk_attention")
+        call = mixture_call(query, key, value, shift=shift, shifted=True)
+        assert triton.can_auto_run_mixture(call)
+        monkeypatch.setattr(torch.version, "hip", "7.2.0")
+        assert not triton.can_auto_run_mixture(call)
+        assert triton.mixture_unsupported_reason(call) is None
+
+
+def test_kernels_of_linear_attention_run_on_every_nvidia_gpu(gpus, old_triton):
     gpus((10, 0))
     with FakeTensorMode():
         assert mgk.explain_backend("smlk_attention", *tensors("smlk_attention")).backend == "triton"
 
 
-def test_capability_is_read_once_per_gpu(gpus):
+def test_capability_is_read_once_per_gpu(gpus, old_triton):
     reads = gpus((9, 0), (10, 0))
     with FakeTensorMode():
         for index, name in ((0, "triton"), (1, "eager"), (1, "eager"), (0, "triton")):
@@ -101,7 +131,7 @@ def test_fake_tensors_need_no_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("capability, backend", [((9, 0), "triton"), ((10, 0), "eager")], ids=str)
-def test_selection_compiles_without_graph_breaks(gpus, capability, backend):
+def test_selection_compiles_without_graph_breaks(gpus, capability, backend, old_triton):
     """The capability is a constant of the graph: fullgraph=True raises at a graph break, warnings are errors."""
     gpus(capability)
 

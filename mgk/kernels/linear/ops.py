@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk._core.heads import pair_heads
+from mgk.kernels.architecture import architecture, is_amd
 from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import kernels
@@ -44,6 +45,9 @@ STATE_COLUMNS = 64
 DECODE_COLUMNS = 32
 
 
+CPU = torch.device("cpu")
+
+
 @functools.cache
 def select_block(width: int, itemsize: int) -> BlockConfig:
     table = BLOCKS if itemsize == 2 else WIDE_BLOCKS
@@ -55,8 +59,10 @@ def feature_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def _precision(dtype: torch.dtype) -> str:
+def _precision(dtype: torch.dtype, device: torch.device = CPU) -> str:
     """Return the GEMM precision. TF32 has the precision of fp16 and the range of fp32."""
+    if is_amd(architecture(device)):
+        return "ieee"
     return "tf32" if dtype == torch.float16 or (dtype == torch.float32 and tf32_allowed()) else "ieee"
 
 
@@ -114,8 +120,8 @@ def _make_config(
         table = _chunk_table(cu_seqlens, _count_chunks(S, block.chunk, cu_seqlens), block.chunk)
     constexprs = {
         "D": D, "E": E, "BLOCK": block.block, "CHUNK": block.chunk, "CAUSAL": causal, "PACKED": table is not None,
-        "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": _precision(query.dtype),
-        "KEY_REPEAT": HP // HK, "VALUE_REPEAT": HP // HV,
+        "TYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        "PRECISION": _precision(query.dtype, query.device), "KEY_REPEAT": HP // HK, "VALUE_REPEAT": HP // HV,
     }  # fmt: skip
     M = keys.shape[2] if shift is None else shift.shape[1]
     return LaunchConfig(B, H, HK, HP, L, S, D, E, M, causal, table, block, constexprs)

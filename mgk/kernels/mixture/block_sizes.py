@@ -3,6 +3,9 @@
 import functools
 from typing import Literal, NamedTuple
 
+from mgk.kernels.architecture import HOPPER, Architecture
+from mgk.kernels.mixture.architecture_blocks import blocks_of
+
 # The forward pass; dq; dk and dv, or dk alone; dv alone.
 Pass = Literal["fwd", "dq", "dkdv", "dv"]
 
@@ -273,13 +276,31 @@ class BlockTables(NamedTuple):
     independent: BlockTable
 
 
-# The only architecture that was measured; all GPUs use its tables.
-HOPPER = BlockTables(SHIFTED, SHIFTED_MANY, INDEPENDENT)
+# The largest width with blocks for small calls; wider ones use the blocks of the other calls.
+SMALL_WIDTH = 16
+MEASURED = BlockTables(SHIFTED, SHIFTED_MANY, INDEPENDENT)
+
+
+def _block_of_architecture(
+    block: BlockConfig, key: BlockKey, width: int, shifted: bool, architecture: Architecture
+) -> BlockConfig:
+    """Replace a measured block by that of the GPU. Limits of registers are those of Hopper."""
+    replacements = blocks_of(architecture)
+    if replacements is None:
+        return block
+    block = block._replace(
+        maxnreg=None, operand_in_registers=block.operand_in_registers and replacements.operand_in_registers
+    )
+    if key.small and width <= SMALL_WIDTH:
+        return block
+    table = (replacements.shifted if shifted else replacements.independent).get(key.pass_, {})
+    tile = next((tile for limit, tile in table.items() if width <= limit), None)
+    return block if tile is None else block._replace(**tile._asdict())
 
 
 @functools.cache
 def select_block(
-    key: BlockKey, width: int, components: int, shifted: bool, itemsize: int, tables: BlockTables = HOPPER
+    key: BlockKey, width: int, components: int, shifted: bool, itemsize: int, architecture: Architecture = HOPPER
 ) -> BlockConfig:
     """Return the block sizes of a launch.
 
@@ -289,8 +310,9 @@ def select_block(
         components: Number of components M.
         shifted: Whether the components share their keys up to a shift.
         itemsize: Bytes per element of the query.
-        tables: The configurations to choose from.
+        architecture: The GPU.
     """
+    tables = MEASURED
     choices = [tables.shifted] if shifted else [tables.independent]
     if shifted and components > 2:
         choices.insert(0, tables.shifted_many)
@@ -301,6 +323,7 @@ def select_block(
         for limit, block in table.get(candidate, {}).items()
         if width <= limit
     )
+    block = _block_of_architecture(block, key, width, shifted, architecture)
     if itemsize <= 2 and (shifted or components <= 2):
         return block
     # Wider elements or more GEMMs per tile: smaller tiles, to fit the registers and shared memory.

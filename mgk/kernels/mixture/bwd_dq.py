@@ -52,6 +52,7 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     sequence_bounds,
     skip_tile,
     store_rows,
+    sum_all,
     to_registers,
     value_head,
     zeros_tuple,
@@ -323,7 +324,7 @@ def mixture_backward_dq(
             dtau -= 0.5 * lam[r] * tl.sum(das[r] * squared_norm, 0)
             tl.store(p_sums + TAUS + 1 + r, tl.sum(das[r] * a[r], 0) / (lam[r] * LOG2E))
     else:
-        tl.store(p_sums + TAUS + 1, tl.sum(tl.sum(acc * b_x, 1), 0))
+        tl.store(p_sums + TAUS + 1, sum_all(acc * b_x))
         acc *= lam[0]
     tl.store(p_sums + TAUS, dtau)
     # dq is [B, L, H, D] in memory.

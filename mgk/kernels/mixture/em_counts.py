@@ -30,6 +30,7 @@ from mgk.kernels.mixture.tile import (
     row_terms,
     sequence_bounds,
 )
+from mgk.kernels.target import is_hip
 
 # Range of a_ir - a_is (base 2) up to which A_ir C_jr of the largest component does not underflow.
 COUNT_RANGE = tl.constexpr(100.0)
@@ -41,6 +42,8 @@ def reciprocal(b_x):
     if INTERPRETED:
         # Finite for a key whose components are all masked, whose counts are discarded.
         return 1.0 / tl.maximum(b_x, 1e-32)
+    elif is_hip():
+        return 1.0 / b_x
     else:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mgk.kernels.architecture import architecture, compile_target, has_tma, is_amd
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, select_block, select_decode_config
@@ -78,17 +79,14 @@ def tf32_allowed() -> bool:
 
 
 def precision_of(x: Tensor) -> str:
-    return "tf32" if x.dtype == torch.float32 and tf32_allowed() else "ieee"
-
-
-@functools.cache
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    tf32 = x.dtype == torch.float32 and tf32_allowed() and not is_amd(architecture(x.device))
+    return "tf32" if tf32 else "ieee"
 
 
 def supports_tma(*tensors: Tensor) -> bool:
     """Return whether TMA can read the tensors: Hopper or later, addresses and strides at multiples of 16 bytes."""
-    if tensors[0].device.type != "cuda" or not _has_tma(tensors[0].device):
+    device = tensors[0].device
+    if (device.type != "cuda" and compile_target() is None) or not has_tma(architecture(device)):
         return False
     return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
 
@@ -207,7 +205,7 @@ def forward_into(
 
 def settings() -> tuple[Any, ...]:
     """Return the process-wide settings that launch configurations depend on."""
-    return _small_pairs, select_block, BOUNDED
+    return _small_pairs, select_block, BOUNDED, compile_target()
 
 
 def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = False) -> LaunchFlags:
@@ -216,6 +214,7 @@ def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = 
     return LaunchFlags(
         args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, pairs <= _small_pairs,
         query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm,
+        architecture(query.device),
     )  # fmt: skip
 
 
@@ -264,7 +263,9 @@ def chunked_heads(args: MixtureArgs) -> int:
     # Not in chunks: packed sequences, which share a batch entry, and dropout, whose random numbers depend on the head.
     if query.numel() == 0 or value.numel() == 0 or args.cu_q is not None or args.dropout_p > 0:
         return B * HK
-    block = select_block(CHUNK_KEY, padded_width(max(D, E)), M, args.shift is not None, query.element_size())
+    block = select_block(
+        CHUNK_KEY, padded_width(max(D, E)), M, args.shift is not None, query.element_size(), architecture(query.device)
+    )
     chunk_heads = key_heads_per_chunk(B, H, HK, L, S, M, block)
     # Key heads with the value heads of other chunks: only batch entries are separated.
     return chunk_heads if HK == HV else max(chunk_heads, HK)

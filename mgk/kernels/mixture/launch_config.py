@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from mgk.kernels.architecture import HOPPER, Architecture
 from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.block_sizes import SPLIT_WIDTH, BlockConfig, BlockKey
@@ -54,6 +55,7 @@ class LaunchFlags(NamedTuple):
     precision: str
     select_block: Callable[..., BlockConfig]
     no_component_gemm: bool = False  # the forward prefers blocks without a component GEMM
+    architecture: Architecture = HOPPER
 
 
 def layouts(*tensors: Any) -> tuple[Any, ...]:
@@ -188,7 +190,7 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
         "fwd", small=small, hard=hard and not small, capped=_is_capped(fast, small, constexprs),
         no_component_gemm=flags.no_component_gemm and not small and not hard,
     )  # fmt: skip
-    block = flags.select_block(key, max(constexprs["BD"], constexprs["BE"]), M, shifted, size)
+    block = flags.select_block(key, max(constexprs["BD"], constexprs["BE"]), M, shifted, size, flags.architecture)
     tiles = ceil_div(args.max_q, block.block_m)
     constexprs.update(
         BM=block.block_m, BN=block.block_n, VALUE_GROUP=args.value_group, TMA=tma,
@@ -268,7 +270,7 @@ def backward_config(
     fast = factored or (one_sided and flags.bounded and not small)
 
     def select(key: BlockKey) -> BlockConfig:
-        return flags.select_block(key, width, M, shifted, size)
+        return flags.select_block(key, width, M, shifted, size, flags.architecture)
 
     capped = _is_capped(fast, small, constexprs)
     dq_block = select(BlockKey("dq", small=use_small_blocks and not tma_keys, tma=tma_keys, hard=hard, capped=capped))

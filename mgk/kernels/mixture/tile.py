@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mgk.kernels.target import cuda_capability_geq, is_hip
+
 # Keys per prepared tile. Block sizes along the keys divide it.
 KEY_TILE = tl.constexpr(128)
 # The row vectors of a head are padded to a multiple of this length. TMA then reads no block across their end and none
@@ -184,6 +186,9 @@ def mul_rn(x, y):
     """
     if INTERPRETED:
         return x * y
+    elif is_hip():
+        # Adding 0 keeps the product, and an explicit FMA is not fused with a later difference.
+        return tl.fma(x, y + tl.zeros_like(x), tl.zeros_like(x))
     else:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -219,6 +224,18 @@ def as_columns(xs, b_sub, M: tl.constexpr):
     for r in tl.static_range(M):
         out = out + ((xs[r] - b_sub)[:, None],)
     return out
+
+
+@triton.jit
+def sum_all(b_x):
+    """Return the sum of a tile."""
+    if INTERPRETED:
+        return tl.sum(tl.sum(b_x, 1), 0)
+    elif cuda_capability_geq(10, 0):
+        # Triton 3.7 fails on the sum of a sum over rows of tensor memory.
+        return tl.sum(b_x)
+    else:
+        return tl.sum(tl.sum(b_x, 1), 0)
 
 
 @triton.jit
