@@ -28,7 +28,6 @@ SPILL_LIMIT = 320
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120", "gfx942")
 # Fields of `compiled.Call`: operator, dtype, head dimension, components, feature.
 COMPLETE = (
-    ("smgk", "bf16", 32, 2, "causal"),
     ("smgk", "bf16", 64, 2, "causal"),
     ("smgk", "bf16", 128, 2, "causal"),
     ("smgk", "bf16", 256, 2, "causal"),
