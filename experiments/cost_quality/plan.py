@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import yaml
 
 from mgk._core.validation import fail
 from mgk.training.config import ModelSpec, Recipe, load_recipe
-from mgk.training.results import latest_value
+from mgk.training.equal_time import EqualTimeSpec, steps_of, with_steps
 from mgk.training.sweep import filter_rows
 
 PRESET = "paper"
 PLAN = Path(__file__).parent / "plan.yaml"
-STEP_TIME = "step_ms_alone"
 
 Rows = list[dict[str, str]]
 
@@ -40,11 +38,18 @@ class Arm:
     @classmethod
     def parse(cls, recipe: str, text: str, overrides: tuple[str, ...] = ()) -> Arm:
         """Parse "smgk:8" or "softmax:8@time=smgk:8"."""
-        model, separator, reference = text.partition("@")
-        if separator and not reference.startswith("time="):
-            fail("arm", f"must read MODEL or MODEL@time=MODEL, got {text!r}")
-        time_of = ModelSpec.parse(reference.removeprefix("time="), "arm") if separator else None
-        return cls(recipe, ModelSpec.parse(model, "arm"), time_of, overrides)
+        spec = EqualTimeSpec.parse(text, "arm")
+        if isinstance(spec, EqualTimeSpec):
+            return cls(recipe, spec.model, spec.time_of, overrides)
+        return cls(recipe, spec, None, overrides)
+
+    @property
+    def equal_time(self) -> EqualTimeSpec | None:
+        """The row of a sweep for an arm with the training time of another model; None for the others."""
+        model = self.model
+        if self.time_of is None:
+            return None
+        return EqualTimeSpec(model.variant, model.heads, model.kv_heads, model.key_heads, self.time_of)
 
     def __str__(self) -> str:
         return str(self.model) + (f"@time={self.time_of}" if self.time_of else "")
@@ -52,12 +57,10 @@ class Arm:
     def resolve(self, rows: Rows) -> Recipe | None:
         """Return the recipe with the arm's settings; None if the step times that it needs were not measured."""
         recipe = load_recipe(self.recipe).with_settings(list(self.overrides))
-        if self.time_of is None:
+        if self.equal_time is None:
             return recipe
-        steps = time_matched_steps(rows, recipe, self.model, self.time_of)
-        if steps is None:
-            return None
-        return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, steps=steps))
+        steps = steps_of(rows, recipe, self.equal_time, PRESET, {})
+        return None if steps is None else with_steps(recipe, steps)
 
     def command_overrides(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the overrides for the command that trains the resolved recipe."""
@@ -65,16 +68,9 @@ class Arm:
 
     def runs_folder(self, runs: Path) -> Path:
         """Return the parent of the arm's run directories; changed settings have separate ones."""
-        suffix = ("equal-time",) if self.time_of else self.overrides
-        return runs.joinpath(*(part.replace("=", "-") for part in suffix))
-
-
-def time_matched_steps(rows: Rows, recipe: Recipe, model: ModelSpec, reference: ModelSpec) -> int | None:
-    """Return the number of steps of a model that take the training time of another; None if one is not timed."""
-    times = [latest_value(filter_rows(rows, recipe, spec, PRESET, None), STEP_TIME) for spec in (reference, model)]
-    if times[0] is None or times[1] is None:
-        return None
-    return round(recipe.training.steps * times[0] / times[1])
+        if self.equal_time is not None:
+            return self.equal_time.runs_folder(runs)
+        return runs.joinpath(*(part.replace("=", "-") for part in self.overrides))
 
 
 @dataclass(frozen=True)

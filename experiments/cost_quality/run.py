@@ -14,7 +14,8 @@ from experiments.cost_quality.plan import PRESET, Arm, Plan, Rows
 from mgk import tasks
 from mgk.training import results
 from mgk.training.cluster import ClusterOptions, run_on_slurm, srun_command
-from mgk.training.config import Recipe
+from mgk.training.config import Recipe, load_recipe
+from mgk.training.equal_time import record_steps
 from mgk.training.job_queue import Job, resolve_max_running, run_jobs
 from mgk.training.sweep import is_timed, is_trained, train_job
 from mgk.training.trainer import Run
@@ -39,6 +40,10 @@ def missing_jobs(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -> t
         if recipe is None:
             waiting.append(arm)
             continue
+        if arm.equal_time is not None:
+            # Recorded once, so that a later timing does not change the number of steps.
+            base = load_recipe(arm.recipe).with_settings(list(arm.overrides))
+            record_steps(out / f"{base.name}.csv", rows, base, arm.equal_time, PRESET, recipe.training.steps)
         setup = setup_of(arm, recipe, data)
         jobs += [
             train_job(

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cost_quality.plan import PRESET, STEP_TIME, Arm, Plan, Question, Rows, runs_of
+from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, Rows, runs_of
 from experiments.statistics import Interval, Spread, compare, merge_blocks, pooled_spread
 from mgk import tasks
 from mgk.models.attention_layer import make_attention
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
+from mgk.training.equal_time import STEP_TIME
 from mgk.training.objectives import OBJECTIVES, LanguageModelling
 
 CACHE_DTYPE = torch.bfloat16

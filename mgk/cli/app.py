@@ -125,7 +125,9 @@ def print_progress(stage: str, done: int, total: int) -> None:
 
 def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
     """Return the models of --rows (default: all rows of the recipe) without duplicates."""
-    rows = list(recipe.rows) if option is None else [ModelSpec.parse(text, "--rows") for text in option.split(",")]
+    from mgk.training.equal_time import EqualTimeSpec
+
+    rows = list(recipe.rows) if option is None else [EqualTimeSpec.parse(text, "--rows") for text in option.split(",")]
     if not rows:
         fail("--rows", f"is required: recipe {recipe.name} defines no rows")
     return list(dict.fromkeys(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +44,8 @@ from mgk.variants import PRESETS
 
 if TYPE_CHECKING:
     from mgk.tasks import Task
+    from mgk.training.equal_time import EqualTimeSpec
+    from mgk.training.job_queue import Job
     from mgk.training.trainer import Run
 
 # Limit of --seeds: all runs are planned before the first starts.
@@ -57,7 +59,8 @@ def compare(
         str | None,
         typer.Option(
             help="Models as variant:heads, separated by commas: softmax:8,smgk:4. smgk:8/4 has 4 key and value heads, "
-            "smgk:8/1/4 has 1 key and 4 value heads. Default: all rows of the recipe."
+            "smgk:8/1/4 has 1 key and 4 value heads. softmax:8@time=smgk:8 trains as many steps as fit into the "
+            "training time of smgk:8, by step times measured in isolation. Default: all rows of the recipe."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=MAX_SEEDS, help="Number of seeds per row, counted from 0.")] = 1,
@@ -98,6 +101,7 @@ def compare(
     from mgk import tasks
     from mgk.training import sweep
     from mgk.training.cluster import run_on_slurm
+    from mgk.training.equal_time import EqualTimeSpec, record_steps
     from mgk.training.evaluate import count_parameters
     from mgk.training.job_queue import resolve_max_running, run_jobs
     from mgk.training.runs import run_path
@@ -112,9 +116,22 @@ def compare(
     cluster_options = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
+    equal_time = [model for model in models if isinstance(model, EqualTimeSpec)]
+    if equal_time and cluster_options is not None:
+        fail(
+            "--rows",
+            f"{equal_time[0]} needs step times in isolation, which --cluster does not measure: omit one of them",
+        )
+    # Models with the recipe's steps: those of the table, and those whose step times give the steps of other rows.
+    trained = [model for model in models if not isinstance(model, EqualTimeSpec)]
+    base = list(dict.fromkeys([*trained, *(timed for row in equal_time for timed in row.timed_models)]))
     if redraw:
-        setups = sweep.setups_of(_read_results(out, loaded), loaded, models, preset)
-        _write_report(loaded, models, preset, out, setups)
+        stored = _read_results(out, loaded)
+        setups = sweep.setups_of(stored, loaded, base, preset)
+        recipes: dict[EqualTimeSpec, Recipe] = _equal_time_recipes(stored, loaded, equal_time, preset, setups)
+        for row, changed in recipes.items():
+            setups |= sweep.setups_of(stored, changed, [row], preset)
+        _write_report(loaded, models, preset, out, setups, recipes)
         return
 
     check_output_directory("--out", out)
@@ -126,32 +143,37 @@ def compare(
     task = tasks.get_task(loaded.task)
     prepare_data(task, data)
     first_runs = {
-        model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in models
+        model: Run(loaded, model, preset, 0, data, run_path(runs, loaded.name, model, preset, 0)) for model in base
     }
     setups = {model: run.setup(task) for model, run in first_runs.items()}
     lock, remedy = out / f".{loaded.name}.compare.lock", "wait until it ends, or pass another --out"
     with exclusive(lock, f"{out} (mgk compare {loaded.name})", remedy):
         remove_result_temporaries(result_file, loaded.name)
-        all_rows = _read_results(out, loaded)
-        pending = [
-            sweep.train_job(
-                loaded,
-                model,
-                seed,
-                preset=preset,
-                data_dir=data,
-                out=out,
-                runs=runs,
-                recipe_argument=recipe,
-                overrides=overrides,
-                keep_checkpoints=None if keep_checkpoints == config.KEEP_CHECKPOINTS else keep_checkpoints,
-                logger=None if logger == DEFAULT_LOGGER else logger,
-            )
-            for seed in range(seeds)
-            for model in models
-            if not sweep.is_trained(all_rows, loaded, model, preset, seed, setups[model])
-        ]
-        total = len(models) * seeds
+
+        def missing_jobs(recipe_of: Mapping[Any, Recipe]) -> list[Job]:
+            """Return the jobs of these rows that the results lack."""
+            all_rows = _read_results(out, loaded)
+            return [
+                sweep.train_job(
+                    changed,
+                    model,
+                    seed,
+                    preset=preset,
+                    data_dir=data,
+                    out=out,
+                    runs=model.runs_folder(runs) if isinstance(model, EqualTimeSpec) else runs,
+                    recipe_argument=recipe,
+                    overrides=[*overrides, *([] if changed is loaded else [f"steps={changed.training.steps}"])],
+                    keep_checkpoints=None if keep_checkpoints == config.KEEP_CHECKPOINTS else keep_checkpoints,
+                    logger=None if logger == DEFAULT_LOGGER else logger,
+                )
+                for seed in range(seeds)
+                for model, changed in recipe_of.items()
+                if not sweep.is_trained(all_rows, changed, model, preset, seed, setups[model])
+            ]
+
+        pending = missing_jobs(dict.fromkeys(trained, loaded))
+        total = len(trained) * seeds
         if len(pending) < total:
             skipped = f"{total - len(pending)} of {total} runs are already in {out} and are skipped"
             print(f"{skipped} (use another --out to repeat them)", file=sys.stderr)
@@ -187,18 +209,63 @@ def compare(
         if not unfinished and alone is not False:
             all_rows = _read_results(out, loaded)
             # A run that trained alone has timed its model, unless it was too short; it never times inference.
-            candidates = models if alone or max_running > 1 else dict.fromkeys(job.row for job in finished)
+            candidates = base if alone or max_running > 1 else [job.row for job in finished]
+            candidates = [*candidates, *(timed for row in equal_time for timed in row.timed_models)]
             metrics = sweep.SOLO_METRICS if alone else sweep.SOLO_TRAINING_METRICS
             untimed = [
                 first_runs[model]
-                for model in candidates
+                for model in dict.fromkeys(candidates)
                 if not sweep.is_timed(all_rows, loaded, model, preset, setups[model], metrics)
             ]
             for profile in _profile(untimed, task, max_running, deadline):
                 results.append(result_file, profile)
-        _write_report(loaded, models, preset, out, setups)
+        recipes = {}
+        if equal_time and not unfinished:
+            stored = _read_results(out, loaded)
+            recipes = _equal_time_recipes(stored, loaded, equal_time, preset, setups)
+            for row, changed in recipes.items():
+                record_steps(result_file, stored, loaded, row, preset, changed.training.steps)
+                setups[row] = Run(changed, row.model, preset, 0, data, Path()).setup(task)
+                print(f"{row}: {changed.training.steps:,} steps in the training time of {row.time_of}", file=sys.stderr)
+            _check_resolved(equal_time, recipes, alone, deadline)
+            later = missing_jobs(recipes)
+            pending = [*pending, *later]
+            rest = None if minutes is None else max(0.0, deadline - time.monotonic()) / 60
+            queue = run_jobs(later, max_running, rest)
+            failed, unfinished = [*failed, *queue.failed], queue.unfinished
+            if unfinished:
+                print(f"{len(unfinished)} runs are not finished; the same command resumes them", file=sys.stderr)
+                score = sweep.metric_format(loaded).metric
+                if not any(row["metric"] == score for row in _read_results(out, loaded)):
+                    return
+        _write_report(loaded, models, preset, out, setups, recipes)
         if failed:
             raise ValueError(f"{len(failed)} of {len(pending)} runs failed; see log.txt in their run directories")
+
+
+def _equal_time_recipes(
+    rows: list[dict[str, str]],
+    recipe: Recipe,
+    specs: list[EqualTimeSpec],
+    preset: str,
+    setups: dict[ModelSpec, str],
+) -> dict[EqualTimeSpec, Recipe]:
+    """Return the recipe of each row with the training time of another; rows without step times are omitted."""
+    from mgk.training.equal_time import steps_of, with_steps
+
+    steps = {spec: steps_of(rows, recipe, spec, preset, setups) for spec in specs}
+    return {spec: with_steps(recipe, count) for spec, count in steps.items() if count is not None}
+
+
+def _check_resolved(
+    specs: list[EqualTimeSpec], recipes: dict[EqualTimeSpec, Recipe], alone: bool | None, deadline: float
+) -> None:
+    """Raise if step times are missing for a reason other than the time limit."""
+    missing = [str(spec) for spec in specs if spec not in recipes]
+    if missing and alone is False:
+        fail("--no-alone", f"leaves out the step times that {', '.join(missing)} needs: omit it")
+    if missing and time.monotonic() < deadline:
+        raise ValueError(f"the step times that {', '.join(missing)} needs could not be measured")
 
 
 def _read_results(out: Path, recipe: Recipe) -> list[dict[str, str]]:
@@ -240,7 +307,12 @@ def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> 
 
 
 def _write_report(
-    recipe: Recipe, models: list[ModelSpec], preset: str, out: Path, setups: dict[ModelSpec, str]
+    recipe: Recipe,
+    models: list[ModelSpec],
+    preset: str,
+    out: Path,
+    setups: dict[ModelSpec, str],
+    recipes: Mapping[EqualTimeSpec, Recipe],
 ) -> None:
     """Write the table and plot to `out`, and print the table."""
     from rich.console import Console
@@ -248,7 +320,7 @@ def _write_report(
 
     from mgk.training import report
 
-    lines = report.write_report(recipe, models, preset, sorted(out.glob("*.csv")), out, setups)
+    lines = report.write_report(recipe, models, preset, sorted(out.glob("*.csv")), out, setups, recipes)
     table = Table(*lines[0], title=recipe.title)
     for line in lines[1:]:
         table.add_row(*line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from mgk._core.io import markdown_table, replacing, write_atomically
 from mgk._core.palette import colour_of
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
+from mgk.training.equal_time import EqualTimeSpec
 from mgk.training.objectives import MetricFormat
 from mgk.training.predictions import Difference
 from mgk.training.sweep import filter_rows, metric_format
@@ -42,6 +44,7 @@ class ModelSummary:
     examples: dict[str, int] = field(default_factory=dict)  # split -> number of examples
     params: int = 0
     flops: int = 0
+    steps: int = 0
     step_ms: float | None = None  # timed in isolation; step times of concurrent jobs are not comparable
     memory_mb: float = math.nan
     left_plateau: dict[int, int] = field(default_factory=dict)  # seed -> step, 0 if never
@@ -81,25 +84,43 @@ def binomial_half_width(percent: float, examples: int) -> float:
     return float(196 * (share * (1 - share) / examples) ** 0.5)
 
 
-def summarise(rows: list[dict[str, str]], recipe: Recipe, models: list[ModelSpec], preset: str) -> list[ModelSummary]:
-    """Summarise the results of each model, in the order of `models`; models without results are omitted."""
+def summarise(
+    rows: list[dict[str, str]],
+    recipe: Recipe,
+    models: list[ModelSpec],
+    preset: str,
+    recipes: Mapping[EqualTimeSpec, Recipe] | None = None,
+) -> list[ModelSummary]:
+    """Summarise the results of each model, in the order of `models`; models without results are omitted.
+
+    Args:
+        rows: Rows of results files.
+        recipe: Recipe of the sweep.
+        models: Rows of the table.
+        preset: Preset of the sweep.
+        recipes: Recipes of the rows that have the training time of another model.
+    """
     style = metric_format(recipe)
     summaries = []
     for model in models:
-        model_rows = filter_rows(rows, recipe, model, preset, None)
+        changed = (recipes or {}).get(model) if isinstance(model, EqualTimeSpec) else recipe
+        model_rows = [] if changed is None else filter_rows(rows, changed, model, preset, None)
         score_rows = [row for row in model_rows if row["metric"] == style.metric]
         if not score_rows:
             continue
 
         summary = ModelSummary(model, params=int(score_rows[0]["params"]), flops=int(score_rows[0]["flops"]))
+        summary.steps = int(score_rows[0]["steps"])
         for row in score_rows:
             summary.values.setdefault(row["split"], {})[int(row["seed"])] = style.factor * float(row["value"])
             summary.examples[row["split"]] = int(row["n_examples"])
         summary.left_plateau = {
             int(row["seed"]): int(row["value"]) for row in model_rows if row["metric"] == "plateau_left_at_step"
         }
-        summary.step_ms = results.latest_value(model_rows, "step_ms_alone")
-        solo_memory = results.latest_value(model_rows, "peak_mem_mb_alone")
+        # Models are timed with the recipe's steps.
+        timed_rows = filter_rows(rows, recipe, model, preset, None)
+        summary.step_ms = results.latest_value(timed_rows, "step_ms_alone")
+        solo_memory = results.latest_value(timed_rows, "peak_mem_mb_alone")
         training_memory = statistics.median(float(row["peak_mem_mb"]) for row in score_rows)
         summary.memory_mb = training_memory if solo_memory is None else solo_memory
         summaries.append(summary)
@@ -158,6 +179,8 @@ def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str 
     header += [f"minus {summaries[0].row}, {paired_split}{style.unit}"] if paired_split else []
     header += [] if recipe.plateau is None else ["left the plateau at step"]
     header += ["paper"] if recipe.paper else []
+    equal_time = any(isinstance(summary.row, EqualTimeSpec) for summary in summaries)
+    header += ["steps"] if equal_time else []
     lines = [[*header, "parameters", "GFLOPs", "step, ms", "memory, MB"]]
     for summary in summaries:
         values = summary.values.get(splits[0], {})
@@ -170,6 +193,7 @@ def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str 
         if recipe.paper:
             paper = recipe.paper.get(str(summary.row))
             cells.append("" if paper is None else f"{paper:.2f}")
+        cells += [f"{summary.steps:,}"] if equal_time else []
         step = NOT_MEASURED if summary.step_ms is None else f"{summary.step_ms:.1f}"
         lines.append([*cells, f"{summary.params:,}", f"{summary.flops / 1e9:.3f}", step, f"{summary.memory_mb:,.0f}"])
     return lines
@@ -225,6 +249,8 @@ def column_notes(summaries: list[ModelSummary], recipe: Recipe, paired_split: st
         sentences.append("The interval does not include the variation between seeds.")
     if any(isinstance(summary.difference, str) and summary.difference for summary in summaries):
         sentences.append("n/a: only one of the two models left the plateau.")
+    if any(isinstance(summary.row, EqualTimeSpec) for summary in summaries):
+        sentences.append("@time: as many steps as fit into the training time of the other model.")
     timed = [summary.step_ms is not None for summary in summaries]
     sentences += ["Step time: each model timed in isolation."] if any(timed) else []
     sentences += [] if all(timed) else [f"{NOT_MEASURED}: not timed in isolation (use `--alone`)."]
@@ -238,6 +264,7 @@ def write_report(
     files: list[Path],
     out: Path,
     setups: dict[ModelSpec, str] | None = None,
+    recipes: Mapping[EqualTimeSpec, Recipe] | None = None,
 ) -> list[list[str]]:
     """Write the table to `out`/NAME.md and the plot to `out`/NAME.png, where NAME is the recipe's name.
 
@@ -248,6 +275,7 @@ def write_report(
         files: Result files to read.
         out: Directory of the report and of the stored predictions.
         setups: Setup hash of each model; results with any other setup are ignored. None accepts all results.
+        recipes: Recipes of the rows that have the training time of another model.
 
     Returns:
         The table as text cells, the header first.
@@ -257,7 +285,7 @@ def write_report(
     """
     all_rows = results.read(files)
     rows = all_rows if setups is None else [row for row in all_rows if row.get("setup") in setups.values()]
-    summaries = summarise(rows, recipe, models, preset)
+    summaries = summarise(rows, recipe, models, preset, recipes)
     if not summaries:
         raise ValueError(_no_results_message(all_rows, recipe, models, preset, out))
     paired_split = add_differences(summaries, recipe, preset, out, setups or {})

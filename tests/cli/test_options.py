@@ -33,7 +33,7 @@ def calls(monkeypatch, tmp_path):
         calls["timed"].append(str(run.row))
         return []
 
-    def write_report(recipe, models, preset, out, setups):
+    def write_report(recipe, models, preset, out, setups, recipes):
         calls.update(recipe=recipe, models=models, preset=preset, out=out)
 
     def generate(model, prompt, *, max_tokens, sampling):

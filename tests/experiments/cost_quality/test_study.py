@@ -13,7 +13,7 @@ from scipy import stats
 
 from experiments import statistics
 from experiments.cost_quality import page, run, summary
-from experiments.cost_quality.plan import PRESET, Arm, load_plan, time_matched_steps
+from experiments.cost_quality.plan import PRESET, Arm, load_plan
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
 
@@ -55,16 +55,14 @@ def test_a_question_without_runs_is_refused(tmp_path):
 
 def test_time_matched_steps():
     recipe, softmax, smgk = load_recipe("study"), ModelSpec("softmax", 8), ModelSpec("smgk", 8)
-    rows = [result_row(recipe, softmax, 0, "step_ms_alone", 50.0, split="train")]
-    assert time_matched_steps(rows, recipe, softmax, smgk) is None
-    rows.append(result_row(recipe, smgk, 0, "step_ms_alone", 60.0, split="train"))
-    assert time_matched_steps(rows, recipe, softmax, smgk) == round(recipe.training.steps * 1.2)
     arm = Arm.parse("study", "softmax:8@time=smgk:8")
-    assert arm.resolve([]) is None
+    rows = [result_row(recipe, softmax, 0, "step_ms_alone", 50.0, split="train")]
+    assert arm.resolve(rows) is None
+    rows.append(result_row(recipe, smgk, 0, "step_ms_alone", 60.0, split="train"))
     resolved = arm.resolve(rows)
-    assert resolved.training.steps == 2280
+    assert resolved.training.steps == round(recipe.training.steps * 1.2) == 2280
     assert arm.command_overrides(resolved) == ("steps=2280",)
-    assert arm.runs_folder(Path("runs")) == Path("runs/equal-time")
+    assert arm.runs_folder(Path("runs")) == Path("runs/equal-time-smgk-8")
     assert Arm.parse("study", "smgk:8", ("lr=2e-3",)).runs_folder(Path("runs")) == Path("runs/lr-2e-3")
 
 
