@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk._core.io import exclusive
-from mgk._core.validation import number, one_of
+from mgk._core.validation import fail, number, one_of
 from mgk.cli.app import (
     DEFAULT_LOGGER,
     DataDir,
