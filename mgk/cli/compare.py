@@ -113,15 +113,15 @@ def compare(
     models = parse_rows(rows, loaded)
     one_of("--preset", preset, PRESETS)
     parse_loggers(logger)
-    cluster_options = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
-    if minutes is not None:
-        number("--minutes", minutes, 0, above=True)
     equal_time = [model for model in models if isinstance(model, EqualTimeSpec)]
-    if equal_time and cluster_options is not None:
+    if equal_time and cluster is not None:
         fail(
             "--rows",
             f"{equal_time[0]} needs step times in isolation, which --cluster does not measure: omit one of them",
         )
+    cluster_options = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
+    if minutes is not None:
+        number("--minutes", minutes, 0, above=True)
     # Models with the recipe's steps: those of the table, and those whose step times give the steps of other rows.
     trained = [model for model in models if not isinstance(model, EqualTimeSpec)]
     base = list(dict.fromkeys([*trained, *(timed for row in equal_time for timed in row.timed_models)]))
