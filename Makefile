@@ -13,7 +13,7 @@ ARGS  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: compile-check test-mutants help install browser demo test test-quick test-hf test-oldest test-faults test-fuzz slurm test-slurm test-gpu docs dist lint format bench clean
+.PHONY: compile-check test-mutants help install browser demo test test-quick test-hf trackers test-trackers test-oldest test-faults test-fuzz slurm test-slurm test-gpu docs dist lint format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,21 @@ test-hf: $(OLD_HF) ## Run the tests of mgk/hf under the Transformers of .venv an
 	$(PYTEST) tests/hf
 	PYTHONPATH=$(OLD_HF) $(BIN)/python -c "import transformers; print('Transformers', transformers.__version__)"
 	PYTHONPATH=$(OLD_HF) $(PYTEST) tests/hf
+
+# mlflow and wandb in a folder that precedes .venv on PYTHONPATH: mlflow needs an older importlib_metadata than .venv has.
+TRACKERS := .venv/trackers
+
+$(TRACKERS): $(STAMP)
+	rm -rf $@ $@.tmp
+	grep -v '^importlib_metadata==' constraints.txt > $@.constraints
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $@.constraints --target $@.tmp \
+	  "mlflow-skinny==3.17.*" "wandb==0.31.*"
+	mv $@.tmp $@
+
+trackers: $(TRACKERS) ## Install mlflow and wandb for test-trackers
+
+test-trackers: $(TRACKERS) ## Run the tests of --logger mlflow and wandb with these packages, without a network connection
+	PYTHONPATH=$(TRACKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_trackers.py -k "mlflow or wandb" $(ARGS)
 
 # The oldest torch of pyproject.toml with a NumPy of the same age, in a separate environment.
 OLDEST := .venv/torch-2.6

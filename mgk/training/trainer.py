@@ -48,8 +48,8 @@ ADDED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Packages besides torch whose versions are listed in environment.json.
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
-# Compiler warnings that need no action.
-IGNORED_WARNINGS = ("Online softmax is disabled", "TensorFloat32 tensor cores")
+# Warnings that need no action: two of the compiler, and Lightning's for a training without srun where srun exists.
+IGNORED_WARNINGS = ("Online softmax is disabled", "TensorFloat32 tensor cores", "The `srun` command is available")
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ def main(directory: Path) -> None:
                 killed_runs = kill_job_and_node(sweep, cluster, pause_file)
                 output = sweep.finish()
                 repeated_output = Sweep(directory / "slurm", environment_of_jobs, on_cluster).finish()
-                wait_until(lambda: not cluster.run("squeue", "-h"), "the batch script does not end", 120)
+                batch_result = RunDirectory(directory / "batch" / "runs" / "smgk").result
+                wait_until(batch_result.exists, "the batch script does not end", 120)
                 check_batch_script(directory / "batch")
                 reference.finish()
             except BaseException:

@@ -1,6 +1,7 @@
 """Stand-in for mlflow with the part of its interface that Lightning's MLFlowLogger and the tests use.
 
-mlflow's dependencies conflict with the pins of constraints.txt. Tests use mlflow itself where it is installed.
+mlflow's dependencies conflict with the pins of constraints.txt. Tests use mlflow itself where it is installed, as
+`make test-trackers` does.
 """
 
 import json

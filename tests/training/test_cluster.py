@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mgk.cli import commands
-from mgk.training import cluster
+from mgk.training import cluster, trainer
 from mgk.training.cluster import ClusterOptions, Submission, run_on_slurm
 from mgk.training.config import ModelSpec
 from mgk.training.job_queue import Job
+from tests.support import tiny_training
 from tests.support.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SLURM's commands are scripts of bash")
@@ -150,6 +151,12 @@ def test_rejected_submission_is_one_line(slurm, make_job):
     with pytest.raises(ValueError, match=r"sbatch failed for tiny.*invalid partition") as caught:
         run_on_slurm([make_job(0, "")], ClusterOptions("no-such"))
     assert "\n" not in str(caught.value)
+
+
+def test_training_on_a_machine_with_srun_does_not_warn(slurm, tmp_path):
+    """Lightning warns, which is an error in tests, if srun exists and is not used."""
+    trainer.fit(tiny_training.run(str(tmp_path / "run")), tiny_training.TinyTask(), resume=False, accelerator="cpu")
+    assert (tmp_path / "run" / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import struct
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -34,7 +35,7 @@ def fit(out, *loggers, resume=False, **settings):
     return run
 
 
-def interrupt_and_resume(out, monkeypatch, *loggers):
+def interrupt_and_resume(out, monkeypatch, *loggers, after_interrupt=lambda: None):
     """Train with an error at step 11, and resume from the checkpoint of step 6."""
     on_train_batch_end = CheckpointCallback.on_train_batch_end
 
@@ -49,6 +50,7 @@ def interrupt_and_resume(out, monkeypatch, *loggers):
         patch.setattr(CheckpointCallback, "on_train_batch_end", fail_at_step_11)
         with pytest.raises(RuntimeError, match="interrupted"):
             fit(out, *loggers)
+    after_interrupt()
     return fit(out, *loggers, resume=True)
 
 
@@ -150,6 +152,55 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path, monkeypatch):
     assert first["resume"] == "allow"
     assert first["project"] == "mgk"
     assert first["id"] != other["id"]
+
+
+def read_records(path):
+    """Yield the records of a file of wandb: a header of 7 bytes, then a LevelDB log in blocks of 32 KiB."""
+    data, position, parts = path.read_bytes(), 7, []
+    while position + 7 <= len(data):
+        block_left = 32768 - position % 32768
+        if block_left < 7:
+            position += block_left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield b"".join(parts)
+            parts = []
+
+
+def read_offline_run(path):
+    """Return id, seed and points (step, training loss) of a file of wandb."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = [Record.FromString(data) for data in read_records(path)]
+    [run] = [record.run for record in records if record.HasField("run")]
+    settings = {item.key: item.value_json for record in records for item in record.config.update}
+    settings |= {item.key: item.value_json for item in run.config.update}
+    rows = [{item.key or item.nested_key[0]: item.value_json for item in record.history.item} for record in records]
+    points = [(int(row["trainer/global_step"]), float(row["loss"])) for row in rows if "loss" in row]
+    return run.run_id, json.loads(settings["seed"]), points
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="make test-trackers installs wandb")
+def test_wandb_stores_offline_runs(tmp_path, monkeypatch):
+    """Run wandb itself without a network connection; an interrupted run has two files of one id."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fit(tmp_path / "csv", "csv")
+    curve = {int(row["step"]): float(row["loss"]) for row in read_csv(tmp_path / "csv") if row["loss"]}
+    # A run is resumed in another process, which has no active run.
+    interrupt_and_resume(tmp_path / "run", monkeypatch, "wandb", after_interrupt=wandb.finish)
+    wandb.finish()
+    first, second = map(read_offline_run, sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")))
+    run_id = json.loads(RunDirectory(tmp_path / "run").trackers.read_text())["wandb"]
+    assert first[:2] == second[:2] == (run_id, 3)
+    assert [step for step, _ in first[2]] == [4, 8]
+    assert [step for step, _ in second[2]] == [8, 12, 16, 20, 24]
+    for step, loss in first[2] + second[2]:
+        assert loss == pytest.approx(curve[step])
 
 
 def test_registered_tracker_is_selected_by_name(tmp_path, monkeypatch):
