@@ -49,6 +49,8 @@ def upcycle(
 
     An interrupted distillation continues if the same command is run again.
     """
+    if not model.strip():
+        fail("model", f"must be a directory or a name on the Hub, got {model!r}")
     if out.exists() or out.is_symlink():
         fail("--out", f"{out} exists: choose a new directory")
     check_output_directory("--out", out)

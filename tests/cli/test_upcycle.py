@@ -103,6 +103,7 @@ ERRORS = {
     "--out exists exists: choose a new directory": ["--key-heads", 2, "--out", "exists"],
     "--text missing.txt is not a file": ["--key-heads", 2, "--text", "missing.txt"],
     "--text has 18 tokens, and at least 64 are needed": ["--key-heads", 2, "--text", "short.txt"],
+    "model must be a directory or a name on the Hub, got ''": ["--key-heads", 2, "MODEL", ""],
     "gptj cannot be loaded": ["--key-heads", 2, "MODEL", "gptj"],
     "none of whose layers uses Transformers' AttentionInterface": ["--key-heads", 2, "MODEL", "other"],
 }

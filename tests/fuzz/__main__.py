@@ -26,6 +26,7 @@ TABLES = {
     "damaged runs": damaged_runs.cases,
     "bad files": bad_files.cases,
     "option values": option_values.cases,
+    "options of upcycle": option_values.upcycle,
     "plugins": bad_recipes.plugins,
 }
 

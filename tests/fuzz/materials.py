@@ -107,3 +107,24 @@ def _word_run() -> Path:
 def copy_word_run(target: Path) -> Path:
     """Copy a run directory of a model of words, which holds vocabulary.txt."""
     return shutil.copytree(_word_run(), target)
+
+
+WORDS = [f"w{number}" for number in range(46)]
+CALIBRATION = "".join(" ".join(WORDS[(7 * row + n * n) % 46] for n in range(9)) + "\n" for row in range(20))
+
+
+@functools.cache
+def encoder() -> Path:
+    """Return the directory of a BERT with one layer, and its tokenizer."""
+    import tokenizers
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    path = folder() / "encoder"
+    transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).save_pretrained(path)
+    words = {word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+    return path

@@ -37,9 +37,17 @@ BASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "data": (("bytes",), {"--data-dir": "text"}),
     "recipes": ((), {}),
 }
+# Commands of the table "options of upcycle", which commit aa005c7 does not have.
+NEW_BASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "upcycle": (
+        ("ENCODER",),
+        {"--text": "words.txt", "--out": "out", "--key-heads": "2", "--distil-steps": "1", "--batch": "4"},
+    ),
+}
 FLAGS = {"--alone", "--no-alone", "--redraw", "--graphs", "--no-graphs", "--trust-remote-code", "--help", "--version"}
+FLAGS |= {"--mixture", "--train-all"}
 # Options whose value is a number of iterations: huge ones are valid, and take as long as they say.
-UNBOUNDED = {"--steps", "--max-tokens", "--minutes"}
+UNBOUNDED = {"--steps", "--max-tokens", "--minutes", "--distil-steps"}
 VALUES: dict[str, str] = {
     "empty": "",
     "negative": "-1",
@@ -77,7 +85,8 @@ def list_options() -> dict[str, list[tuple[str, bool]]]:
             for parameter in group.commands[command].params
             if parameter.opts[0] not in FLAGS
         ]
-        for command in BASES
+        for command in (BASES | NEW_BASES)
+        if command in group.commands
     }
 
 
@@ -93,11 +102,20 @@ def _options_of_this_version() -> dict[str, list[tuple[str, bool]]]:
 
 def cases() -> Iterator[Case]:
     """Yield the table: every option and argument with every value."""
+    return _cases(BASES)
+
+
+def upcycle() -> Iterator[Case]:
+    """Yield the same for `mgk upcycle`."""
+    return _cases(NEW_BASES)
+
+
+def _cases(bases: dict[str, tuple[tuple[str, ...], dict[str, str]]]) -> Iterator[Case]:
     import mgk
 
     is_this_version = Path(mgk.__file__).is_relative_to(Path(__file__).parents[2])
     options = list_options() if is_this_version else _options_of_this_version()
-    for command, (arguments, settings) in BASES.items():
+    for command, (arguments, settings) in bases.items():
         for option, is_argument in options[command]:
             for name, value in VALUES.items():
                 if option in UNBOUNDED and name in ("huge", "largest"):
@@ -125,11 +143,13 @@ def _mentions(option: str, value: str) -> tuple[str, ...]:
 
 
 def _fill(argument: str) -> str:
-    return {"TEXT": str(materials.text()), "RUN": str(materials.shared_run())}.get(argument, argument)
+    paths = {"TEXT": materials.text, "RUN": materials.shared_run, "ENCODER": materials.encoder}
+    return str(paths[argument]()) if argument in paths else argument
 
 
 def _prepare(directory: Path) -> None:
     (directory / "tiny.yaml").write_text(materials.RECIPE)
     (directory / "file").write_text("one line of text\n")
     (directory / "folder").mkdir()
+    (directory / "words.txt").write_text(materials.CALIBRATION)
     materials.copy("text", directory / "text")
