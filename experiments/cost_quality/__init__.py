@@ -5,7 +5,8 @@ Importing this package registers its task, recipes and rival layers with `mgk`.
 
 from pathlib import Path
 
-import experiments.cost_quality.rivals  # noqa: F401  (registers the layers)
+import experiments.cost_quality.query_shifts
+import experiments.cost_quality.rivals  # noqa: F401  (both register layers)
 from experiments.cost_quality.tasks import ENWIKI_BPE
 from mgk.tasks import register_task
 from mgk.training.config import RECIPE_DIRECTORIES

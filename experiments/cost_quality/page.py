@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.cost_quality.decoding import table as decoding_table
 from experiments.cost_quality.plan import Arm, Plan, Rows
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
 from experiments.statistics import mean_interval
@@ -57,6 +58,7 @@ def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
     if any(summary.is_language_model and not arm.overrides for arm, summary in summaries.items()):
         parts.append(f"![Perplexity against training time, cache and parameters]({picture})")
     parts.append(_arms_table(summaries, recipe))
+    parts += [text for text in (decoding_table(rows),) if text]
     return "\n\n".join(parts)
 
 

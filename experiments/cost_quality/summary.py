@@ -65,7 +65,7 @@ def cache_bytes_per_token(recipe: Recipe, model: ModelSpec) -> int:
     for index, variant in enumerate(config.layer_variants):
         with torch.device("meta"):
             layer = make_attention(config, variant, index, is_causal=True, rotary=10000.0)
-        if variant == "mla":
+        if hasattr(layer, "cache_width"):
             total += layer.cache_width * CACHE_DTYPE.itemsize
         elif variant == "diff":
             total += (layer.key.out_features + layer.value.out_features) * CACHE_DTYPE.itemsize

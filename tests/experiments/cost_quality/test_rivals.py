@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from experiments.cost_quality import rivals
+from experiments.cost_quality import query_shifts, rivals
+from mgk import Attention
 from mgk.models import DecoderConfig, LanguageModel
 from mgk.models.decoder import FORMS
 
@@ -102,7 +103,7 @@ def test_latent_attention_matches_its_equations():
     torch.testing.assert_close(layer(x[None])[0], latent_reference(layer, x))
 
 
-@pytest.mark.parametrize("variant", ["diff", "mla"])
+@pytest.mark.parametrize("variant", ["diff", "mla", "smgk-query-shifts"])
 def test_rivals_in_a_language_model(variant):
     config = DecoderConfig(
         50, embed_dim=32, ffn_dim=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, variant=variant,
@@ -136,3 +137,41 @@ def test_rivals_refuse_what_they_lack():
         layer(torch.randn(1, 3, EMBED), key_padding_mask=torch.zeros(1, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="num_heads must be even"):
         rivals.DifferentialAttention(EMBED, 3, 3, WIDTH)
+
+
+def test_query_shifts_are_attention_with_repeated_keys():
+    """Repeat the keys of each key head for its query heads: outputs and all gradients equal those of mgk.Attention."""
+    options = {"head_dim": WIDTH, "num_kv_heads": 4, "is_causal": True, "rotary": 10000.0}
+    layer = randomize(query_shifts.QueryShiftAttention(EMBED, 4, num_key_heads=2, **options))
+    full = Attention(EMBED, 4, **options).double()
+    weights = {name: value.detach().clone() for name, value in layer.state_dict().items()}
+    for name in ("keys.projection.weight", "keys.projection.bias"):
+        weights[name] = weights[name].unflatten(0, (2, WIDTH)).repeat_interleave(2, 0).flatten(0, 1)
+    full.load_state_dict(weights)
+    x = torch.randn(2, LENGTH, EMBED, dtype=torch.float64)
+    output, expected = layer(x), full(x)
+    torch.testing.assert_close(output, expected)
+    probe = torch.randn_like(output)
+    (output * probe).sum().backward()
+    (expected * probe).sum().backward()
+    for (name, first), second in zip(layer.named_parameters(), full.parameters(), strict=True):
+        gradient = second.grad
+        if name.startswith("keys.projection"):
+            gradient = gradient.unflatten(0, (2, 2, WIDTH)).sum(1).flatten(0, 1)
+        torch.testing.assert_close(first.grad, gradient)
+
+
+def test_equal_shifts_of_query_heads_are_shifts_of_key_heads():
+    options = {"head_dim": WIDTH, "num_kv_heads": 4, "num_key_heads": 2, "is_causal": True}
+    layer = randomize(query_shifts.QueryShiftAttention(EMBED, 4, **options))
+    shared = Attention(EMBED, 4, **options).double()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if parameter.shape[0] == 4:  # shifts and priors, per query head
+                parameter.copy_(parameter[[0, 0, 2, 2]])
+            shared.get_parameter(name).copy_(parameter[::2] if parameter.shape[0] == 4 else parameter)
+    x = torch.randn(2, LENGTH, EMBED, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), shared(x))
+    assert layer.cache_width == (2 + 4) * WIDTH
+    with pytest.raises(ValueError, match="cache is not supported"):
+        layer.make_cache(1, 8)

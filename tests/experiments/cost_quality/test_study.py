@@ -117,7 +117,7 @@ def test_blocks_have_at_least_4096_tokens():
 def test_cache_bytes():
     recipe = load_recipe("study")
     expected = {"softmax:8": 2 * 8, "smgk:8": 2 * 8, "mgk:8": 3 * 8, "softmax:8/4": 8, "smgk:8/1/8": 9}
-    expected |= {"diff:8/4": 8, "mla:8/4": 8}
+    expected |= {"diff:8/4": 8, "mla:8/4": 8, "smgk-query-shifts:8/2/8": 10}
     for name, heads in expected.items():
         assert summary.cache_bytes_per_token(recipe, ModelSpec.parse(name)) == 8 * heads * 64 * 2, name
 

@@ -1,0 +1,68 @@
+"""Test the timing of the study's trained decoders, with tiny ones on a CPU."""
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.cost_quality import decoding, page
+from experiments.cost_quality.plan import load_plan
+from mgk.models import DecoderConfig, LanguageModel, save_model
+from mgk.training import results
+from mgk.training.config import ModelSpec
+from mgk.training.runs import run_path
+
+PLAN = """
+judged_split: test
+stages:
+  - {name: tiny, recipe: bytes, arms: {"softmax:2": 1, "smgk:2/1": 1, "smgk:1": 1, "softmax:2@time=smgk:1": 1}}
+questions: []
+"""
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Make finished runs of two of the three models of a plan."""
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    for name in ("softmax:2", "smgk:2/1"):
+        model = ModelSpec.parse(name)
+        directory = run_path(tmp_path / "runs", "bytes", model, "paper", 0)
+        config = DecoderConfig(
+            20, 16, embed_dim=8, ffn_dim=8, num_layers=1, head_dim=4, positions="rotary", variant=model.variant,
+            num_heads=model.heads, num_kv_heads=model.kv_heads,
+        )  # fmt: skip
+        save_model(LanguageModel(config), directory / "best")
+        (directory / "result.json").write_text("[]")
+    return tmp_path
+
+
+def test_command_times_the_finished_runs(trained, monkeypatch):
+    monkeypatch.setattr(decoding, "CHUNK", 16)  # a prompt of several chunks
+    options = ["--plan", str(trained / "plan.yaml"), "--runs", str(trained / "runs"), "--results", str(trained / "out")]
+    result = CliRunner().invoke(decoding.app, [*options, "--lengths", "8,40", "--device", "cpu"])
+    assert result.exception is None, result.output
+    rows = results.read([trained / "out" / "cost-quality-decoding.csv"])
+    assert len(rows) == 2 * 2 * 3
+    caches = {(row["variant"], row["length"]): row["value"] for row in rows if row["metric"] == decoding.CACHE}
+    # Keys and values of width 4 in fp32: two heads, or one.
+    assert caches == {("softmax", "8"): "512", ("softmax", "40"): "2560", ("smgk", "8"): "256", ("smgk", "40"): "1280"}
+    assert all(float(row["value"]) > 0 for row in rows)
+    lines = decoding.table(rows).splitlines()[2:]
+    assert [line.split(" | ")[1:3] for line in lines] == [
+        ["`softmax:2`", "8"], ["`softmax:2`", "40"], ["`smgk:2/1`", "8"], ["`smgk:2/1`", "40"],
+    ]  # fmt: skip
+    # The rows alone are no runs of the study.
+    assert "No run of the study" in page.evidence_section(load_plan(), rows, trained, "")
+
+
+def test_wrong_arguments(trained):
+    for options, message in (
+        (["--runs", str(trained / "nowhere")], "--runs .* has no finished run"),
+        (["--lengths", "8,x"], "--lengths must be positive integers"),
+        (["--lengths", "0"], "--lengths must be positive integers"),
+    ):
+        result = CliRunner().invoke(decoding.app, options)
+        with pytest.raises(ValueError, match=message):
+            raise result.exception
+
+
+def test_table_without_rows():
+    assert decoding.table([]) == ""
