@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
+from mgk._core.head_shards import HeadShards, local_tensor
 from mgk._core.priors import LearnedPrior
 from mgk._core.validation import fail
 from mgk.functional import smgk_attention
@@ -73,27 +74,36 @@ class MixtureKeys(nn.Module):
         scaling: float | None,
         need_weights: bool,
         sinks: Tensor | None = None,
+        shards: HeadShards | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, L, E] and, if needed, the weights [B, H, L, S].
 
-        `sinks` [H] are logits of one more key at 0, whose value is 0.
+        `sinks` [H] are logits of one more key at 0, whose value is 0. With `shards` the layer has a part of the heads;
+        all ranks have all mixture keys.
         """
-        if key.shape[1] != len(self.shift):
+        count, heads = len(self.shift), key.shape[1]
+        if heads != (count if shards is None else count / shards.count):
             fail(
                 "model",
-                f"has mixture keys for {len(self.shift)} key heads and a layer with {key.shape[1]}: "
-                "tensor parallelism (tp_plan) does not shard mixture keys",
+                f"has mixture keys for {count} key heads and a layer with {heads}: "
+                "tensor parallelism (tp_plan) must divide the key heads into equal parts",
             )
-        settings: dict[str, Any] = {"scale": scaling, "similarity": self.tau}
+
+        def select(x: Tensor) -> Tensor:
+            x = local_tensor(x)
+            return x if shards is None else shards.sum_gradient(x)[shards.index * heads : (shards.index + 1) * heads]
+
+        shift = select(self.shift)
+        settings: dict[str, Any] = {"scale": scaling, "similarity": select(self.tau)}
         results = smgk_attention(
             query,
             key,
             value,
-            self.shift,
+            shift,
             mask,
             is_causal=is_causal,
             dropout_p=dropout,
-            log_prior=self.prior(key.shape[2], None),
+            log_prior=select(self.prior(key.shape[2], None)),
             return_weights=need_weights,
             return_lse=sinks is not None,
             **settings,
@@ -103,7 +113,7 @@ class MixtureKeys(nn.Module):
         if sinks is not None:
             zero = torch.zeros_like(key[:, :, :1])
             _, sink_lse = smgk_attention(
-                query, zero, zero, self.shift, log_prior=self.prior(1, None), return_lse=True, **settings
+                query, zero, zero, shift, log_prior=select(self.prior(1, None)), return_lse=True, **settings
             )
             share = torch.sigmoid(others[-1] - sink_lse - sinks[:, None]).unsqueeze(-1)  # [B, H, L, 1] of the keys
             output = (output * share).to(output.dtype)
@@ -139,6 +149,23 @@ def with_attention(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     # The setter of the property would change the sub-configurations too.
     changed._attn_implementation_internal = name
     return changed
+
+
+def find_shards(module: nn.Module) -> HeadShards | None:
+    """Return the part of the heads that a layer has under Transformers' tensor parallelism (`tp_plan`), or None."""
+    parameters: Any = module.named_parameters()
+    for name, parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        # Projections are sharded by their outputs, which are the heads, or by their inputs.
+        if mesh is None or f"{NAME}." in name or not any(placement.is_shard() for placement in parameter.placements):
+            continue
+        names = mesh.mesh_dim_names or ("tp",)
+        if "tp" not in names:
+            return None
+        axis = names.index("tp")
+        if parameter.placements[axis].is_shard() and mesh.size(axis) > 1:
+            return HeadShards(mesh.get_group(axis), mesh.get_local_rank(axis), mesh.size(axis))
+    return None
 
 
 def check_supported(module: nn.Module, extras: dict[str, Any]) -> None:
@@ -214,6 +241,9 @@ def attend(
     mask, is_causal = resolve_mask(module, config, query, attention_mask, is_causal)
     if position_bias is not None:
         mask = add_bias(mask, position_bias)
+    # A wrapper of PEFT may hide the shifts.
+    shift = getattr(mixture, "shift", None)
+    shards = None if shift is not None and len(shift) == key.shape[1] else find_shards(module)
     output, weights = mixture(
         query,
         key,
@@ -224,6 +254,7 @@ def attend(
         scaling=scaling,
         need_weights=config._attn_implementation == "eager",
         sinks=s_aux,
+        shards=shards,
     )
     return output.transpose(1, 2).contiguous(), weights
 

@@ -3,11 +3,15 @@
 A changed model has a subclass of its original class, MGKBertModel, and a subclass of its configuration, MGKBertConfig,
 whose entry `mgk` describes the changes. The constructor of the subclass repeats them before weights are loaded.
 Importing mgk.hf registers all model types with the Auto classes; the subclasses are made when they are first used.
+The original classes only warn about another model type and would drop the changes; an entry of config.json makes them
+raise an error.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import transformers
@@ -34,6 +38,11 @@ CLASS_PREFIX = "MGK"  # of a class
 DESCRIPTIONS = {"requires", "variant"}
 # Written to config.json for its readers: Transformers without this package reports an unknown model type.
 REQUIRES = "pip install mgk, then import mgk.hf before from_pretrained"
+
+# Entry of config.json that names an attention function which Transformers does not have: its classes raise an error
+# that shows the name.
+GUARD = "attn_implementation"
+GUARD_PREFIX = "mgk, which needs"
 
 Builder = Callable[[PreTrainedModel, dict[str, Any]], None]
 
@@ -112,6 +121,39 @@ def apply_changes(model: PreTrainedModel, settings: Any) -> None:
 def is_changed(config: PreTrainedConfig) -> bool:
     """Return whether a configuration describes a changed model."""
     return getattr(config, ENTRY, None) is not None
+
+
+class ChangedConfig:
+    """Mixin of configurations of changed models: in files they have an entry that the original classes reject."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration from the entries of a file."""
+        if str(config_dict.get(GUARD)).startswith(GUARD_PREFIX):
+            config_dict = {name: value for name, value in config_dict.items() if name != GUARD}
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def from_json_file(cls, json_file: Any) -> Any:
+        """Make a configuration from a file."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))  # type: ignore[attr-defined]
+
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """Write the configuration, with the entry that the original classes reject."""
+        entries = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
+        entries[GUARD] = f"{GUARD_PREFIX} 'import mgk.hf' and {self._auto_class_name()}"
+        Path(json_file_path).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _auto_class_name(self) -> str:
+        names = getattr(self, "architectures", None) or []
+        autos = [
+            auto.__name__
+            for auto in _auto_classes()
+            if any(cls.__name__ in names for cls in _as_tuple(auto._model_mapping.get(type(self), None)))
+        ]
+        # Some classes list models of other tasks too: BART for masked language models and pretraining.
+        preferred = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+        return next((name for name in (*preferred, *autos) if name in autos), "an Auto class")
 
 
 class ChangedModel:
@@ -203,7 +245,7 @@ def changed_config_class(original: type[PreTrainedConfig]) -> Any:
     if original not in _classes:
         model_type = TYPE_PREFIX + original.model_type
         attributes = {"model_type": model_type, "__module__": __name__, "__doc__": original.__doc__}
-        changed: Any = type(CLASS_PREFIX + original.__name__, (original,), attributes)
+        changed: Any = type(CLASS_PREFIX + original.__name__, (ChangedConfig, original), attributes)
         _classes[original] = changed
         AutoConfig.register(model_type, changed, exist_ok=True)
         _copy_conversions(original.model_type, model_type)

@@ -144,6 +144,23 @@ def test_new_process_loads_same_model_only_with_mgk(folder):
         assert float(norm) == pytest.approx(model(torch.arange(3, 9)[None]).logits.double().norm().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bart"])
+def test_original_class_raises(name, folder):
+    """Transformers only warns about another model type, and would drop the mixture keys."""
+    model = convert(make(name))
+    model.save_pretrained(folder)
+    auto = CASES["mistral" if name == "llama" else name][1]
+    message = rf"attn_implementation=.mgk, which needs 'import mgk.hf' and {auto}.{{1,2}} is not supported"
+    for original in (model.original_class, type(model.base_model)):
+        with pytest.raises(ValueError, match=message):
+            original.from_pretrained(folder)
+    config = type(model.config).from_json_file(folder / "config.json")
+    assert config._attn_implementation is None
+    assert config.mgk == model.config.mgk
+    loaded = getattr(transformers, auto).from_pretrained(folder, attn_implementation="eager")
+    assert loaded.config._attn_implementation == "eager"
+
+
 def test_arguments_of_from_pretrained(folder):
     model, batch = randomize(convert(make("llama"))), inputs("left")
     model.save_pretrained(folder, max_shard_size="20KB")
