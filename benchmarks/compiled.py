@@ -24,16 +24,16 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import mgk
 from mgk._core.calls import mixture_call
 from mgk.backends import em_statistics
 from mgk.kernels import jit_cache
-from mgk.kernels.architecture import Architecture, is_amd, targeting
+from mgk.kernels.architecture import Architecture, is_amd
 from mgk.kernels.mixture import launch
 from mgk.kernels.mixture.tile import FALLBACK
+from mgk.kernels.offline import compiling_for
 
 # Shared memory limit of a program in bytes, by compute capability.
 SHARED: dict[Architecture, int] = {
@@ -76,25 +76,6 @@ class Kernel(NamedTuple):
         return f"{self.shared} bytes of shared memory, the limit is {SHARED[arch]}"
 
 
-class CompileOnlyDriver:
-    """The methods of a Triton driver that the compiler calls.
-
-    The device index is the architecture, because kernels cache compiled code by device.
-    """
-
-    def __init__(self, arch: Architecture):
-        self.arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("hip", self.arch, 64) if is_amd(self.arch) else GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> Architecture:
-        return self.arch
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def kernels(call: Call, arch: Architecture, first_paths: bool = False) -> list[Kernel]:
     """Return the kernels that a call launches, forward and backward.
 
@@ -117,12 +98,10 @@ def kernels(call: Call, arch: Architecture, first_paths: bool = False) -> list[K
         except Exception as error:  # a compiler failure: continue with the other kernels
             compiled_kernels.append(Kernel(name, failure=str(error).strip().splitlines()[-1][:150]))
 
-    launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, _compiled={})
+    # Each kernel is compiled at its launch, where a failure does not prevent the others.
+    launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, compile_kernels=lambda *_: [], _compiled={})
     limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
-    with (
-        launcher, targeting(arch), limit, mock.patch.object(triton.runtime.driver, "_active", CompileOnlyDriver(arch)),
-        mock.patch.object(JITFunction, "run", compile_only),
-    ):  # fmt: skip
+    with launcher, limit, compiling_for(arch), mock.patch.object(JITFunction, "run", compile_only):
         _attend(call)
     return compiled_kernels
 

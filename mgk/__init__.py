@@ -1,6 +1,6 @@
 """Attention with mixtures of Gaussian keys: half the heads do the work.
 
-Operators: mgk_attention, smgk_attention (Eq. 8–12), mlk_attention, smlk_attention (Eq. 14), explain_backend.
+Operators: mgk_attention, smgk_attention (Eq. 8–12), mlk_attention, smlk_attention (Eq. 14), explain_backend, warmup.
 Layers: Attention and MultiheadAttention, configured by Variant, VARIANTS and PRESETS; Cache for decoding.
 Parts of layers: the feature maps FAVOR and DPFP, the position embedding Rotary.
 
@@ -10,6 +10,7 @@ F features, N packed sequences.
 
 try:
     from mgk._core.deprecated_paths import install as _install_deprecated_paths
+    from mgk.ahead import Warmup, warmup
     from mgk.attention import Attention
     from mgk.cache import Cache
     from mgk.features import DPFP, FAVOR
@@ -48,11 +49,13 @@ __all__ = [
     "Preset",
     "Rotary",
     "Variant",
+    "Warmup",
     "explain_backend",
     "mgk_attention",
     "mlk_attention",
     "smgk_attention",
     "smlk_attention",
+    "warmup",
 ]
 
 _install_deprecated_paths()

@@ -3,8 +3,14 @@
 `kernel[grid](...)` inspects every argument at every launch, which takes longer than a small kernel runs.
 """
 
+import concurrent.futures
+import contextlib
 import functools
-from collections.abc import Callable
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +18,18 @@ import torch
 from torch import Tensor
 from triton.knobs import runtime as knobs
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
+from mgk.kernels.architecture import Architecture, compile_target
+
+try:
+    from triton.runtime import _async_compile
+    from triton.runtime._async_compile import AsyncCompileMode
+except ImportError:  # before Triton 3.5
+    AsyncCompileMode = None
+
+logger = logging.getLogger("mgk")
+SLOW_COMPILATION = 2.0  # seconds; a longer compilation is logged
 NO_GPU = -1  # the device index of a CPU tensor
 
 
@@ -48,6 +65,19 @@ class LaunchSpec:
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
+# Arguments of `launch`.
+Launch = tuple[LaunchSpec, tuple[Any, ...], tuple[float, ...]]
+
+
+class _Deferred(threading.local):
+    """Launches of this thread that wait for the kernels of a block, or None outside of such a block."""
+
+    launches: list[Launch] | None = None
+    only_compile = False
+
+
+_deferred = _Deferred()
+
 
 @functools.lru_cache(1 << 12)
 def specialization_key(scalars: tuple[float, ...]) -> tuple[int, ...]:
@@ -67,6 +97,10 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
         tensors: Its first arguments: tensors, tensor descriptors or None.
         floats: The arguments after them.
     """
+    deferred = _deferred.launches
+    if deferred is not None and _deferred.only_compile:
+        deferred.append((spec, tensors, floats))
+        return
     # Addresses instead of tensors: Triton's launcher would query the driver about the pointer of each tensor.
     addresses: list[Any] = []
     address_bits = 0
@@ -88,6 +122,9 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
     unaligned = _unaligned(tensors) if address_bits % 16 else ()
     key = (device, *unaligned) if unaligned else device
     kernels = spec.compiled.get(key) or lookup(spec, key, device, tensors, unaligned)
+    if deferred is not None and (kernels is None or deferred):
+        deferred.append((spec, tensors, floats))
+        return
     if kernels is None:
         compile_and_launch(spec, device, tensors, floats, unaligned)
         return
@@ -144,7 +181,9 @@ def hook_installed(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _key(spec: LaunchSpec, device: int, tensors: tuple[Any, ...], unaligned: tuple[int, ...]) -> tuple[Any, ...]:
+def _key(
+    spec: LaunchSpec, device: Architecture, tensors: tuple[Any, ...], unaligned: tuple[int, ...]
+) -> tuple[Any, ...]:
     """Return the properties that Triton specializes on: dtypes and alignment of tensors, divisibility of scalars."""
     dtypes = [x.dtype if isinstance(x, Tensor) else x is None for x in tensors]
     # By id: hashing a kernel hashes its source.
@@ -172,16 +211,121 @@ def lookup(
     return spec.compiled[key]
 
 
+@contextlib.contextmanager
+def compiled_together() -> Iterator[None]:
+    """Compile the kernels that the launches of this block need in parallel threads, before the first of them runs.
+
+    From the first launch whose kernel is not compiled on, launches run at the end of the block. The block must not read
+    their results.
+    """
+    if _deferred.launches is not None:
+        yield
+        return
+    launches: list[Launch] = []
+    _deferred.launches = launches
+    try:
+        yield
+    finally:
+        _deferred.launches = None
+    if launches:
+        compile_kernels(launches)
+        for spec, tensors, floats in launches:
+            launch(spec, tensors, floats)
+
+
+@contextlib.contextmanager
+def collected_launches() -> Iterator[list[Launch]]:
+    """Collect the launches of this thread instead of running them."""
+    previous = _deferred.launches, _deferred.only_compile
+    launches: list[Launch] = []
+    _deferred.launches, _deferred.only_compile = launches, True
+    try:
+        yield launches
+    finally:
+        _deferred.launches, _deferred.only_compile = previous
+
+
+def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> list[str]:
+    """Compile the kernels of launches in parallel threads, and log the time if it is long.
+
+    Args:
+        launches: The launches. Kernels that are compiled already are skipped.
+        threads: Number of threads; default: one per kernel, at most one per core.
+
+    Returns:
+        The names of the compiled kernels.
+    """
+    home = next((x.get_device() for _, tensors, _ in launches for x in tensors if isinstance(x, Tensor)), NO_GPU)
+    device = current_device()
+    if home not in (device, NO_GPU):
+        with torch.cuda.device(home):
+            return compile_kernels(launches, threads)
+    missing: dict[Any, Launch] = {}
+    target = compile_target()
+    for spec, tensors, floats in launches:
+        # Kernels for another target are never launched.
+        cache_key = _key(spec, device if target is None else target, tensors, _unaligned(tensors))
+        cache_key = cache_key if target is None else ("target", cache_key)
+        for path in spec.paths:
+            # The interpreter does not compile.
+            if (path, cache_key) not in _compiled and isinstance(spec.kernel, JITFunction):
+                missing.setdefault((path, cache_key), (spec, tensors, floats))
+    if not missing:
+        return []
+    start = time.perf_counter()
+    if threads is None:
+        threads = min(len(missing), os.cpu_count() or 1)
+    kernels = {}
+    with _compiler_threads(threads, device):
+        for (path, cache_key), (spec, tensors, floats) in missing.items():
+            kernels[path, cache_key] = spec.kernel.warmup(
+                *_arguments(spec, tensors, floats), grid=spec.grid, **_options(spec, path)
+            )
+    # Triton returns a future in the threads, and None if a hook of its cache prevents the compilation.
+    for cache_key, kernel in kernels.items():
+        if kernel is not None:
+            _compiled[cache_key] = kernel.result() if hasattr(kernel, "result") else kernel
+    seconds = time.perf_counter() - start
+    names = [spec.kernel.__name__ for spec, _, _ in missing.values()]
+    if seconds > SLOW_COMPILATION:
+        logger.warning(
+            "compiled %d kernels in %.1f s (%s); mgk.warmup compiles ahead, and Triton's cache keeps them",
+            len(names), seconds, ", ".join(sorted(set(names))),
+        )  # fmt: skip
+    return names
+
+
+def _compiler_threads(threads: int, device: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Triton compiles in threads; without effect for one thread or a Triton before 3.5."""
+    stack = contextlib.ExitStack()
+    if threads > 1 and AsyncCompileMode is not None and _async_compile.active_mode.get() is None:
+        # The target of a thread is that of its current device.
+        select_device: Any = (torch.cuda.set_device, (device,)) if torch.cuda.is_initialized() else (None, ())
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(threads, "mgk-compile", *select_device))
+        stack.enter_context(AsyncCompileMode(pool))
+    return stack
+
+
+def _arguments(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> tuple[Any, ...]:
+    return (*tensors, *floats, *spec.scalars, *spec.unspecialized)
+
+
+def _options(spec: LaunchSpec, path: int | None) -> dict[str, Any]:
+    """Return the keyword arguments of a kernel: constexprs and options of the compiler."""
+    options = {**spec.constexprs, "num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    if path is not None:
+        options["PATH"] = path
+    if spec.maxnreg is not None and path == spec.paths[0]:
+        options["maxnreg"] = spec.maxnreg
+    return options
+
+
 def compile_and_launch(
     spec: LaunchSpec, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...], unaligned: tuple[int, ...]
 ) -> None:
     """Launch through Triton, which compiles the kernels."""
+    if len(spec.paths) > 1:
+        compile_kernels([(spec, tensors, floats)])
     cache_key = _key(spec, device, tensors, unaligned)
     for path in spec.paths:
-        options = {} if path is None else {"PATH": path}
-        if spec.maxnreg is not None and path == spec.paths[0]:
-            options["maxnreg"] = spec.maxnreg
-        _compiled[path, cache_key] = spec.kernel[spec.grid](
-            *tensors, *floats, *spec.scalars, *spec.unspecialized, **spec.constexprs, num_warps=spec.num_warps,
-            num_stages=spec.num_stages, **options,
-        )  # fmt: skip
+        _compiled[path, cache_key] = spec.kernel[spec.grid](*_arguments(spec, tensors, floats), **_options(spec, path))

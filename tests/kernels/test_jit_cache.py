@@ -146,3 +146,51 @@ def test_triton_launch_hooks_are_called(hook, stream, monkeypatch):
     assert kernel.hooked_launches == [((3, 2, 1), (x.data_ptr(), 16, 7, 2))]
     launch(spec_of(kernel), (x,), ())
     assert len(kernel.hooked_launches) == len(kernel.launches) == 1
+
+
+def test_launches_of_a_block_wait_for_its_kernels(stream, monkeypatch):
+    """From the first missing kernel on, launches run at the end of the block and in their order."""
+    kernel, x = Kernel(), torch.zeros(8)
+    specs = {name: spec_of(kernel, constexprs={"M": name}) for name in range(4)}
+    launch(specs[0], (x,), ())
+    launch(specs[2], (x,), ())
+    compiled = []
+    monkeypatch.setattr(jit_cache, "compile_kernels", lambda launches: compiled.extend(spec for spec, *_ in launches))
+    with jit_cache.compiled_together():
+        launch(specs[0], (x,), ())
+        assert len(kernel.launches) == 1
+        launch(specs[1], (x,), ())
+        with jit_cache.compiled_together():
+            launch(specs[2], (x,), ())
+            launch(specs[3], (x,), ())
+        assert (len(kernel.launches), len(kernel.compilations)) == (1, 2)
+    assert compiled == [specs[1], specs[2], specs[3]]
+    # The kernels of 1 and 3 are compiled at their launch; those of 0 and 2 were compiled before.
+    assert [options["M"] for options in kernel.compilations] == [0, 2, 1, 3]
+    assert [args[-1] for args in kernel.launches] == [0, 2]
+
+
+def test_failed_block_launches_nothing(stream):
+    kernel, x = Kernel(), torch.zeros(8)
+
+    @jit_cache.compiled_together()
+    def fail():
+        launch(spec_of(kernel), (x,), ())
+        raise RuntimeError("failed")
+
+    with pytest.raises(RuntimeError, match="failed"):
+        fail()
+    assert kernel.compilations == []
+    launch(spec_of(kernel), (x,), ())
+    assert len(kernel.compilations) == 1
+
+
+def test_collected_launches_do_not_run(stream):
+    kernel, x = Kernel(), torch.zeros(8)
+    launch(spec_of(kernel), (x,), ())
+    with jit_cache.collected_launches() as launches:
+        launch(spec_of(kernel), (x,), ())
+        with jit_cache.compiled_together():
+            launch(spec_of(kernel, num_warps=8), (x,), (0.5,))
+    assert [(spec.num_warps, floats) for spec, _, floats in launches] == [(4, ()), (8, (0.5,))]
+    assert (len(kernel.compilations), kernel.launches) == (1, [])

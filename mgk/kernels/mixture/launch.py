@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.kernels.architecture import architecture, compile_target, has_tma, is_amd
-from mgk.kernels.jit_cache import LaunchSpec, launch
+from mgk.kernels.jit_cache import LaunchSpec, compiled_together, launch
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
@@ -169,6 +169,7 @@ def launch_forward(args: MixtureArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, prepared, stats
 
 
+@compiled_together()
 def forward_into(
     out: Tensor, lse: Tensor | None, prepared: Tensor, stats: Tensor, args: MixtureArgs, no_component_gemm: bool = False
 ) -> None:
@@ -418,30 +419,31 @@ def launch_backward(
     floats = (scale, tau, dropout_p)
     key_operand = empty_operand(stats, config.key_operand_keys)
     row_operand = empty_operand(stats, config.row_operand_rows)
-    if key_operand is not None:
-        launch(config.write_key_operand, (prepared[1], key_operand))
-    # Outputs without gradient get `parts` as a dummy pointer; the kernels do not write them.
-    launch(
-        config.dq,
-        (query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
-        parts if dmask is None else dmask, row_vectors, row_operand,
-        *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts), floats,
-    )  # fmt: skip
-    # With different numbers of key and value heads, the kernel writes fp32 parts of the gradients, one per pair head.
-    pair_dk = dk if HK == HP else empty_like_bshd(keys, heads=HP, dtype=torch.float32)
-    pair_dv = dv if HV == HP else empty_like_bshd(value, heads=HP, dtype=torch.float32)
-    pair_dbias = dbias if dbias is None or HK == HP else lse.new_empty(B, HP, M, S)
-    for spec, block_m, tma_rows in config.dkdv:
+    with compiled_together():
+        if key_operand is not None:
+            launch(config.write_key_operand, (prepared[1], key_operand))
+        # Outputs without gradient get `parts` as a dummy pointer; the kernels do not write them.
         launch(
-            spec,
-            (*as_descriptors(tma_queries, block_m, query), keys, value, *inputs,
-            *as_descriptors(tma_queries, block_m, grad),
-            row_descriptor(row_vectors, block_m) if tma_rows else row_vectors,
-            *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, pair_dk, pair_dv,
-            parts if dbias is None else pair_dbias, parts), floats,
+            config.dq,
+            (query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
+            parts if dmask is None else dmask, row_vectors, row_operand,
+            *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts), floats,
         )  # fmt: skip
+        # With different numbers of key and value heads, the kernel writes fp32 parts of the gradients per pair head.
+        pair_dk = dk if HK == HP else empty_like_bshd(keys, heads=HP, dtype=torch.float32)
+        pair_dv = dv if HV == HP else empty_like_bshd(value, heads=HP, dtype=torch.float32)
+        pair_dbias = dbias if dbias is None or HK == HP else lse.new_empty(B, HP, M, S)
+        for spec, block_m, tma_rows in config.dkdv:
+            launch(
+                spec,
+                (*as_descriptors(tma_queries, block_m, query), keys, value, *inputs,
+                *as_descriptors(tma_queries, block_m, grad),
+                row_descriptor(row_vectors, block_m) if tma_rows else row_vectors,
+                *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, pair_dk, pair_dv,
+                parts if dbias is None else pair_dbias, parts), floats,
+            )  # fmt: skip
+        launch(config.add_parts, (parts, sums))
     for total, pairs in ((dk, pair_dk), (dv, pair_dv), (dbias, pair_dbias)):
         if total is not None and pairs is not None and pairs is not total:
             total.copy_(pairs.unflatten(1, (total.shape[1], -1)).sum(2))
-    launch(config.add_parts, (parts, sums))
     return dq, dk, dv, dbias, sums, dmask
