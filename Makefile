@@ -105,7 +105,7 @@ test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise pyt
 	status=0; for pid in $$pids; do wait $$pid || status=1; done; tail -n 1 build/gpu-*.log; \
 	[ $$status = 0 ] || { grep -hE "^(FAILED|ERROR)" build/gpu-*.log; exit 1; }
 
-demo: $(STAMP) ## Train softmax, and sMGK with half the heads, on short ListOps (two minutes on a CPU) and compare them
+demo: $(STAMP) ## Train softmax, and sMGK and softmax with half the heads, on short ListOps (two minutes on a CPU) and compare them
 	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
 
 docs: $(STAMP) ## Build the documentation into build/docs and run its tutorials; warnings are errors
