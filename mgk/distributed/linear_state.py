@@ -18,7 +18,7 @@ from mgk import functional
 from mgk._core.calls import LinearCall
 from mgk._core.linear_features import State, final_state, map_features, max_log_weights
 from mgk._core.validation import fail
-from mgk.distributed.ring import Shards
+from mgk.distributed.ring import Shards, explain_failures
 from mgk.distributed.sharding import chunk_starts
 
 
@@ -54,13 +54,15 @@ class GatherStates(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
         ctx.shards = shards
         parts = [torch.empty_like(x) for _ in range(shards.ranks)]
-        dist.all_gather(parts, x.contiguous(), group=shards.group)
+        with explain_failures(shards, "gather the states of linear attention"):
+            dist.all_gather(parts, x.contiguous(), group=shards.group)
         return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.shards.group)
+        with explain_failures(ctx.shards, "sum the gradients of the states of linear attention"):
+            dist.all_reduce(total, group=ctx.shards.group)
         return total[ctx.shards.rank], None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,14 +72,18 @@ class Exchange:
         for name in self.sent:
             operations.append(dist.P2POp(dist.isend, self.sent[name], right, shards.group))
             operations.append(dist.P2POp(dist.irecv, self.received[name], left, shards.group))
-        with _explain_failures(shards):
+        with explain_failures(shards, self._action()):
             self.work = dist.batch_isend_irecv(operations)
+
+    def _action(self) -> str:
+        left, right = ((self.shards.rank + step) % self.shards.ranks for step in (-1, 1))
+        return f"exchange keys with ranks {left} and {right}"
 
     def wait(self) -> Tensors:
         """Return the received block; on a GPU, the current stream waits for it."""
         if self.shards.ranks == 1:
             return self.block
-        with _explain_failures(self.shards):
+        with explain_failures(self.shards, self._action()):
             for work in self.work:
                 work.wait()
         received = {name: x.view(self.block[name].dtype) for name, x in self.received.items()}
@@ -87,23 +92,21 @@ class Exchange:
         return received
 
 
-class _explain_failures:
-    """Add the ranks concerned to the error of a failed transfer."""
+@contextmanager
+def explain_failures(shards: Shards, action: str) -> Iterator[None]:
+    """Add the ranks concerned to the error of a failed transfer.
 
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError):
-            left, right = ((self.shards.rank + step) % self.shards.ranks for step in (-1, 1))
-            raise RuntimeError(
-                f"context parallelism: rank {self.shards.rank} of {self.shards.ranks} could not exchange keys with "
-                f"ranks {left} and {right}: a rank has ended, or did not take part within the timeout of the process "
-                f"group ({str(error).splitlines()[0]})"
-            ) from error
+    Args:
+        shards: The ring.
+        action: The transfer, as a sentence continues after "could not".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"context parallelism: rank {shards.rank} of {shards.ranks} could not {action}: a rank has ended, or did "
+            f"not take part within the timeout of the process group ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _as_bytes(x: Tensor) -> Tensor:

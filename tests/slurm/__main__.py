@@ -1,4 +1,4 @@
-"""Run a sweep on a real SLURM of this machine, kill a job and the node, and compare with a sweep without SLURM."""
+"""Run a sweep on a real SLURM of this machine, interrupt its runs, and compare with a sweep without SLURM."""
 
 import argparse
 import json
@@ -38,10 +38,19 @@ def pause(self, trainer, *arguments):
     on_train_batch_end(self, trainer, *arguments)
     if trainer.global_step == {PAUSE_STEP} and os.path.exists(file):
         print("paused", os.getpid(), file=sys.stderr, flush=True)
-        while os.path.exists(file):
+        while os.path.exists(file) and self._stop_request.number(self.device) is None:
             time.sleep(0.05)
 
 CheckpointCallback.on_train_batch_end = pause
+"""
+# The runs of the sweep in one process, without SLURM: an import of torch and Lightning takes seconds.
+REFERENCE = """
+from mgk.cli import commands, load_plugins
+load_plugins()
+for variant, heads in (("softmax", 2), ("smgk", 1), ("mgk-em", 1)):
+    out = f"runs/tiny/{variant}-{heads}-paper-s0"
+    command = f"train ../tiny.yaml --variant {variant} --heads {heads} --out {out} --results results/tiny.csv"
+    commands.app(f"{command} --logger none --data-dir data".split(), standalone_mode=False)
 """
 # Columns that depend on the time, the machine and the paths of a run.
 UNEQUAL_COLUMNS = {"step_ms", "peak_mem_mb", "date", "command"}
@@ -79,7 +88,7 @@ def count_starts(directory: Path) -> int:
 
 
 class Sweep:
-    """`mgk compare` in a process, with its output in a file."""
+    """The command of a sweep in a process, with its output in a file."""
 
     def __init__(self, directory: Path, environment: dict[str, str], command: str) -> None:
         directory.mkdir(exist_ok=True)
@@ -105,35 +114,37 @@ class Sweep:
         return output
 
 
-def kill_job_and_node(sweep: Sweep, cluster: LocalCluster, pause_file: Path) -> list[Path]:
-    """Kill the training of a job, then everything on the node, and return the directories of the two runs."""
+def interrupt_runs(sweep: Sweep, cluster: LocalCluster, pause_file: Path) -> None:
+    """Kill the training of one run, send SIGTERM to the job of another, then kill the node with the third."""
     runs = sweep.directory / "runs" / "tiny"
+    interrupted: list[Path] = []
 
-    def first_paused(exclude: Path | None = None) -> Path:
-        paused: list[Path] = []
-        wait_until(
-            lambda: (
-                bool(paused.extend(set(paused_processes(runs)) - {exclude}) or paused)
-                or sweep.process.poll() is not None
-            ),
-            "no run pauses",
-            120,
-        )
-        assert paused, "the sweep has ended"
-        return paused[0]
+    def pause_of_next_run() -> Path:
+        def others() -> list[Path]:
+            return [run for run in paused_processes(runs) if run not in interrupted]
 
-    killed = first_paused()
-    os.kill(paused_processes(runs)[killed], signal.SIGKILL)
-    print(f"killed the training of {killed.name}", flush=True)
+        wait_until(lambda: bool(others()) or sweep.process.poll() is not None, "no run pauses", 120)
+        interrupted.append(others()[0])
+        return interrupted[-1]
+
+    run = pause_of_next_run()
+    os.kill(paused_processes(runs)[run], signal.SIGKILL)
+    print(f"killed the training of {run.name}", flush=True)
     sweep.wait_until_printed("submitted again as job")
-    lost = first_paused(exclude=killed)
+
+    run = pause_of_next_run()
+    job = json.loads((run / "slurm" / "job.json").read_text())["id"]
+    cluster.run("scancel", "--signal=TERM", job)
+    wait_until(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job), f"job {job} is not requeued", 60)
+    print(f"sent SIGTERM to job {job} of {run.name}, which has requeued itself", flush=True)
+
+    run = pause_of_next_run()
     batch_log = sweep.directory.with_name("batch") / "log.txt"
     wait_until(lambda: batch_log.exists() and "paused" in batch_log.read_text(), "the batch script does not pause", 120)
     count = cluster.kill_node()
-    print(f"killed slurmd and {count} processes of jobs, among them those of {lost.name}", flush=True)
+    print(f"killed slurmd and {count} processes of jobs, among them those of {run.name}", flush=True)
     pause_file.unlink()
     cluster.start("slurmd")
-    return [killed, lost]
 
 
 def submit_batch_script(cluster: LocalCluster, directory: Path, environment: dict[str, str]) -> None:
@@ -164,9 +175,11 @@ def main(directory: Path) -> None:
             environment_of_jobs = {**cluster.environment, **environment, "PAUSE_FILE": str(pause_file)}
             sweep = Sweep(directory / "slurm", environment_of_jobs, on_cluster)
             submit_batch_script(cluster, directory / "batch", environment_of_jobs)
-            reference = Sweep(directory / "local", {**os.environ, **environment}, on_cluster.partition(" --cluster")[0])
+            (directory / "local" / "results").mkdir(parents=True)
+            program = shlex.join([sys.executable, "-c", REFERENCE])
+            reference = Sweep(directory / "local", {**os.environ, **environment}, program)
             try:
-                killed_runs = kill_job_and_node(sweep, cluster, pause_file)
+                interrupt_runs(sweep, cluster, pause_file)
                 output = sweep.finish()
                 repeated_output = Sweep(directory / "slurm", environment_of_jobs, on_cluster).finish()
                 batch_result = RunDirectory(directory / "batch" / "runs" / "smgk").result
@@ -184,7 +197,7 @@ def main(directory: Path) -> None:
                 print(cluster.logs(), flush=True)
                 raise
         print(output, flush=True)
-        check(directory, output, repeated_output, killed_runs)
+        check(directory, output, repeated_output)
     finally:
         if reference is not None and reference.process.poll() is None:
             reference.process.kill()
@@ -197,7 +210,7 @@ def check_batch_script(directory: Path) -> None:
     assert count_starts(run) == 2
 
 
-def check(directory: Path, output: str, repeated_output: str, killed_runs: list[Path]) -> None:
+def check(directory: Path, output: str, repeated_output: str) -> None:
     """Check that no result is lost, written twice, or different from that of a sweep without SLURM."""
     assert output.count("was killed; submitted again as job") >= 1
     # The same command has all results and submits nothing.
@@ -208,9 +221,8 @@ def check(directory: Path, output: str, repeated_output: str, killed_runs: list[
     assert rows == expected, (rows - expected, expected - rows)
     names = sorted(run.name for run in (directory / "slurm" / "runs" / "tiny").iterdir())
     assert len(names) == RUNS
-    for run in killed_runs:
-        assert count_starts(run) > 1, f"{run.name} was not started again"
     for name in names:
+        assert count_starts(directory / "slurm" / "runs" / "tiny" / name) > 1, f"{name} was not started again"
         run, uninterrupted = (read_run(directory / kind / "runs" / "tiny" / name) for kind in ("slurm", "local"))
         unequal = [part for part in run if run[part] != uninterrupted[part]]
         assert not unequal, f"{name}: {', '.join(unequal)} differ from those of the run that was not killed"
