@@ -97,7 +97,7 @@ slurm: ## Install SLURM for test-slurm: Debian's packages (needs root)
 test-slurm: $(STAMP) slurm ## Run a sweep on a SLURM of this machine while a job and the node are killed (needs root)
 	$(BIN)/python -m tests.slurm $(ARGS)
 
-test-fuzz: $(STAMP) ## Run every command on all bad inputs of tests/fuzz (minutes; a sample is in test)
+test-fuzz: $(STAMP) ## Run every command on all bad inputs of tests/fuzz (an hour; a case of every class is in test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
 
 test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise python3) in SHARDS processes

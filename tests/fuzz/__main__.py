@@ -14,11 +14,12 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from tests.fuzz import bad_data, bad_files, bad_recipes, damaged_runs, materials, option_values
+from tests.fuzz.damages import FILE_DAMAGES
 from tests.fuzz.harness import Case, Outcome, preload, run_cases
 from tests.fuzz.page import FUZZ_COLUMNS
 
@@ -29,6 +30,37 @@ TABLES = {
     "options of upcycle": option_values.upcycle,
     "plugins": bad_recipes.plugins,
 }
+
+
+def classes(table: str, name: str) -> set[str]:
+    """Return the classes of a case by its name.
+
+    They are the file, the damage and the command of a damaged run; the kind of a bad file; the command and the value of
+    an option; the fault of a plugin.
+    """
+    first, *words = name.split(" ")
+    if table == "damaged runs":
+        damage, _, command = name.removeprefix(f"{first} ").rpartition(", ")
+        return {first, command, *({damage} & set(FILE_DAMAGES))}
+    if table == "bad files":
+        return {name.partition(":")[0]}
+    if table == "plugins":
+        return {first, words[0]}
+    return {first, " ".join(words[1:])}
+
+
+def one_of_each_class(table: str, cases: Iterable[Case]) -> list[Case]:
+    """Return a small subset of a table that has every class."""
+    seen: set[str] = set()
+    chosen = []
+    labelled = [(case, classes(table, case.name)) for case in cases]
+    # Cases with several new classes first, so that few are needed.
+    for count in (3, 2, 1):
+        for case, names in labelled:
+            if len(names - seen) >= count:
+                chosen.append(case)
+                seen |= names
+    return chosen
 
 
 def sample(cases: Sequence[Case], count: int | None, seed: int) -> list[Case]:
@@ -43,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--table", choices=TABLES, action="append", help="table to run; default: all")
     parser.add_argument("--sample", type=int, help="number of cases drawn from each table; default: all")
+    parser.add_argument("--classes", action="store_true", help="run a subset of each table that has every class")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--match", default="", help="only cases whose name contains this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -51,8 +84,8 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="append the result of one table to this file: results/fuzz.csv")
     parser.add_argument("--before", type=int, help="with --record: clean cases of commit aa005c7, see --package")
     options = parser.parse_args()
-    if options.record and (len(options.table or []) != 1 or options.match or options.package):
-        parser.error("--record requires one --table, without --match and --package")
+    if options.record and (len(options.table or []) != 1 or options.match or options.package or options.classes):
+        parser.error("--record requires one --table, without --match, --package and --classes")
     preload(options.package)
     bad_data.register_small_tasks()
     # PYTHONPATH is for processes that the commands start.
@@ -62,7 +95,8 @@ def main() -> int:
     try:
         for table in options.table or TABLES:
             matching = [case for case in TABLES[table]() if options.match in case.name]
-            cases = sample(matching, options.sample, options.seed)
+            drawn = sample(matching, len(matching) if options.classes else options.sample, options.seed)
+            cases = one_of_each_class(table, drawn) if options.classes else drawn
             clean = _run_table(cases, options.jobs, options.verbose)
             print(f"{table}: {clean} of {len(cases)} clean", flush=True)
             faults += len(cases) - clean

@@ -128,19 +128,18 @@ def _run_child(case: Case, directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.environ.update(case.environment)
         sys.path.insert(0, os.getcwd())
-        sys.argv = ["mgk", *case.arguments]
-        status = _call_main()
+        status = call_main(case.arguments)
     except BaseException:
         traceback.print_exc()
+        sys.stderr.flush()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(status)
 
 
-def _call_main() -> int:
+def call_main(arguments: Sequence[str]) -> int:
+    """Run `mgk` in this process and return its exit code."""
     cli = importlib.import_module("mgk.cli")
+    sys.argv = ["mgk", *arguments]
     try:
         cli.main()
     except SystemExit as end:
@@ -148,6 +147,10 @@ def _call_main() -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
     return 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from tests.fuzz.harness import call_main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "aa005c7"
 # The settings of FIXTURES/run-lm, see the README there.
@@ -85,10 +85,16 @@ def copy_prepared_text(target: Path) -> Path:
 
 
 def run_mgk(*arguments: str) -> None:
-    """Run a command that must succeed, with the package of this process."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "mgk", *arguments]
-    subprocess.run(command, check=True, capture_output=True, env=environment, cwd=folder())
+    """Run a command that must succeed, in a fork of this process, which has imported the package."""
+    log = folder() / "log.txt"
+    process = os.fork()
+    if process == 0:
+        os.chdir(folder())
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), number)
+        os._exit(call_main(arguments))
+    if os.waitpid(process, 0)[1]:
+        raise RuntimeError(f"mgk {' '.join(arguments)}: {log.read_text()}")
 
 
 @functools.cache
