@@ -24,7 +24,8 @@ WORDS = {
     verdicts.OPEN: "undecided",
     verdicts.MISSING: "not measured",
 }
-BREAK = ".<br>"  # between the lines of a cell
+BREAK = "<br>"  # between the lines of a cell
+JOIN = "\u00a0"  # between words that stay on one line
 # Experiments that would decide what is undecided.
 SETTLE = (
     "a language model trained to convergence, three seeds each",
@@ -48,22 +49,22 @@ def format_difference(item: ExperimentResults, difference: Difference) -> str:
         # The score is −100 × nats per token.
         text, unit = format_signed(100 * math.expm1(-difference.difference / 100)), " %"
     width = "" if difference.half_width is None else f" ± {format_number(difference.half_width)}"
-    return f"{text}{width}{unit}"
+    return f"{text}{width}{unit}".replace(" ", JOIN)
 
 
 def evidence(item: ExperimentResults, judged: Sequence[Verdict]) -> str:
     """List the measured differences of an experiment, by baseline."""
-    texts = []
+    metric = "perplexity" if item.results.scale.sign < 0 else "accuracy"
+    name, lines = NAMES[item.experiment.recipe], []
     for second in dict.fromkeys(verdict.second for verdict in judged):
         parts = [
-            f"{verdict.first} {format_difference(item, verdict.difference)}"
+            f"{verdict.first}{JOIN}{format_difference(item, verdict.difference)}"
             for verdict in judged
             if verdict.second == second and verdict.difference is not None
         ]
         if parts:
-            texts.append(f"{', '.join(parts)} against {second}")
-    metric = "perplexity" if item.results.scale.sign < 0 else "accuracy"
-    return f"{NAMES[item.experiment.recipe]}, {metric}: {'; '.join(texts) or verdicts.MISSING}"
+            lines += [f"{name}, {metric} against {second}:", *parts]
+    return BREAK.join(lines) or f"{name}: {verdicts.MISSING}"
 
 
 def answer(item: ExperimentResults, judged: Sequence[Verdict]) -> str:
@@ -80,8 +81,8 @@ def answer(item: ExperimentResults, judged: Sequence[Verdict]) -> str:
 def paper_numbers(item: ExperimentResults, models: str) -> str:
     """Return the paper's numbers of some models, as displayed."""
     rows = map(ModelSpec.parse, models.split())
-    numbers = ", ".join(f"{row} {format_number(item.results.paper(row))}" for row in rows)
-    return f"{NAMES[item.experiment.recipe]}: {numbers}"
+    numbers = (f"{row}{JOIN}{format_number(item.results.paper(row))}" for row in rows)
+    return BREAK.join([f"{NAMES[item.experiment.recipe]}:", *numbers])
 
 
 def _half(text: ExperimentResults, listops: ExperimentResults) -> list[str]:
@@ -147,12 +148,12 @@ def _heads(analyses: dict[str, list[heads.HeadStats]]) -> list[str]:
             if measured == measure:
                 loss = heads.loss_difference(analyses[name], first, second, "dev")
                 at = "" if loss is None else f" (dev loss {format_signed(loss)})"
-                parts.append(f"{first} {format_signed(result.difference, 1)}{at} against {second}")
+                parts.append(f"{first} against {second}: {format_signed(result.difference, 1)}{at}")
     words = WORDS[verdicts.overall(judged)]
     return [
         "4. Ranks are higher, heads less alike",
         "figures only",
-        f"{measure}: {'; '.join(parts) or verdicts.MISSING}",
+        BREAK.join([f"{measure}:", *(parts or [verdicts.MISSING])]),
         f"{words}: the models of a pair trained equally long, not equally far, and ranks change during training",
     ]
 
@@ -176,18 +177,17 @@ def _cost(experiments: list[ExperimentResults], rows: list[Record]) -> list[str]
                 sum(verdict.get(name) == kind for verdict in judged) for kind in (verdicts.HOLDS, verdicts.FAILS)
             )
             if values:
-                numbers.append(f"{name} {_range(values)}")
-                counts.append(f"{name} in {holds} of {len(values)}" + (f", higher in {fails}" if fails else ""))
+                numbers.append(f"{name} {_range(values)}".replace(" ", JOIN))
+                higher = f", higher in {fails}" if fails else ""
+                counts.append(f"{name} in {holds} of {len(values)} pairs{higher}")
         if numbers:
-            parts.append(f"{variant}, over softmax with all heads: {', '.join(numbers)}")
-            answers.append(f"{variant} lower: {', '.join(counts)}")
+            parts += [f"{variant}, over softmax with all heads:", *numbers]
+            answers += [f"{variant} is lower:", *counts]
     return [
         "5. Parameters, FLOPs and time fall with half the heads",
         "figures of parameters and FLOPs, no times",
         BREAK.join(parts) or verdicts.MISSING,
-        BREAK.join(answers) + " pairs.<br>The others are within the noise of a measurement"
-        if answers
-        else WORDS[verdicts.MISSING],
+        BREAK.join([*answers, "all others: within the noise of a measurement"]) if answers else WORDS[verdicts.MISSING],
     ]
 
 

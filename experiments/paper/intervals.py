@@ -13,7 +13,7 @@ from mgk.training import predictions
 from mgk.training.config import ModelSpec
 from mgk.variants import VARIANTS
 
-ONE_SEED = "one seed each: the deviation over seeds is unknown"
+ONE_SEED = "one seed each, deviation unknown"
 
 # Squared standard error and degrees of freedom.
 Error = tuple[float, float]

@@ -34,7 +34,7 @@ def narrows(difference: Difference | None, gap: Difference | None) -> tuple[str,
     if difference is None or gap is None:
         return MISSING, ""
     if gap.remark or gap.low is None:
-        return OPEN, f"the gap to softmax is unknown: {gap.remark}"
+        return OPEN, f"gap to softmax: {gap.remark}"
     if gap.low <= 0:
         return OPEN, "no significant gap: its interval contains 0"
     return better(difference), difference.remark
