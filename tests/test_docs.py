@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import typer
 
 import mgk
@@ -28,10 +29,9 @@ PAGES = {
 }
 # Cells of tutorials are {code-cell} blocks: `make docs` runs them.
 TUTORIALS = [name for name in PAGES if name.startswith("docs/tutorials/")]
-# Packages whose public names need an example, and names that have none: data, base classes, and functions that need
-# files or minutes; their pages have examples.
-PACKAGES = ("mgk", "mgk.models", "mgk.analysis", "mgk.hf")
-NO_EXAMPLE = {"PRESETS", "VARIANTS", "MGKCache", "MGKPreTrainedModel", "UpcycleReport", "tokenizer_of_run", "upcycle"}
+# Packages whose public names need an example, and names of data, which have none.
+PACKAGES = ("mgk", "mgk.models", "mgk.analysis", "mgk.hf", "mgk.distributed")
+NO_EXAMPLE = {"PRESETS", "VARIANTS"}
 
 
 def fenced(page: str) -> list[tuple[str, str]]:
@@ -98,9 +98,20 @@ def public_objects() -> list[tuple[str, object]]:
     ]
 
 
+@pytest.fixture
+def _one_process_group():
+    """Form the process group of one rank that examples of mgk.distributed use."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("name, item", public_objects(), ids=lambda item: item if isinstance(item, str) else "")
-def test_docstring_examples(name, item):
+def test_docstring_examples(name, item, request, tmp_path, monkeypatch):
     """Run the examples in the docstring of a public object and of its methods; the object itself needs one."""
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("mgk.distributed."):
+        request.getfixturevalue("_one_process_group")
     members = [member for _, member in inspect.getmembers(item, inspect.isroutine)] if inspect.isclass(item) else []
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     report: list[str] = []

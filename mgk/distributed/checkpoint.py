@@ -46,6 +46,9 @@ def save_checkpoint(
         model: A model, sharded by `tensor_parallel` or `fully_shard`, or not.
         optimizer: The optimizer of the model's parameters.
         values: Further values that JSON can represent, such as the step.
+
+    Examples:
+        >>> mgk.distributed.save_checkpoint("checkpoint", mgk.Attention(32, 4), values={"step": 100})
     """
     tensors, groups = _collect_state(model, optimizer)
     index_values = {"param_groups": groups, "values": values or {}}
@@ -74,6 +77,11 @@ def load_checkpoint(
 
     Raises:
         ValueError: The directory is not a complete checkpoint, or one of another model or optimizer.
+
+    Examples:
+        >>> mgk.distributed.save_checkpoint("checkpoint", mgk.Attention(32, 4), values={"step": 100})
+        >>> mgk.distributed.load_checkpoint("checkpoint", mgk.Attention(32, 4))
+        {'step': 100}
     """
     directory = Path(directory)
     stored, index_values = read_index(directory)
@@ -95,6 +103,12 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole state dict of a sharded model in the layout of one process; all ranks call this together.
 
     Save it with ``mgk.models.checkpoint.save_model(model, directory, weights)`` on one rank.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> layer = mgk.distributed.tensor_parallel(mgk.Attention(32, 4), mesh)
+        >>> mgk.distributed.gather_weights(layer)["query.weight"].shape
+        torch.Size([32, 32])
     """
     state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}
     result: dict[str, Tensor] = {}

@@ -191,6 +191,12 @@ def context_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
     Returns:
         The module.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> layer = mgk.distributed.context_parallel(mgk.Attention(32, 4, is_causal=True), mesh)
+        >>> layer(mgk.distributed.shard(torch.randn(1, 8, 32), mesh)).shape
+        torch.Size([1, 8, 32])
     """
     check_mesh(mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
@@ -210,9 +216,6 @@ def context_parallel(module: Module, mesh: DeviceMesh) -> Module:
 def sharded_attention(op: Callable[..., Any] | str, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> Any:
     """Run an operator on tensors that are sharded over the ranks of a mesh.
 
-    Example: sharded_attention(mgk.smgk_attention, q, k, v, shift, is_causal=True, mesh=mesh), with the rows of this
-    rank (`shard`, dim=2).
-
     Args:
         op: One of the four operators, or its name.
         *args: Positional arguments of the operator, with the rows of this rank.
@@ -226,6 +229,13 @@ def sharded_attention(op: Callable[..., Any] | str, *args: Any, mesh: DeviceMesh
         value are complete, as are those of a log_prior, scale or mask per key. Gradients of the other tensors (shift,
         a shared log_prior or scale, τ, a mask with all columns) are those of this rank's queries: sum them over the
         ranks (`reduce_gradients`).
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> query, key, value = (mgk.distributed.shard(x, mesh, dim=2) for x in torch.randn(3, 1, 2, 8, 4))
+        >>> shift = torch.randn(2, 2, 4)
+        >>> mgk.distributed.sharded_attention(mgk.smgk_attention, query, key, value, shift, mesh=mesh).shape
+        torch.Size([1, 2, 8, 4])
     """
     arguments = functional.bind_arguments(op, *args, **kwargs)
     backend = arguments.pop("backend")

@@ -59,6 +59,11 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
     Returns:
         The chunks r and 2R - 1 - r of 2R, concatenated: length L / R.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> mgk.distributed.shard(torch.arange(6)[None], mesh)
+        tensor([[0, 1, 2, 3, 4, 5]])
     """
     ranks = check_mesh(mesh).size()
     length = x.shape[dim]
@@ -75,6 +80,11 @@ def local_positions(length: int, mesh: DeviceMesh, cu_seqlens: Tensor | None = N
         length: Number of rows of this rank.
         mesh: One-dimensional mesh of the ranks.
         cu_seqlens: Offsets of packed sequences in the whole length; positions then count from the start of each.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> mgk.distributed.local_positions(6, mesh, torch.tensor([0, 4, 6]))
+        tensor([0, 1, 2, 3, 0, 1])
     """
     check_local_length("length", length)
     device = None if cu_seqlens is None else cu_seqlens.device
@@ -92,6 +102,12 @@ def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
         x: The rows of this rank, as `shard` returns them.
         mesh: One-dimensional mesh of the ranks.
         dim: Dimension of the rows.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> x = torch.randn(2, 8, 3)
+        >>> torch.equal(mgk.distributed.unshard(mgk.distributed.shard(x, mesh), mesh), x)
+        True
     """
     ranks = check_mesh(mesh).size()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
@@ -110,6 +126,12 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor], mesh: DeviceMesh)
     Args:
         parameters: A module or its parameters, equal on all ranks. All ranks must have gradients for the same ones.
         mesh: One-dimensional mesh of the ranks.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> layer = mgk.distributed.context_parallel(mgk.Attention(32, 4), mesh)
+        >>> layer(torch.randn(1, 8, 32)).sum().backward()
+        >>> mgk.distributed.reduce_gradients(layer, mesh)
     """
     group = check_mesh(mesh).get_group()
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:

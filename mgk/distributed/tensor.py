@@ -62,6 +62,14 @@ class HeadParallel(ParallelStyle):
 
     Query, keys and value are sharded column-wise, the output projection row-wise; shifts, priors, τ and variances
     belong to key heads and are sharded with them. The numbers of heads must be divisible by the number of ranks.
+
+    Examples:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> block = torch.nn.Sequential(torch.nn.LayerNorm(32), mgk.Attention(32, 4))
+        >>> block = parallelize_module(block, mesh, {"1": mgk.distributed.HeadParallel()})
+        >>> block(torch.randn(1, 8, 32)).shape
+        torch.Size([1, 8, 32])
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -133,6 +141,12 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
     Returns:
         The module. Its parameters are DTensors.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # under torchrun: the number of ranks
+        >>> layer = mgk.distributed.tensor_parallel(mgk.Attention(32, 4), mesh)
+        >>> layer(torch.randn(1, 8, 32)).shape, type(layer.query.weight).__name__
+        (torch.Size([1, 8, 32]), 'DTensor')
     """
     check_mesh(mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, Attention)]

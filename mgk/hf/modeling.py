@@ -37,6 +37,12 @@ class MGKCache(Cache):
 
     Args:
         caches: One cache per layer, from `LanguageModel.make_caches`.
+
+    Examples:
+        >>> config = mgk.hf.MGKConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=3)
+        >>> cache = mgk.hf.MGKForCausalLM(config).make_cache(batch_size=1, max_length=16)
+        >>> len(cache), cache.get_seq_length()
+        (3, 0)
     """
 
     def __init__(self, caches: Sequence[mgk.Cache]) -> None:
@@ -109,6 +115,12 @@ class MGKPreTrainedModel(PreTrainedModel):
 
     Args:
         config: Configuration of the kind that the class wraps.
+
+    Examples:
+        >>> model = mgk.models.LanguageModel(mgk.models.DecoderConfig(64, num_layers=1, embed_dim=32, num_heads=2))
+        >>> wrapper = mgk.hf.MGKForCausalLM.of(model)
+        >>> isinstance(wrapper, mgk.hf.MGKPreTrainedModel)
+        True
     """
 
     config_class = MGKConfig

@@ -223,6 +223,12 @@ class ChangedModel:
         assert isinstance(self, PreTrainedModel)
         enable_added_modules(self)
 
+    def _get_static_cache_init_shape(self) -> Any:
+        # Chunked prefill allocates a static cache with the heads of the configuration. None leaves it to the first
+        # forward, which knows the numbers of key heads and value heads of each layer.
+        has_other_heads = "heads" in (getattr(self.config, ENTRY, None) or {})  # type: ignore[attr-defined]
+        return None if has_other_heads else super()._get_static_cache_init_shape()  # type: ignore[misc]
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """Return that of the original class: buffers that are not saved are not initialized for custom code."""

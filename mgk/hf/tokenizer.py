@@ -29,6 +29,15 @@ def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
 
     Returns:
         A tokenizer with the token ids of the run. Words are padded on the left; bytes have no padding token.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> config = mgk.models.DecoderConfig(256, num_layers=1, embed_dim=32, num_heads=2)
+        >>> mgk.models.save_model(mgk.models.LanguageModel(config), "run/best")  # as `mgk train` does
+        >>> description = '{"task": "bytes", "recipe": "bytes", "row": "smgk:2", "seed": 0}'
+        >>> written = Path("run/run.json").write_text(description)
+        >>> mgk.hf.tokenizer_of_run("run")("key")["input_ids"]
+        [107, 101, 121]
     """
     run = RunDirectory(directory)
     run.read_description()

@@ -31,14 +31,14 @@ def advice_of(result):
     return (lines[-3].strip(), last.strip()) if last.startswith("    ") else (last.strip(), "")
 
 
-def save_bert(path, copied=(), **settings):
-    """Write a BERT with copied heads, its tokenizer, and a text of 60 lines."""
+def save_model(path, name="bert", copied=(), **settings):
+    """Write a model with copied heads, its tokenizer, and a text of 60 lines."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from tests.support.hf_models import copy_heads, make
 
-    copy_heads(make("bert", **settings), copied).save_pretrained(path)
+    copy_heads(make(name, **settings), copied).save_pretrained(path)
     words = {word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", *(f"w{n}" for n in range(47))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -48,7 +48,7 @@ def save_bert(path, copied=(), **settings):
 
 
 def test_printed_command_merges_the_copied_heads(folder):
-    save_bert("model", ("query", "key"))
+    save_model("model", copied=("query", "key"))
     options = ["--text", "text.txt", "--length", 60, "--removal", 0, "--matrices", 4]
     sentence, command = advice_of(run_analyze("--hf", "model", *options))
     assert sentence.startswith("To merge the redundant heads")
@@ -67,7 +67,7 @@ def test_printed_command_merges_the_copied_heads(folder):
 
 
 def test_untrained_model_is_not_merged():
-    save_bert("model", initializer_range=0.02)
+    save_model("model", initializer_range=0.02)
     result = run_analyze("--hf", "model", "--text", "w1 w2 w3 " * 9, "--removal", 0)
     assert advice_of(result) == (
         "Nothing should be merged: train the model first, or analyze it on text of its domain.",
@@ -77,7 +77,7 @@ def test_untrained_model_is_not_merged():
 
 
 def test_text_on_the_command_line_is_not_a_file():
-    save_bert("model", ("query", "key"))
+    save_model("model", copied=("query", "key"))
     words = " ".join(f"w{n}" for n in range(40))
     sentence, command = advice_of(run_analyze("--hf", "model", "--text", words, "--removal", 0))
     assert "corpus.txt, text of the model's domain," in sentence
@@ -86,20 +86,20 @@ def test_text_on_the_command_line_is_not_a_file():
 
 def test_run_gets_the_training_command(folder, monkeypatch):
     """Copy heads of an untrained run; its attention is as concentrated as that of a trained one."""
-    from mgk.models import load_model, save_model
+    from mgk import models
 
     monkeypatch.setitem(tasks.TASKS, "tiny", TASK)
     run = make_run(folder / "run", "softmax", 4, scale=8)
     options = [run, "--data-dir", folder / "data", "--removal", 0, "--matrices", 4]
     assert advice_of(run_analyze(*options)) == ("Nothing should be merged: the heads attend to different keys.", "")
-    model = load_model(run / "best")
+    model = models.load_model(run / "best")
     with torch.no_grad():
         for layer in model.layers:
             for projection in (layer.attention.query, layer.attention.keys.projection):
                 for parameter in projection.parameters():
                     heads = parameter.unflatten(0, (4, -1))
                     heads[1::2] = heads[::2].clone()
-    save_model(model, run / "best")
+    models.save_model(model, run / "best")
     sentence, command = advice_of(run_analyze(*options))
     assert sentence == "To train the model with fewer key heads (the heads of a run are not merged):"
     assert command == "mgk train tiny --variant softmax --heads 4 --kv-heads 4 --key-heads 2"
@@ -128,3 +128,27 @@ def test_pretrained_sentence_encoder():
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained("untrained")
     result = run_analyze("--hf", "untrained", *options)
     assert "All 72 heads attend nearly uniformly: no verdict on redundancy." in result.output
+
+
+def test_path_of_the_readme():
+    """Run its lines, at most six, with a small model: audit, upcycle, load and generate."""
+    transformers = pytest.importorskip("transformers")
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    block = next(part for part in page.split("```") if "mgk upcycle" in part).splitlines()
+    lines = block[next(n for n, line in enumerate(block) if line.startswith("mgk analyze")) :]
+    assert len(lines) <= 6
+    save_model("MODEL", "llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
+    Path("text.txt").rename("corpus.txt")
+    Path("essay.txt").write_text("w1 w2 w3 w4 " * 8, encoding="utf-8")
+    scope = {}
+    for line in lines:
+        if line.startswith("mgk "):
+            result = CliRunner().invoke(commands.app, shlex.split(line, comments=True)[1:])
+            assert result.exception is None, result.output
+        elif line.startswith("python "):
+            exec(shlex.split(line, comments=True)[-1], scope)
+        else:
+            exec(line.removeprefix(">>> ").replace("generate(", "texts = generate("), scope)
+    assert isinstance(scope["generate"].model, transformers.LlamaForCausalLM)
+    assert scope["generate"].model.model.layers[0].self_attn.k_proj.out_features == 2 * 8
+    assert scope["texts"][0]["generated_text"].startswith("Once upon a time")

@@ -43,6 +43,15 @@ class UpcycleReport:
         calibration_tokens: Tokens of the text that the merges are calibrated on.
         settings: Arguments of the call.
         distillation: Losses of the distillation, one entry per logged step.
+
+    Examples:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+        >>> model = BertModel(BertConfig(vocab_size=64, **sizes)).eval()
+        >>> batches = [{"input_ids": torch.randint(64, (4, 16))} for _ in range(8)]
+        >>> _, report = mgk.hf.upcycle(model, num_value_heads=2, calibration=batches)
+        >>> report.cache_bytes, report.layers[0].value_heads
+        ((256, 192), (4, 2))
     """
 
     layers: list[LayerReport]

@@ -85,6 +85,15 @@ def upcycle(
 
     Returns:
         The new model, which `save_pretrained` writes and the Auto classes load after `import mgk.hf`, and the report.
+
+    Examples:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+        >>> model = BertModel(BertConfig(vocab_size=64, **sizes)).eval()
+        >>> batches = [{"input_ids": torch.randint(64, (4, 16))} for _ in range(8)]
+        >>> smaller, report = mgk.hf.upcycle(model, num_key_heads=1, calibration=batches)
+        >>> smaller.config.model_type, report.cache
+        ('mgk-bert', 0.625)
     """
     settings = {
         "num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "cache": cache, "mixture": mixture,
