@@ -130,7 +130,8 @@ def table(rows: list[Row]) -> str:
             cells[call, kernel][row["arch"]] = row["failure"] or resources
     architectures = [arch for arch in ARCHITECTURES if any(row["arch"] == arch for row in rows)]
     lines = [["call", "kernel", *map(architecture_name, architectures)]]
-    for (call, kernel), by_arch in cells.items():
+    calls = list(dict.fromkeys(call for call, _ in cells))
+    for (call, kernel), by_arch in sorted(cells.items(), key=lambda item: calls.index(item[0][0])):
         lines.append([call, kernel, *(by_arch.get(arch, "–") for arch in architectures)])
     versions = sorted({f"Triton {row['triton']}, commit {row['commit']}, {row['date']}" for row in rows})
     note = f"Registers / bytes of spills per thread / KB of shared memory. Compiled, not run: {'; '.join(versions)}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from experiments.cost_quality import page as study_page
 from experiments.cost_quality.plan import Arm, load_plan
 from experiments.cost_quality.summary import ArmSummary, summarize
-from experiments.paper import answers, figures, front_page, lra_averages, plan, speed_table, verdicts
+from experiments.paper import answers, figures, front_page, group_table, lra_averages, plan, speed_table, verdicts
 from experiments.paper.claims import cost as costs
 from experiments.paper.claims import heads, plateau, quality
 from experiments.paper.claims.quality import ExperimentResults
@@ -65,6 +65,7 @@ def gather(results: Path) -> Evidence:
         "fast": speed_table.sentence(rows),
         "speed": speed_table.table(rows),
         "shapes": front_page.shapes(rows),
+        "groups": group_table.table(rows),
         "host": front_page.host_time(rows),
         "summary": summary(experiments, analyses, rows),
         "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),

@@ -1,4 +1,4 @@
-"""Implementations to compare: this package's operators, SDPA on each of its backends, and FlexAttention."""
+"""Implementations to compare: this package's operators, SDPA on each of its backends, FlashAttention, FlexAttention."""
 
 from __future__ import annotations
 
@@ -198,6 +198,10 @@ def make_case(
 ) -> BenchmarkCase:
     """Make a case of any implementation, with random inputs."""
     if implementation.variant == "softmax":
+        from mgk.bench import flash_attention
+
+        if implementation.backend in flash_attention.MODULES:
+            return flash_attention.make_flash_case(implementation, shape, device, dtype, gradients)
         return make_sdpa_case(implementation, shape, device, dtype, gradients)
     x = random_inputs(implementation, shape, device, dtype, gradients)
     return BenchmarkCase(make_forward(implementation, shape, x), list(x.values()))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from mgk.attention import Attention
-from mgk.bench import timing
+from mgk.bench import groups, timing
+from mgk.bench.flash_attention import flash_backends
 from mgk.bench.implementations import (
     LINEAR,
     OPERATORS,
@@ -208,13 +209,38 @@ def _fast_sdpa(config: BenchmarkConfig) -> tuple[str, ...]:
     return ("cudnn", "flash") if config.device == "cuda" else ("flash", "math")
 
 
+def _flash(config: BenchmarkConfig) -> tuple[str, ...]:
+    return flash_backends(config.device, config.dtype, config.log) if config.device == "cuda" else ()
+
+
 def measure_speed(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
-    """Time against SDPA with H heads, with H/2 key heads, and with H/2 heads."""
-    backends = _fast_sdpa(config)
+    """Time against SDPA with H heads, with H/2 key heads, and with H/2 heads; and FlashAttention if it is installed."""
+    backends, flash = _fast_sdpa(config), _flash(config)
     for shape, selected in implementations.items():
         H = shape.heads
-        compared = [*_sdpa(H, H // 2, backends), *_sdpa(H // 2, H // 2, backends), *selected]
+        compared = [*_sdpa(H, H // 2, backends), *_sdpa(H // 2, H // 2, backends), *_sdpa(H, H, flash), *selected]
         yield from time_shape(config, "speed", shape, _sdpa(H, H, backends), compared)
+
+
+def measure_groups(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
+    """Time the groups of shapes with half the heads and, for sMGK, with all heads."""
+    backends, flash = _fast_sdpa(config), _flash(config)
+    for shape, selected in implementations.items():
+        H = shape.heads
+        yield from time_shape(config, "groups", shape, _sdpa(H, H, backends), [*_sdpa(H, H, flash), *selected])
+
+
+def _group_implementations(config: BenchmarkConfig) -> ByShape:
+    """Return sMGK and MGK with half the heads, and the shifted variants with all heads too."""
+    half = config.implementations(("smgk", "mgk"), config.shapes or groups.SHAPES)
+    return {
+        shape: [*selected, *(_use_all_heads(i, shape) for i in selected if OPERATORS[i.variant].shifted)]
+        for shape, selected in half.items()
+    }
+
+
+def _use_all_heads(implementation: Implementation, shape: Shape) -> Implementation:
+    return replace(implementation, heads=shape.heads, kv_heads=shape.heads)
 
 
 def measure_flex(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
@@ -351,6 +377,7 @@ PARTS = {
         measure_speed,
         lambda c: c.implementations(VARIANTS, c.shapes or (SHAPES if c.device == "cuda" else CPU_SHAPES)),
     ),
+    "groups": Suite(measure_groups, _group_implementations),
     "linear": Suite(partial(measure_linear, "linear"), _linear_implementations),
     "whole": Suite(partial(measure_linear, "whole"), _whole_implementations),
     "decoding": Suite(measure_decoding, _decoding_implementations),

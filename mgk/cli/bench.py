@@ -19,7 +19,10 @@ HEADERS = {
     "cuda": f"{COLUMNS} {'device':>12} {'ratio':>6}   {'plain calls':>18} {'ratio':>6}",
     "cpu": f"{COLUMNS} {'time':>12} {'ratio':>6}",
 }
-RATIO = "ratio: time relative to the fastest SDPA with all H heads (below 1 is faster); our variants have H / 2 heads."
+RATIO = (
+    "ratio: time relative to the fastest SDPA with all H heads (below 1 is faster); our variants have H / 2 heads "
+    "(groups: also H)."
+)
 LEGENDS = {
     "cuda": f"""\
 device: time of the kernels alone; plain calls: time of eager calls, including the overhead of Python and PyTorch.
@@ -35,7 +38,8 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-            help="Parts to run, separated by commas: speed, linear, whole, decoding, em, memory, flex; default: all."
+            help="Parts to run, separated by commas: speed, groups, linear, whole, decoding, em, memory, flex; "
+            "default: all."
         ),
     ] = "",
     shapes: Annotated[

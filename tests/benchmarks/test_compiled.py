@@ -115,3 +115,11 @@ def test_table_has_a_column_per_architecture(check):
     assert "| smgk D 64 | `add_parts` | – | 255 / 0 / 2 | – |" in lines
     with pytest.raises(ValueError, match="has no markers"):
         check.fill_page("text", "table")
+
+
+def test_page_has_the_table_of_the_results(check):
+    rows = check.read_rows(ROOT / "results" / "compiled.csv")
+    assert [row for row in rows if row["failure"]] == []
+    assert {row["arch"] for row in rows} == set(check.ARCHITECTURES)
+    page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    assert check.fill_page(page, check.table(rows)) == page
