@@ -224,8 +224,10 @@ def draw_differences(data: dict[str, Any]) -> Figure:
         axis.grid(axis="x", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
-    axes[-1, 0].margins(x=0.08)
-    words = "points (language model: 100 × nats per token) with the 95 % interval, if known\n"
+    # The points set the scale: intervals of models that rarely learn are many times longer than all differences.
+    largest = max((abs(line[3]) for panel in panels for line in panel["lines"]), default=1.0)
+    axes[-1, 0].set_xlim(-1.1 * largest, 1.1 * largest)
+    words = "points (language model: 100 × nats per token) with the 95 % interval, if known, cut at the frame\n"
     figure.supxlabel(
         f"{words}● holds, ○ undecided, ✖ does not hold; pale: controls; ×: the paper's difference; dotted: the margin",
         fontsize=9,
