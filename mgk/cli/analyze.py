@@ -312,8 +312,9 @@ def _analyze_transformers_model(
     settings = {**settings, "tiles": tiles, "progress": progress, "map_size": options.resolve_map_size(config)}
     inputs = samples.to_device(inputs, device)
     analysis = analyse(model, inputs, matrices=matrices, capture=hf_models.capture_attention, **settings)
-    kv_share = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) / config.num_attention_heads
-    head_cost = per_head(config.hidden_size, analysis.layers[0].head_dim, kv_share, analysis.longest)
+    layers = analysis.layers  # a merged model has other numbers of heads than its configuration
+    kv_share = sum(layer.key_heads + layer.value_heads for layer in layers) / sum(2 * layer.heads for layer in layers)
+    head_cost = per_head(config.hidden_size, layers[0].head_dim, kv_share, analysis.longest)
     reason, keys_are_fixed = hf_models.check_mergeable(model, inputs[0])
     advice = advise_transformers(
         analysis, name, options.text_files, reason,
