@@ -144,7 +144,8 @@ def current_stream(device: int) -> Any:
 def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple[LaunchSpec, ...]) -> bool:
     """Return whether the specs can be launched by `launch_by_address`.
 
-    Their kernels must be compiled for aligned tensors, `device` must be the current one, and no launch hook installed.
+    Their kernels must be compiled for aligned tensors, `device` must be the current one, no launch hook installed, and
+    launches not collected.
 
     Args:
         device: Index of the tensors' device.
@@ -152,7 +153,7 @@ def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple
         specs: The launches.
     """
     current = current_device()
-    if device != current and not (device == NO_GPU and current == 0):
+    if (device != current and not (device == NO_GPU and current == 0)) or _deferred.launches is not None:
         return False
     bits = 0
     for address in addresses:

@@ -9,7 +9,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("script", ["analysis", "language_model", "training_step", "cpu"])
+@pytest.mark.parametrize("script", ["analysis", "language_model", "training_step", "cpu", "host_time", "short_kernels"])
 def test_foreign_file_is_refused_first(script, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"benchmark_{script}", FOLDER / f"{script}.py")
     module = importlib.util.module_from_spec(spec)

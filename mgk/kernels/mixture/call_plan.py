@@ -87,6 +87,8 @@ class CallPlan:
             prepared=(2, HK, M, tiles * KEYS_PER_TILE), stats=stats_shape, lse=(B, H, L) if needs_gradients else (0,),
             flags=(self.forward_config.num_flags,),
         )  # fmt: skip
+        config = self.forward_config
+        self.forward_specs = (config.attend,) if config.preprocess is None else (config.preprocess, config.attend)
         self.backward_plans: dict[Any, BackwardPlan | None] = {}
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
@@ -110,7 +112,7 @@ class CallPlan:
         memory = query.new_empty(self.workspace.numel, dtype=torch.float32)
         config = self.forward_config
         addresses = [x if x is None else x.data_ptr() for x in (query, keys, value, shift, prior)]
-        if not can_launch_by_address(self.device, addresses, (config.preprocess, config.attend)):
+        if not can_launch_by_address(self.device, addresses, self.forward_specs):
             view = self.workspace.view
             lse = view(memory, "lse") if self.needs_gradients else None
             args = self.full_args(query, keys, value, shift, prior)
@@ -123,6 +125,14 @@ class CallPlan:
         at_query, at_keys, at_value, at_shift, at_prior = addresses
         args = self.args
         stream = jit_cache.current_stream(self.device)
+        if config.preprocess is None:
+            for_backward = (prepared, stats) if self.needs_gradients else (None, None)
+            launch_by_address(
+                config.attend, self.device, stream,
+                (at_query, at_keys, at_value, at_shift, at_prior, None, None, *for_backward, out.data_ptr(),
+                lse_address if self.needs_gradients else None, args.scale, args.tau, args.constant),
+            )  # fmt: skip
+            return out, memory
         launch_by_address(
             config.preprocess, self.device, stream,
             (at_keys, at_shift, at_prior, None, None, None, prepared, stats, operand_address, args.scale, args.tau,
@@ -196,13 +206,16 @@ class BackwardPlan:
 
     def __init__(self, plan: CallPlan, config: BackwardConfig, tma_queries: bool, prior_keys: int):
         self.plan, self.config, self.tma_queries, self.prior_keys = plan, config, tma_queries, prior_keys
-        self.specs: tuple[LaunchSpec, ...] = (config.dq, *(spec for spec, _, _ in config.dkdv), config.add_parts)
+        self.specs: tuple[LaunchSpec, ...] = (config.dq, *(spec for spec, _, _ in config.dkdv))
+        if config.add_parts is not None:
+            self.specs += (config.add_parts,)
         if config.key_operand_keys:
             self.specs += (config.write_key_operand,)
         words = COMPONENT_GEMM_WIDTH // 2  # fp32 words per row of a bf16 operand
         self.workspace = Workspace(
             row_vectors=config.row_vectors, spread=(config.num_spreads,), flags=(config.num_flags,), parts=config.parts,
             key_operand=(config.key_operand_keys, words), row_operand=(config.row_operand_rows, words),
+            counters=(config.num_counters,),
         )  # fmt: skip
         self.num_sums = config.parts[1] * config.parts[2]
 
@@ -219,7 +232,8 @@ class BackwardPlan:
         saved, saved_offsets = memory.data_ptr(), plan.workspace.offsets
         prepared, stats, lse = (saved + saved_offsets[name] for name in ("prepared", "stats", "lse"))
         base = buffers.data_ptr()
-        rows, spread, flags, parts, key_operand, row_operand = (base + offset for offset in space.offsets.values())
+        rows, spread, flags, parts, key_operand, row_operand, counters = (base + x for x in space.offsets.values())
+        counting = (counters, sums.data_ptr()) if config.num_counters else (None, None)
         dbias = dbias_address = None
         if self.prior_keys:
             B, _, S, _ = value.shape
@@ -242,7 +256,7 @@ class BackwardPlan:
         launch_by_address(
             config.dq, device, stream,
             (at_query, k_source, v_source, *inputs, at_out, lse, at_grad, None, dq.data_ptr(), parts, rows, row_source,
-            key_source, spread, flags if config.num_flags else spread, parts, *floats),
+            key_source, spread, flags if config.num_flags else spread, parts, counting[0], *floats),
         )  # fmt: skip
         for spec, block_m, tma_rows in config.dkdv:
             q_source, grad_source, rows_source, row_source_m = at_query, at_grad, rows, row_source
@@ -255,9 +269,10 @@ class BackwardPlan:
                 spec, device, stream,
                 (q_source, at_keys, at_value, *inputs, grad_source, rows_source, row_source_m, spread,
                 flags if config.num_flags else spread, dk.data_ptr(), dv.data_ptr(),
-                parts if dbias_address is None else dbias_address, parts, *floats),
+                parts if dbias_address is None else dbias_address, parts, *counting, *floats),
             )  # fmt: skip
-        launch_by_address(config.add_parts, device, stream, (parts, sums.data_ptr()))
+        if config.add_parts is not None:
+            launch_by_address(config.add_parts, device, stream, (parts, sums.data_ptr()))
         return dq, dk, dv, dbias, sums
 
     def operand(self, buffers: Tensor, name: str, rows: int) -> Tensor | None:

@@ -11,9 +11,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.kernels.architecture import architecture, compile_target, has_tma, is_amd
 from mgk.kernels.jit_cache import LaunchSpec, compiled_together, launch
+from mgk.kernels.mixture import short_calls
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
-from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, select_block, select_decode_config
+from mgk.kernels.mixture.block_sizes import BlockKey, select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
+from mgk.kernels.mixture.chunks import chunks, key_heads_per_chunk
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
 from mgk.kernels.mixture.launch_config import (  # fmt: skip
     COMPONENT_GEMM_WIDTH,
@@ -191,6 +193,11 @@ def forward_into(
     flags = call_flags(args, stats.shape[1], no_component_gemm)
     tma = not flags.small and supports_tma(keys, value)
     config = forward_config(layouts(*args[:NUM_TENSORS], out), flags, tma, lse is not None)
+    if config.preprocess is None:
+        keys_for_backward = (None, None) if lse is None else (prepared, stats)
+        tensors = (query, keys, value, shift, bias, scale_t, tau_t, *keys_for_backward, out, lse)
+        launch(config.attend, tensors, (scale, tau, constant))
+        return
     operand = empty_operand(stats, config.operand_keys)
     launch(
         config.preprocess, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
@@ -206,54 +213,21 @@ def forward_into(
 
 def settings() -> tuple[Any, ...]:
     """Return the process-wide settings that launch configurations depend on."""
-    return _small_pairs, select_block, BOUNDED, compile_target()
+    return _small_pairs, select_block, BOUNDED, compile_target(), short_calls.enabled()
 
 
 def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = False) -> LaunchFlags:
     query, max_q, max_k = args.query, args.max_q, args.max_k
     pairs = args.num_sequences * query.shape[1] * max_q * max_k
+    short = short_calls.is_short(args)
     return LaunchFlags(
-        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, pairs <= _small_pairs,
-        query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm,
-        architecture(query.device),
+        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, short or pairs <= _small_pairs,
+        query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm, architecture(query.device), short,
     )  # fmt: skip
 
 
-# A large forward without gradients runs chunk by chunk, in the workspace of one chunk. A chunk keeps the GPU busy
-# (about three waves of programs on 132 SMs) and takes far longer than its launches.
-CHUNK_PROGRAMS = 1024
-CHUNK_PAIRS = 1 << 31
-# Workspace bytes per key: c and C of each component, and its row of the component GEMM's operand.
-PREPARED_BYTES = 8
-OPERAND_BYTES = 2 * COMPONENT_GEMM_WIDTH
-# Workspace bytes allowed per row and head: the size of the call's lse, which other implementations keep.
-WORKSPACE_BYTES = 4
+# The block sizes of a chunk.
 CHUNK_KEY = BlockKey("fwd", no_component_gemm=True)
-
-
-def key_heads_per_chunk(
-    batch: int, heads: int, key_heads: int, L: int, S: int, components: int, block: BlockConfig
-) -> int:
-    """Return the key heads per chunk, of B·Hk in all; B·Hk if chunks within the memory limit would be too small."""
-    bytes_per_key = PREPARED_BYTES * components + OPERAND_BYTES * block.component_gemm
-    group, total = heads // key_heads, batch * key_heads
-    largest = max(WORKSPACE_BYTES * heads * L * batch // (bytes_per_key * S), 1)
-    smallest = max(
-        ceil_div(CHUNK_PROGRAMS, group * ceil_div(L, block.block_m)), ceil_div(CHUNK_PAIRS, group * L * S)
-    )  # fmt: skip
-    return largest if smallest <= largest < total else total
-
-
-def chunks(batch: int, key_heads: int, chunk_heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the batch and of the key heads; a chunk of lse is contiguous."""
-    if chunk_heads >= key_heads:
-        step = chunk_heads // key_heads
-        for b in range(0, batch, step):
-            yield slice(b, b + step), slice(0, key_heads)
-        return
-    for b in range(batch):
-        for h in range(0, key_heads, chunk_heads):
-            yield slice(b, b + 1), slice(h, min(h + chunk_heads, key_heads))
 
 
 def chunked_heads(args: MixtureArgs) -> int:
@@ -417,6 +391,7 @@ def launch_backward(
     sums = lse.new_empty(config.parts[1] * config.parts[2])
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     floats = (scale, tau, dropout_p)
+    counters = stats.new_empty(config.num_counters, dtype=torch.int32) if config.num_counters else None
     key_operand = empty_operand(stats, config.key_operand_keys)
     row_operand = empty_operand(stats, config.row_operand_rows)
     with compiled_together():
@@ -427,7 +402,7 @@ def launch_backward(
             config.dq,
             (query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
             parts if dmask is None else dmask, row_vectors, row_operand,
-            *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts), floats,
+            *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts, counters), floats,
         )  # fmt: skip
         # With different numbers of key and value heads, the kernel writes fp32 parts of the gradients per pair head.
         pair_dk = dk if HK == HP else empty_like_bshd(keys, heads=HP, dtype=torch.float32)
@@ -440,9 +415,10 @@ def launch_backward(
                 *as_descriptors(tma_queries, block_m, grad),
                 row_descriptor(row_vectors, block_m) if tma_rows else row_vectors,
                 *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, pair_dk, pair_dv,
-                parts if dbias is None else pair_dbias, parts), floats,
+                parts if dbias is None else pair_dbias, parts, counters, None if counters is None else sums), floats,
             )  # fmt: skip
-        launch(config.add_parts, (parts, sums))
+        if config.add_parts is not None:
+            launch(config.add_parts, (parts, sums))
     for total, pairs in ((dk, pair_dk), (dv, pair_dv), (dbias, pair_dbias)):
         if total is not None and pairs is not None and pairs is not total:
             total.copy_(pairs.unflatten(1, (total.shape[1], -1)).sum(2))

@@ -51,24 +51,15 @@ def squared_norms(
     return finite, tl.minimum(norm, FP32_MAX)
 
 
-@triton.jit(do_not_specialize=["HK", "S", "n_key_tiles", "n_tiles"])
-def prepare_keys(
-    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, key_operand_ptr, scale, tau, constant,
-    stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_key_tiles, n_tiles,
+@triton.jit
+def prepare_tile(
+    i_t, i_h, i_b, start, n_keys, key_tile, k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, c_ptr, stats_ptr,
+    key_operand_ptr, scale, tau, constant, stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm,
+    stride_bs, HK, n_key_tiles,
     M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    TAU: tl.constexpr, HARD: tl.constexpr, PACKED: tl.constexpr,
+    TAU: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
-    """Write c, C (hard: c_j0 and c_jr - c_j0) and the statistics of each key tile.
-
-    c and C are [2, HK, M, n_key_tiles * KEY_TILE], -inf and 0 beyond the keys. The statistics are max c, min finite c,
-    max |k| (negative if a key is masked in every component) and the reference; c is relative to the reference. Also
-    writes the keys' operand of the component GEMM, unless key_operand_ptr is None.
-    """
-    # Sequences are on the first grid axis: the other two are limited to 65,535.
-    i_t, i_h, i_b = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
-    i_b, start, n_keys, key_tile = sequence_bounds(cu_k_ptr, i_b, S, PACKED)
-    if i_t * KEY_TILE >= n_keys:
-        return
+    """Write c, C and the statistics of key tile i_t of a sequence, whose first tile is `key_tile`."""
     key_tile += i_t
     o_j = i_t * KEY_TILE + tl.arange(0, KEY_TILE)
     m_j = o_j < n_keys
@@ -133,3 +124,28 @@ def prepare_keys(
     masked = tl.max(tl.where(m_j & (b_max == -float("inf")), 1, 0), 0)
     tl.store(p_stats + 2, tl.where(masked > 0, -tl.maximum(longest, 1e-30), longest))
     tl.store(p_stats + 3, ref)
+
+
+@triton.jit(do_not_specialize=["HK", "S", "n_key_tiles", "n_tiles"])
+def prepare_keys(
+    k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, cu_k_ptr, c_ptr, stats_ptr, key_operand_ptr, scale, tau, constant,
+    stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh, stride_bm, stride_bs, HK, S, n_key_tiles, n_tiles,
+    M: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    TAU: tl.constexpr, HARD: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Write c, C (hard: c_j0 and c_jr - c_j0) and the statistics of each key tile.
+
+    c and C are [2, HK, M, n_key_tiles * KEY_TILE], -inf and 0 beyond the keys. The statistics are max c, min finite c,
+    max |k| (negative if a key is masked in every component) and the reference; c is relative to the reference. Also
+    writes the keys' operand of the component GEMM, unless key_operand_ptr is None.
+    """
+    # Sequences are on the first grid axis: the other two are limited to 65,535.
+    i_t, i_h, i_b = tl.program_id(0) % n_tiles, tl.program_id(1), tl.program_id(0) // n_tiles
+    i_b, start, n_keys, key_tile = sequence_bounds(cu_k_ptr, i_b, S, PACKED)
+    if i_t * KEY_TILE >= n_keys:
+        return
+    prepare_tile(
+        i_t, i_h, i_b, start, n_keys, key_tile, k_ptr, shift_ptr, bias_ptr, scale_ptr, tau_ptr, c_ptr, stats_ptr,
+        key_operand_ptr, scale, tau, constant, stride_kb, stride_kh, stride_km, stride_ks, stride_bb, stride_bh,
+        stride_bm, stride_bs, HK, n_key_tiles, M, D, BC, SHIFTED, BIAS, SCALE, TAU, HARD,
+    )  # fmt: skip
