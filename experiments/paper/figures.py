@@ -226,7 +226,8 @@ def draw_differences(data: dict[str, Any]) -> Figure:
     axes[0, 0].axvline(-data["margin"], color="black", linewidth=0.8, linestyle=":")
     # The points set the scale: intervals of models that rarely learn are many times longer than all differences.
     largest = max((abs(line[3]) for panel in panels for line in panel["lines"]), default=1.0)
-    axes[-1, 0].set_xlim(-1.1 * largest, 1.1 * largest)
+    bound = max(1.1 * largest, 2 * data["margin"])
+    axes[-1, 0].set_xlim(-bound, bound)
     words = "points (language model: 100 × nats per token) with the 95 % interval, if known, cut at the frame\n"
     figure.supxlabel(
         f"{words}● holds, ○ undecided, ✖ does not hold; pale: controls; ×: the paper's difference; dotted: the margin",
