@@ -155,7 +155,8 @@ def submit_batch_script(cluster: LocalCluster, directory: Path, environment: dic
         "--gpus-per-node=8 --cpus-per-task=64": "--cpus-per-task=1",
         "--nproc-per-node 8": "--nproc-per-node 2",
         "wikitext-103": "../tiny.yaml --logger none",
-        '"$head:29500"': f"127.0.0.1:{port}",
+        # Without --local-addr, ranks connect to the name of the machine, which some containers cannot resolve.
+        '"$head:29500"': f"127.0.0.1:{port} --local-addr 127.0.0.1",
         "/shared": str(directory),
     }
     directory.mkdir()

@@ -50,7 +50,9 @@ def test_commands_of_one_and_two_nodes(tmp_path):
     assert RunDirectory(expected).result.exists()
 
     [port] = free_ports(1)
-    places = {"HOST:29500": f"127.0.0.1:{port}", "/shared": str(tmp_path / "shared")}
+    # Without --local-addr, ranks connect to the name of the machine, which some containers cannot resolve.
+    endpoint = f"127.0.0.1:{port} --local-addr 127.0.0.1"
+    places = {"HOST:29500": endpoint, "/shared": str(tmp_path / "shared")}
     two_nodes = command_of("Two nodes", {**recipe, **places, "--nproc-per-node 8": "--nproc-per-node 1"})
     finish(*(start(two_nodes, tmp_path, environment) for _ in range(2)))
     run = tmp_path / "shared" / "runs" / "smgk"
