@@ -105,6 +105,8 @@ class LocalCluster:
     def __exit__(self, *exception: object) -> None:
         for name in reversed(list(self._daemons)):
             self.stop(name)
+        # Jobs outlive slurmd.
+        self._kill_jobs()
 
     def _version(self) -> tuple[int, ...]:
         """Return year and month of SLURM's version."""
@@ -144,15 +146,21 @@ class LocalCluster:
         daemon = self._daemons.pop("slurmd")
         daemon.kill()
         daemon.wait()
-        count = 0
-        while pids := self._job_processes():
+        count = self._kill_jobs()
+        wait_until(lambda: "down" in self.run("sinfo", "-h", "-o", "%T"), "the controller does not notice it", 60)
+        return count
+
+    def _kill_jobs(self) -> int:
+        """Kill all processes of jobs and return their number."""
+        killed: set[int] = set()
+        deadline = time.monotonic() + START_SECONDS
+        while (pids := self._job_processes()) and time.monotonic() < deadline:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            count += len(pids)
+            killed.update(pids)
             time.sleep(0.05)
-        wait_until(lambda: "down" in self.run("sinfo", "-h", "-o", "%T"), "the controller does not notice it", 60)
-        return count
+        return len(killed)
 
     def _job_processes(self) -> list[int]:
         """Return the ids of slurmstepd and its descendants, which have this cluster's file in their environment."""
