@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +25,20 @@ def start(command: str, directory: Path, environment: dict[str, str]) -> subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
 def finish(*processes: subprocess.Popen[str]) -> None:
-    for process in processes:
-        output = process.communicate(timeout=200)[0]
-        assert process.returncode == 0, output[-3000:]
+    try:
+        for process in processes:
+            output = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, output[-3000:]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
 def read_metrics(run: Path) -> list[float]:
