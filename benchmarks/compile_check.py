@@ -41,7 +41,7 @@ COMPLETE = (
 SAMPLE = (("smgk", "bf16", 64, 2, "causal"), ("smgk", "bf16", 64, 2, "one query"))
 SAMPLE_MORE = {
     "80": (("mgk", "bf16", 64, 2, "causal"),),
-    "100": (("mgk", "bf16", 64, 2, "causal"),),
+    "100": (("mgk", "bf16", 64, 2, "causal"), ("smgk", "bf16", 64, 4, "plain")),
     "gfx942": (("smgk", "bf16", 64, 2, "counts"),),
 }
 COLUMNS = (

@@ -289,8 +289,9 @@ def _block_of_architecture(
     if replacements is None:
         return block
     block = block._replace(
-        maxnreg=None, operand_in_registers=block.operand_in_registers and replacements.operand_in_registers
-    )
+        maxnreg=None, operand_in_registers=block.operand_in_registers and replacements.operand_in_registers,
+        component_gemm=block.component_gemm and key.pass_ in replacements.component_gemm,
+    )  # fmt: skip
     if key.small and width <= SMALL_WIDTH:
         return block
     table = (replacements.shifted if shifted else replacements.independent).get(key.pass_, {})

@@ -30,6 +30,7 @@ def test_blocks_of_an_architecture_fit_the_kernels(arch, shifted):
         rows = (launch_config.ROWS_PER_TILE, *written)
         assert not block.tma_rows or (block.block_m >= 32 and not any(n % block.block_m for n in rows)), at
         assert not (block.operand_in_registers and not blocks_of(arch).operand_in_registers), at
+        assert not block.component_gemm or key.pass_ in blocks_of(arch).component_gemm, at
 
 
 def test_unknown_architectures_have_the_blocks_of_the_nearest_one():
