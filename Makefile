@@ -107,7 +107,7 @@ test-gpu: ## Run the tests marked gpu with PYTHON (default: .venv, otherwise pyt
 	[ $$status = 0 ] || { grep -hE "^(FAILED|ERROR)" build/gpu-*.log; exit 1; }
 
 demo: $(STAMP) ## Train softmax, and sMGK and softmax with half the heads, on short ListOps (two minutes on a CPU) and compare them
-	$(BIN)/mgk compare demo --out runs/demo-results --runs runs --data-dir runs/data
+	$(BIN)/mgk compare demo --rows softmax:4,smgk:2,softmax:2 --out runs/demo-results --runs runs --data-dir runs/data
 
 docs: $(STAMP) ## Build the documentation into build/docs and run its tutorials; warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -W --keep-going -b html -c docs -d build/doctrees . build/docs

@@ -123,7 +123,7 @@ def test_study_of_cost_and_quality_runs_on_slurm(slurm, monkeypatch):
     arguments = [plan, Path("results"), Path("runs"), Path("data"), None, None, lambda *_: None, OPTIONS]
     with monkeypatch.context() as patch:
         # Both models take 4 ms: the arm of equal time would repeat the run of softmax:8.
-        patch.setattr("experiments.cost_quality.plan.time_matched_steps", matched_steps)
+        patch.setattr("experiments.cost_quality.plan.steps_of", matched_steps)
         assert cost_quality_run.run(*arguments) == []
         check_runs(slurm, submissions=6)
         assert [command[0] for command in commands] == ["srun"]
