@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import mgk
+from mgk.backends.triton import NO_TRITON
 
-pytest.importorskip("triton")
+if NO_TRITON is not None:
+    pytest.skip(NO_TRITON, allow_module_level=True)
 
 from mgk._core import call_keys
 from mgk.kernels import architecture, jit_cache
