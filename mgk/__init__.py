@@ -10,7 +10,6 @@ F features, N packed sequences.
 
 try:
     from mgk._core.deprecated_paths import install as _install_deprecated_paths
-    from mgk.ahead import Warmup, warmup
     from mgk.attention import Attention
     from mgk.cache import Cache
     from mgk.features import DPFP, FAVOR
@@ -23,6 +22,7 @@ try:
         smlk_attention,
     )
     from mgk.multihead import MultiheadAttention
+    from mgk.precompile import Warmup, warmup
     from mgk.rotary import Rotary
     from mgk.variants import PRESETS, VARIANTS, Preset, Variant
 except KeyboardInterrupt:

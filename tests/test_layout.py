@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
     path for folder in ("mgk", "experiments", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
 )
-PUBLIC = "__init__ __main__ ahead attention cache equations features functional multihead rotary variants"
+PUBLIC = "__init__ __main__ attention cache equations features functional multihead precompile rotary variants"
 
 
 def name(path: Path) -> str:
