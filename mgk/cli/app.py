@@ -34,8 +34,24 @@ LONG, LARGE = 1000, 10_000_000
 # 0.1 s per MB with its checksum, and a small file about a millisecond.
 SECONDS_PER_EXAMPLE, SECONDS_PER_MEGABYTE, SECONDS_PER_FILE = 1e-4, 0.1, 1e-3
 
-DataDir = Annotated[Path | None, typer.Option(help="Data directory; default: $MGK_DATA, or ./data.")]
-RunDataDir = Annotated[Path | None, typer.Option(help="Data directory; default: $MGK_DATA, or that of the run.")]
+
+def _parse_data_dir(text: str) -> Path:
+    """Return a path. Path("") is the current directory, and an unset shell variable would select it."""
+    if not text:
+        raise typer.BadParameter("must be a directory, got ''")
+    return Path(text)
+
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(parser=_parse_data_dir, metavar="PATH", help="Data directory; default: $MGK_DATA, or ./data."),
+]
+RunDataDir = Annotated[
+    Path | None,
+    typer.Option(
+        parser=_parse_data_dir, metavar="PATH", help="Data directory; default: $MGK_DATA, or that of the run."
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

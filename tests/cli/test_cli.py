@@ -67,6 +67,7 @@ WRONG = [
     (["train", "listops", "--variant", "soft"], "--variant must be one of"),
     (["train", "listops", "--heads", "0"], "--heads must be a positive integer"),
     (["train", "listops", "--heads", "many"], "'--heads'"),
+    (["train", "listops", "--data-dir", ""], "'--data-dir': must be a directory, got ''"),
     (["train", "listops", "--heads", "3", "--kv-heads", "2"], "--kv-heads = 2 must divide"),
     (["train", "listops", "--heads", "4", "--key-heads", "3"], "--key-heads = 3 must divide"),
     (["compare", "listops", "--rows", "smgk:4/3/4"], "3 key heads do not divide 4 heads"),
