@@ -75,8 +75,10 @@ class SubwordCorpus(Corpus):
         texts = {}
         for file in self.files(data_dir):
             content = (data_dir / file).read_bytes()
-            texts[Path(file).name] = check_utf8(content, str(data_dir / file), self.source).decode()
-        return list(texts.values()) if self.parts else split_texts(texts, "\n")
+            texts[file] = check_utf8(content, str(data_dir / file), self.source).decode()
+        if self.parts:
+            return list(texts.values())
+        return split_texts({Path(file).name: text for file, text in texts.items()}, "\n")
 
     def vocabulary(self, data_dir: Path) -> SubwordVocabulary:
         return SubwordVocabulary.load(self._folder(Path(data_dir)))

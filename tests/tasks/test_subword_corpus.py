@@ -39,6 +39,18 @@ def test_splits_decode_to_the_text_and_a_tokenizer_lies_beside_them(folder):
         assert facts[name] == {"tokens": len(stream.tokens), "bytes": len(text.encode())}
 
 
+def test_splits_of_files_with_the_same_name_stay_apart(tmp_path):
+    texts = {"a/train.tokens": TEXT, "a/valid.tokens": TEXT[:300], "b/valid.tokens": TEXT[300:700]}
+    for file, text in texts.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(text.encode())
+    parts = tuple(map(SplitFile, ("train", "dev", "other-valid"), texts))
+    task = SubwordCorpus(parts=parts, subwords=300, max_length=8)
+    vocabulary = task.vocabulary(tmp_path)
+    decoded = [vocabulary.decode(task.split(tmp_path, part.split).tokens.tolist()) for part in parts]
+    assert decoded == list(texts.values())
+
+
 def test_a_corpus_is_encoded_as_its_whole_text(folder):
     task = SubwordCorpus(subwords=300, max_length=8)
     vocabulary = task.vocabulary(folder)
