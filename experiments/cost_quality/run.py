@@ -13,10 +13,10 @@ from pathlib import Path
 from experiments.cost_quality.plan import PRESET, Arm, Plan, Rows
 from mgk import tasks
 from mgk.training import results
-from mgk.training.cluster import ClusterOptions, run_on_slurm, srun_command
+from mgk.training.cluster import ClusterOptions, execute_jobs, srun_command
 from mgk.training.config import Recipe, load_recipe
 from mgk.training.equal_time import record_steps
-from mgk.training.job_queue import Job, resolve_max_running, run_jobs
+from mgk.training.job_queue import Job, resolve_max_running
 from mgk.training.sweep import is_timed, is_trained, train_job
 from mgk.training.trainer import Run
 
@@ -116,10 +116,7 @@ def run(
             break  # every remaining run failed
         previous = names
         remaining = None if minutes is None else max(0.0, end - time.monotonic()) / 60
-        if cluster is None:
-            queue = run_jobs(pending, resolve_max_running(jobs), remaining)
-        else:
-            queue = run_on_slurm(pending, cluster, remaining)
+        queue = execute_jobs(pending, resolve_max_running(jobs), remaining, cluster)
         failed += [f"{job.name} (see {job.log})" for job in queue.failed]
         if queue.unfinished:
             break

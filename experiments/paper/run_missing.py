@@ -14,10 +14,10 @@ from experiments.paper import plan
 from experiments.paper.recipe_results import PRESET
 from mgk import tasks
 from mgk.training import config, results
-from mgk.training.cluster import ClusterOptions, run_on_slurm, srun_command
+from mgk.training.cluster import ClusterOptions, execute_jobs, srun_command
 from mgk.training.config import ModelSpec
 from mgk.training.evaluate import count_parameters
-from mgk.training.job_queue import Job, resolve_max_running, run_jobs
+from mgk.training.job_queue import Job, resolve_max_running
 from mgk.training.sweep import filter_rows, train_job
 from mgk.training.trainer import Run
 
@@ -138,10 +138,7 @@ def run(
     # The time limit includes the preparation of data.
     remaining = None if minutes is None else max(0.0, end - time.monotonic()) / 60
     pending = train_jobs(seeds, out, runs, data)
-    if cluster is None:
-        queue = run_jobs(pending, max_running, remaining)
-    else:
-        queue = run_on_slurm(pending, cluster, remaining)
+    queue = execute_jobs(pending, max_running, remaining, cluster)
     failed += [f"{job.name} (see {job.log})" for job in queue.failed]
     if not queue.unfinished:
         skipped = {name for name, error in errors.items() if error}

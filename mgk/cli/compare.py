@@ -100,10 +100,10 @@ def compare(
 
     from mgk import tasks
     from mgk.training import sweep
-    from mgk.training.cluster import run_on_slurm
+    from mgk.training.cluster import execute_jobs
     from mgk.training.equal_time import EqualTimeSpec, record_steps
     from mgk.training.evaluate import count_parameters
-    from mgk.training.job_queue import resolve_max_running, run_jobs
+    from mgk.training.job_queue import resolve_max_running
     from mgk.training.runs import run_path
     from mgk.training.trackers import parse_loggers
     from mgk.training.trainer import Run
@@ -184,10 +184,8 @@ def compare(
 
         max_running = resolve_max_running(jobs)
         deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        if cluster_options is None:
-            queue = run_jobs(pending, max_running, minutes)
-        else:
-            queue = run_on_slurm(pending, cluster_options, minutes)
+        queue = execute_jobs(pending, max_running, minutes, cluster_options)
+        if cluster_options is not None:
             # This machine has other hardware than the nodes: its times would not be comparable.
             alone = alone or False
         failed, unfinished = queue.failed, queue.unfinished
@@ -231,7 +229,7 @@ def compare(
             later = missing_jobs(recipes)
             pending = [*pending, *later]
             rest = None if minutes is None else max(0.0, deadline - time.monotonic()) / 60
-            queue = run_jobs(later, max_running, rest)
+            queue = execute_jobs(later, max_running, rest, cluster_options)
             failed, unfinished = [*failed, *queue.failed], queue.unfinished
             if unfinished:
                 print(f"{len(unfinished)} runs are not finished; the same command resumes them", file=sys.stderr)

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from mgk._core.io import write_atomically
 from mgk._core.validation import fail, one_of, positive_integer
-from mgk.training.job_queue import STATUS_INTERVAL, Job, JobQueue
+from mgk.training.job_queue import STATUS_INTERVAL, Job, JobQueue, run_jobs
 
 CLUSTERS = ("slurm",)
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
@@ -314,6 +314,23 @@ def run_on_slurm(jobs: list[Job], options: ClusterOptions, minutes: float | None
     if queue.active:
         cancel([entry.job_id for entry in queue.active if entry.job_id])
     return JobQueue([entry.job for entry in queue.active], failed=[entry.job for entry in queue.failed])
+
+
+def execute_jobs(
+    jobs: list[Job], max_running: int, minutes: float | None = None, cluster: ClusterOptions | None = None
+) -> JobQueue:
+    """Run jobs on this machine, or on a SLURM cluster.
+
+    Args:
+        jobs: Jobs in the order in which to start them.
+        max_running: Number of concurrent jobs on this machine; on a cluster `cluster.max_parallel` limits them.
+        minutes: Time limit; None means no limit.
+        cluster: Resources of each job on the cluster; None for this machine.
+
+    Returns:
+        The queue with the failed and the unfinished jobs.
+    """
+    return run_jobs(jobs, max_running, minutes) if cluster is None else run_on_slurm(jobs, cluster, minutes)
 
 
 def _leave_or_cancel(submissions: list[Submission], console: Console) -> None:

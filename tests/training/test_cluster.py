@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -74,8 +75,12 @@ def test_job_that_is_always_killed_fails(slurm, make_job):
 def test_interrupted_sweep_leaves_its_jobs_and_follows_them_later(slurm, make_job, tmp_path, monkeypatch, capsys):
     job = make_job(0, f"until [ -e '{tmp_path}/go' ]; do sleep 0.05; done")
 
+    sleep = time.sleep
+
     def interrupt(seconds):
-        raise KeyboardInterrupt
+        if seconds == cluster.POLL_SECONDS:
+            raise KeyboardInterrupt
+        sleep(seconds)  # of subprocess, which waits for squeue
 
     with monkeypatch.context() as patch:
         patch.setattr(cluster.time, "sleep", interrupt)

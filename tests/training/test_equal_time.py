@@ -113,7 +113,7 @@ def test_compare_trains_the_row_with_the_steps_of_the_first_timing(tmp_path, mon
         jobs.append(pending)
         return SimpleNamespace(failed=[], unfinished=pending)
 
-    monkeypatch.setattr("mgk.training.job_queue.run_jobs", run_jobs)
+    monkeypatch.setattr("mgk.training.cluster.run_jobs", run_jobs)
     options = ["--data-dir", str(tmp_path), "--out", str(file.parent), "--runs", str(tmp_path / "runs")]
     command = ["compare", "bytes", "--rows", "softmax:2,smgk:1,softmax:2@time=smgk:1", *options]
     for times in ((2, 3), (2, 5)):  # the second timing changes nothing
