@@ -48,7 +48,7 @@ def calls(monkeypatch, tmp_path):
         calls.update(directory=directory, settings=settings, data=data_dir, split=split)
         return SimpleNamespace(splits={})
 
-    monkeypatch.setattr("mgk.training.job_queue.run_jobs", run_jobs)
+    monkeypatch.setattr("mgk.training.cluster.run_jobs", run_jobs)
     monkeypatch.setattr("mgk.training.cluster.run_on_slurm", run_on_slurm)
     monkeypatch.setattr("mgk.training.cluster.check_cluster", lambda name, options: None)
     monkeypatch.setattr("mgk.training.profiling.profile_run", profile_run)

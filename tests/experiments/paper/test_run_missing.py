@@ -60,7 +60,7 @@ def harness(tmp_path, monkeypatch):
             (calls.results / "listops-analysis" / "ranks.csv").touch()
         return 0
 
-    monkeypatch.setattr(run_missing, "run_jobs", run_jobs)
+    monkeypatch.setattr("mgk.training.cluster.run_jobs", run_jobs)
     monkeypatch.setattr(run_missing, "_run_command", run_command)
     monkeypatch.setattr(run_missing.Run, "setup", lambda run, task: "made-up")
     return calls
