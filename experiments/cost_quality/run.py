@@ -54,6 +54,7 @@ def missing_jobs(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -> t
                 data_dir=data,
                 out=out,
                 runs=arm.runs_folder(runs),
+                recipe_argument=arm.recipe,
                 overrides=arm.command_overrides(recipe),
             )
             for seed in range(seeds)

@@ -129,7 +129,7 @@ def read_blocks(summary: ArmSummary, plan: Plan, folder: Path) -> np.ndarray | N
     split, _ = metric_of(summary.recipe, plan)
     arrays = []
     for seed in summary.values:
-        key = predictions.PredictionsKey(summary.arm.recipe, summary.arm.model, PRESET, seed, split, summary.setup)
+        key = predictions.PredictionsKey(summary.recipe.name, summary.arm.model, PRESET, seed, split, summary.setup)
         array = predictions.read(folder, key)
         if array is None:
             return None

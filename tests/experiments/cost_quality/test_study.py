@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,10 @@ from scipy import stats
 from experiments import statistics
 from experiments.cost_quality import page, run, summary
 from experiments.cost_quality.plan import PRESET, Arm, load_plan
+from mgk.models.run_directory import RunDirectory
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
+from mgk.training.equal_time import STEPS
 
 ROOT = Path(__file__).parents[3]
 
@@ -196,29 +200,55 @@ def test_picture_shows_every_arm(study):
 PLAN = """
 judged_split: test
 stages:
-  - name: tiny
-    recipe: bytes
-    sets: [[steps=2, warmup=1, batch_size=2, eval_every=2, stride=256, model.num_layers=1, model.embed_dim=8]]
-    arms: {"softmax:1": 1, "smgk:1": 1}
-questions: []
+  - name: changed settings
+    recipe: tiny.yaml
+    sets: [[lr=1e-2]]
+    arms: {"softmax:1": 1}
+  - name: equal time
+    recipe: tiny.yaml
+    arms: {"softmax:1": 1, "smgk:1": 1, "softmax:1@time=smgk:1": 1}
+questions:
+  - {title: "equal time", recipe: tiny.yaml, first: "smgk:1", second: "softmax:1@time=smgk:1"}
+"""
+RECIPE = """
+extends: bytes
+title: tiny
+model: {num_layers: 1, embed_dim: 8}
+training: {steps: 60, warmup: 1, batch_size: 2, eval_every: 30, eval_batch_size: 8, stride: 256}
 """
 
 
 @pytest.mark.slow
-def test_command_runs_the_plan_and_continues(tmp_path):
+def test_command_runs_the_plan_and_continues_a_killed_run(tmp_path):
+    """Kill the command in the run that waits for the step times of the others, then start it twice."""
     (tmp_path / "plan.yaml").write_text(PLAN)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log ; " * 200)
-    command = [sys.executable, "-m", "experiments.cost_quality", "--plan", "plan.yaml", "--run", "--jobs", "1"]
+    command = [sys.executable, "-m", "experiments.cost_quality", "--plan", "plan.yaml", "--run", "--jobs", "2"]
     command += ["--data-dir", str(tmp_path), "--results", "out", "--page", "page.md", "--runs", "runs"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert first.returncode == 0, first.stderr
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    run_directory = tmp_path / "runs/equal-time-smgk-1/tiny/softmax-1-paper-s0"
+    while process.poll() is None and not RunDirectory(run_directory).metrics.exists():
+        time.sleep(0.05)
+    process.kill()
+    assert process.communicate()[1].count("FAILED") == 0
+    rows = results.read([tmp_path / "out/tiny.csv"])
+    [steps] = [row["value"] for row in rows if row["metric"] == STEPS]
+    assert not any(row["steps"] == steps and row["split"] == "test" for row in rows)
+    for _ in range(2):  # the second start has nothing to do
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        rows = results.read([tmp_path / "out/tiny.csv"])
+        keys = [(row["variant"], row["lr"], row["steps"], row["split"], row["metric"]) for row in rows]
+        assert sorted(set(keys)) == sorted(keys)
+        tested = {key[:3] for key in keys if key[3] == "test"}
+        assert len(tested) == 4
+        assert ("softmax", "0.001", steps) in tested
+    assert re.search(r"step [1-9]\d*/\d+  starting", RunDirectory(run_directory).log.read_text())
     text = (tmp_path / "page.md").read_text()
-    assert "`softmax:1` (steps=2" in text
-    written = (tmp_path / "out/bytes.csv").read_text()
-    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert (tmp_path / "out/bytes.csv").read_text() == written
+    assert "`softmax:1` (lr=1e-2)" in text
+    assert "| `softmax:1@time=smgk:1` | 1 |" in text
 
 
 def test_arms_are_hashable_records():
