@@ -5,8 +5,8 @@ The rules were fixed before any result of the study of cost and quality was seen
 - The value of a run is its mean loss in nats per token on the judged split, or its accuracy on the test set.
 - The deviation over seeds is pooled over all models of a family; its degrees of freedom are the number of runs minus
   the number of models.
-- The deviation over text is that of the difference of block means, blocks of at least 4,096 tokens, each arm averaged
-  over its seeds; for accuracy, that of the difference per example.
+- The deviation over text is that of the difference of block means, blocks of 4,096 tokens, each arm averaged over its
+  seeds; for accuracy, that of the difference per example.
 - Both errors are independent; the interval is Student's t with Welch and Satterthwaite's degrees of freedom.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-MIN_BLOCK = 4096  # tokens; losses of shorter blocks are correlated
 LEVEL = 0.95
 
 
@@ -55,14 +54,6 @@ def pooled_spread(family: Sequence[Sequence[float]]) -> Spread | None:
         return None
     squares = sum((len(values) - 1) * float(np.var(values, ddof=1)) for values in family if len(values) > 1)
     return Spread(math.sqrt(squares / degrees), degrees)
-
-
-def merge_blocks(means: np.ndarray, block: int) -> np.ndarray:
-    """Average means over blocks of `block` tokens to blocks of at least MIN_BLOCK tokens; a remainder is dropped."""
-    group = -(-MIN_BLOCK // block)
-    whole = len(means) // group * group
-    merged: np.ndarray = means[:whole].reshape(-1, group).mean(1)
-    return merged
 
 
 def half_width(errors: Sequence[tuple[float, float]]) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, Rows, runs_of
-from experiments.statistics import Interval, Spread, compare, merge_blocks, pooled_spread
+from experiments.statistics import Interval, Spread, compare, pooled_spread
 from mgk import tasks
 from mgk.models.attention_layer import make_attention
 from mgk.training import predictions, results
@@ -133,7 +133,7 @@ def read_blocks(summary: ArmSummary, plan: Plan, folder: Path) -> np.ndarray | N
         array = predictions.read(folder, key)
         if array is None:
             return None
-        arrays.append(merge_blocks(array, predictions.BLOCK) if summary.is_language_model else array)
+        arrays.append(array)
     return np.asarray(np.mean(arrays, axis=0)) if len({len(array) for array in arrays}) == 1 else None
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.paper.recipe_results import RecipeResults, Scale, TrainedRun
-from experiments.statistics import Spread, half_width, merge_blocks, paired_error, pooled_spread
-from mgk.training import predictions
+from experiments.statistics import Spread, half_width, paired_error, pooled_spread
 from mgk.training.config import ModelSpec
 from mgk.variants import VARIANTS
 
@@ -126,14 +125,12 @@ def scores(scale: Scale, runs: list[TrainedRun], split: str) -> list[float]:
 def example_errors(results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> list[Error] | None:
     """Return the error over examples: paired if every run has stored predictions, otherwise of two samples.
 
-    Losses are averaged over blocks of at least 4,096 tokens first, because those of shorter blocks are correlated.
+    Losses are those of independent blocks of text.
     """
     stored = [results.predictions_of(side, split) for side in (a, b)]
     lengths = {len(array) for side in stored for array in side}
     if len(stored[0]) == len(a) and len(stored[1]) == len(b) and len(lengths) == 1:
         means = [100 * np.mean(side, axis=0) for side in stored]
-        if results.scale.sign < 0:
-            means = [merge_blocks(side, predictions.BLOCK) for side in means]
         error = paired_error(means[0], means[1])
         return None if error is None else [error]
     if results.scale.sign < 0:

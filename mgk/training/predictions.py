@@ -14,8 +14,10 @@ import numpy as np
 from mgk._core.io import replacing
 from mgk.training.config import ModelSpec
 
-# Token losses are averaged over blocks of this many positions, because neighbouring losses are correlated.
+# Token losses are stored as means over blocks of this many positions.
 BLOCK = 512
+# Intervals use means over blocks of this many positions: losses of shorter blocks are correlated.
+INDEPENDENT_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,19 @@ def save(results: Path, key: PredictionsKey, predictions: np.ndarray) -> None:
 
 
 def read(results: Path, key: PredictionsKey) -> np.ndarray | None:
-    """Return one value per example or block, or None if the file does not exist."""
+    """Return one value per example or block of INDEPENDENT_BLOCK tokens, or None if the file does not exist.
+
+    Tokens after the last whole block are dropped.
+    """
     path = key.path(results)
     if not path.exists():
         return None
     with np.load(path, allow_pickle=False) as arrays:
         if "bits" in arrays:
             return np.unpackbits(arrays["bits"], count=int(arrays["count"])).astype(np.float64)
-        return np.asarray(arrays["means"], dtype=np.float64)
+        means, group = np.asarray(arrays["means"], dtype=np.float64), INDEPENDENT_BLOCK // BLOCK
+        blocks: np.ndarray = means[: len(means) // group * group].reshape(-1, group).mean(1)
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,14 @@ def paired_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Diffe
         theirs: Predictions of the other model.
 
     Returns:
-        The difference, or None if a side is empty, the lengths differ, or there are fewer than two examples.
+        The difference with Student's t interval, or None if a side is empty, the lengths differ, or there are fewer
+        than two examples or blocks.
     """
+    from scipy import stats
+
     lengths = {len(predictions) for predictions in (*ours, *theirs)}
     if not ours or not theirs or len(lengths) != 1 or len(ours[0]) < 2:
         return None
     difference = np.mean(ours, axis=0) - np.mean(theirs, axis=0)
-    return Difference(float(difference.mean()), float(1.96 * difference.std(ddof=1) / math.sqrt(len(difference))))
+    error = difference.std(ddof=1) / math.sqrt(len(difference))
+    return Difference(float(difference.mean()), float(stats.t.ppf(0.975, len(difference) - 1) * error))

@@ -12,8 +12,9 @@ def test_predictions_are_read_back_and_losses_as_block_means(tmp_path):
     assert predictions.read(tmp_path, key) is None
     predictions.save(tmp_path, key, right)
     assert (predictions.read(tmp_path, key) == right).all()
-    losses = np.random.default_rng(2).random(2 * predictions.BLOCK + 5).astype(np.float32)
+    block = predictions.INDEPENDENT_BLOCK
+    losses = np.random.default_rng(2).random(3 * block - 5).astype(np.float32)
     predictions.save(tmp_path, key, losses)
-    expected = [losses[: predictions.BLOCK].mean(), losses[predictions.BLOCK : 2 * predictions.BLOCK].mean()]
+    expected = [losses[:block].mean(), losses[block : 2 * block].mean()]
     np.testing.assert_allclose(predictions.read(tmp_path, key), expected, rtol=1e-6)
     assert predictions.paired_difference([right.astype(float)], [losses]) is None

@@ -197,7 +197,7 @@ def test_difference_in_another_unit_names_it(tmp_path):
         result |= {"recipe": "bytes", "steps": settings.steps, "lr": settings.lr, "batch": settings.batch_size}
         results.append(path, [result])
         predictions.save(
-            tmp_path, predictions.PredictionsKey("bytes", ModelSpec.parse(row), "paper", 0, "test"), np.full(2000, 4.6)
+            tmp_path, predictions.PredictionsKey("bytes", ModelSpec.parse(row), "paper", 0, "test"), np.full(8200, 4.6)
         )
     lines = report.write_report(recipe, [ModelSpec("softmax", 2), ModelSpec("smgk", 2)], "paper", [path], tmp_path)
     assert "minus softmax:2, test, nats per token" in lines[0]

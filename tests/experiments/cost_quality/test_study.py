@@ -112,12 +112,6 @@ def test_unknown_errors_give_no_interval():
     assert math.isnan(statistics.compare([1.0], [2.0], spread, (blocks, blocks[:3])).half_width)
 
 
-def test_blocks_have_at_least_4096_tokens():
-    means = np.arange(19.0)
-    assert statistics.merge_blocks(means, 512).tolist() == [3.5, 11.5]
-    assert statistics.merge_blocks(means, 1000).tolist() == [2.0, 7.0, 12.0]
-
-
 def test_cache_bytes():
     recipe = load_recipe("study")
     expected = {"softmax:8": 2 * 8, "smgk:8": 2 * 8, "mgk:8": 3 * 8, "softmax:8/4": 8, "smgk:8/1/8": 9}
