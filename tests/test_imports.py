@@ -24,6 +24,7 @@ OPTIONAL = [
     "matplotlib",
     "tensorboard",
     "tokenizers",
+    "scipy",
 ]
 
 

@@ -14,7 +14,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 # Import names of the packages that the extra `train` installs.
-EXTRA = ("filelock", "matplotlib", "psutil", "pytorch_lightning", "rich", "tensorboard", "tokenizers", "typer", "yaml")
+EXTRA = (
+    "filelock", "matplotlib", "psutil", "pytorch_lightning", "rich", "scipy", "tensorboard", "tokenizers", "typer",
+    "yaml",
+)  # fmt: skip
 # Messages of PyTorch for a failed allocation, and for sizes that no memory can hold.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|ALLOC_FAILED|Storage size calculation overflowed|"
