@@ -22,7 +22,9 @@ from mgk.cli.progress import progress_bar
 
 @app.command(epilog=epilog("upcycle"))
 def upcycle(
-    model: Annotated[str, typer.Argument(help="Transformers model: a directory or a name on the Hub.")],
+    model: Annotated[
+        str, typer.Argument(help="Transformers model: a directory or a name on the Hub; or a run of a language model.")
+    ],
     text: Annotated[list[Path], typer.Option(help="Calibration text, one sample per line; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Directory of the new model; must not exist.")],
     key_heads: Annotated[int | None, typer.Option(help="Key heads per layer; default: unchanged.")] = None,
@@ -137,11 +139,17 @@ def _load(name: str, trust_remote_code: bool) -> tuple[Any, Any]:
     import torch
     import transformers
 
+    import mgk.hf
     from mgk.hf.registration import find_model_class
+    from mgk.models.run_directory import RunDirectory
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     trust = {"trust_remote_code": trust_remote_code}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if RunDirectory(name).description.is_file():
+        tokenizer = mgk.hf.tokenizer_of_run(name)  # first: its message about runs of other models is clearer
+        return mgk.hf.MGKForCausalLM.from_run(name).to(device), tokenizer
     try:
         config = transformers.AutoConfig.from_pretrained(name, **trust)
         model_class = find_model_class(config) or transformers.AutoModel
@@ -159,7 +167,7 @@ def _load(name: str, trust_remote_code: bool) -> tuple[Any, Any]:
     # Without vocabulary files some tokenizer classes load with special tokens alone.
     if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"--text needs a tokenizer, and {name} has none: call mgk.hf.upcycle with token ids")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from mgk._core.validation import positive_integer
+from mgk.attention import Attention
 from mgk.functional import mgk_attention
 from mgk.hf.mixture_keys import check_supported, resolve_mask, shared_config, with_attention
 from mgk.hf.registration import register_builder
@@ -61,6 +62,8 @@ def find_projections(module: nn.Module, parent: nn.Module | None) -> Projections
         module: The layer that calls the attention function.
         parent: The module that contains it.
     """
+    if isinstance(module, Attention):
+        return Projections(module.query, module.keys.projection, module.value, module.out)
     for query, key, value, outputs in SEPARATE:
         modules: list[Any] = [getattr(module, name, None) for name in (query, key, value)]
         for name in outputs:
@@ -89,6 +92,12 @@ def resize_heads(module: nn.Module, key_heads: int, value_heads: int, key_dim: i
         value_dim: Dimension of a value.
     """
     key_width, value_width = key_heads * key_dim, value_heads * value_dim
+    if isinstance(module, Attention):
+        module.num_key_heads = module.keys.heads = key_heads
+        module.num_kv_heads = value_heads
+        module.keys.projection = _empty_linear(module.keys.projection, key_width)
+        module.value = _empty_linear(module.value, value_width)
+        return
     fused = getattr(module, FUSED[0], None)
     if isinstance(fused, Conv1D):
         sizes: Any = module.split_size

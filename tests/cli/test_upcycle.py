@@ -13,7 +13,11 @@ transformers = pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
+import mgk.hf  # noqa: E402
 from mgk.cli import main  # noqa: E402
+from mgk.models import DecoderConfig, LanguageModel  # noqa: E402
+from mgk.models import save_model as save_run_model  # noqa: E402
+from mgk.models.decoder import FORMS  # noqa: E402
 from tests.support.hf_models import make  # noqa: E402
 
 WORDS = [f"w{number}" for number in range(46)]
@@ -94,6 +98,25 @@ def test_interrupted_command_continues(folder, monkeypatch, capsys):
     assert not (folder / "small.partial").exists()
     whole, small = (Path(name, "model.safetensors").read_bytes() for name in ("whole", "small"))
     assert whole == small
+
+
+@pytest.mark.parametrize("source", ["saved", "run"])
+def test_models_of_this_package(folder, monkeypatch, capsys, source):
+    """Merge what `save_pretrained` of MGKForCausalLM wrote, and the model of a run directory."""
+    sizes = {"embed_dim": 16, "ffn_dim": 16, "num_layers": 1, "num_heads": 4, "head_dim": 4}
+    model = LanguageModel(DecoderConfig(256, 32, variant="softmax", **sizes, **FORMS["modern"])).eval()
+    save_run_model(model, "run/best")
+    Path("run/run.json").write_text('{"task": "bytes", "recipe": "bytes", "row": "softmax:4", "seed": 0}')
+    if source == "saved":
+        mgk.hf.MGKForCausalLM.from_run("run").save_pretrained("saved")
+        mgk.hf.tokenizer_of_run("run").save_pretrained("saved")
+    options = ["--key-heads", 1, "--value-heads", 4, "--text", "text.txt", "--batch", 8, "--out", "small"]
+    assert run(monkeypatch, source, *options) in (None, 0)
+    assert "cache: 0.625 of the original" in capsys.readouterr().out
+    merged = transformers.AutoModelForCausalLM.from_pretrained("small")
+    assert merged.model.config.num_key_heads == 1
+    assert merged.model.layers[0].attention.num_kv_heads == 4
+    assert transformers.AutoTokenizer.from_pretrained("small")("key")["input_ids"] == [107, 101, 121]
 
 
 ERRORS = {

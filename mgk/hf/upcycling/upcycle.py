@@ -23,6 +23,7 @@ from mgk.hf.upcycling.distil import distil
 from mgk.hf.upcycling.fidelity import fidelity, run_model
 from mgk.hf.upcycling.layers import MergeableLayer, find_layers
 from mgk.hf.upcycling.moments import Moments, collect
+from mgk.hf.upcycling.own_models import check_own_model, find_own_layers, is_own_model, set_numbers
 from mgk.hf.upcycling.refit import refit_outputs
 from mgk.hf.upcycling.report import LayerReport, UpcycleReport
 from mgk.hf.upcycling.weights import METHODS, MergedLayer, merge_heads, read_weights, write_weights
@@ -61,7 +62,8 @@ def upcycle(
     the query and output projections. Rotary embeddings restrict the merges of keys to forms that commute with them.
 
     Args:
-        model: A Transformers model whose layers use the AttentionInterface. It is not changed.
+        model: A Transformers model whose layers use the AttentionInterface, or an `MGKForCausalLM` of the variant
+            softmax, without `cache` and `mixture`. It is not changed.
         num_key_heads: Key heads per layer; divides the present number. Default: unchanged.
         num_value_heads: Value heads per layer; divides the present number. Default: unchanged.
         cache: Size of the cache relative to the present one, between 0 and 1; chooses the numbers per layer. Excludes
@@ -103,9 +105,12 @@ def upcycle(
     }  # fmt: skip
     _check_settings(settings)
     _check_model(model)
+    is_own = is_own_model(model)
+    if is_own:
+        check_own_model(model, settings)
     report_progress = progress or (lambda stage, done, total: None)
     data = prepare(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
-    layers = find_layers(model, data.batches[0])
+    layers = find_own_layers(model) if is_own else find_layers(model, data.batches[0])
     numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
     width = max(layer.units * layer.key_dim for layer in layers)
     selected = data.first(MAX_TOKENS * width)
@@ -277,7 +282,9 @@ def _merge(
         write_weights(changed, merged[layer.name].weights)
         progress("merging layers", done, len(layers))
     sizes = {layer.name: [*numbers[layer.name], layer.key_dim, layer.value_dim] for layer in layers}
-    if sizes:
+    if sizes and is_own_model(student):
+        set_numbers(student, *next(iter(numbers.values())))
+    elif sizes:
         describe_changes(student, **{ENTRY: sizes})
     return student, merged
 

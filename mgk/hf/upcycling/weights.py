@@ -80,7 +80,7 @@ def write_weights(layer: MergeableLayer, weights: HeadWeights) -> None:
     """Give a layer new weights; its key and value projections are replaced by smaller ones."""
     module = layer.module
     key_heads, value_heads = len(weights.key), len(weights.value)
-    names = {id(child): name for name, child in module.named_children()}
+    names = {id(child): name for name, child in module.named_modules()}
     key_name, value_name = (names[id(part)] for part in (layer.projections.key, layer.projections.value))
     was_training = [parameter.requires_grad for parameter in layer.projections.key.parameters()]
     resize_heads(module, key_heads, value_heads, layer.key_dim, layer.value_dim)
