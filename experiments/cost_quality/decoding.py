@@ -28,7 +28,7 @@ from mgk.models import LanguageModel
 from mgk.models.generation import DecodingStep
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
-from mgk.training.config import load_recipe
+from mgk.training.config import ModelSpec, load_recipe
 from mgk.training.objectives import OBJECTIVES, LanguageModelling
 from mgk.training.runs import finished_runs
 from mgk.variants import VARIANTS
@@ -136,15 +136,16 @@ def table(rows: Rows) -> str:
     )
     values: dict[tuple[str, ...], dict[str, float]] = {}
     for row in measured:
-        heads = "/".join(dict.fromkeys(filter(None, (row["heads"], row["key_heads"], row["kv_heads"]))))
-        key = row["task"], f"{row['variant']}:{heads}", row["length"], row["gpu"]
+        heads, kv_heads, key_heads = (int(row[name] or 0) for name in ("heads", "kv_heads", "key_heads"))
+        model = ModelSpec(row["variant"], heads, None if kv_heads == heads else kv_heads, key_heads or None)
+        key = row["task"], str(model), row["length"], row["gpu"]
         values.setdefault(key, {})[row["metric"]] = float(row["value"])
     if not values:
         return ""
     lines = [["recipe", "model", "tokens", "prefill, tokens/s", "decoding, tokens/s", "cache, bytes", "device"]]
-    for (task, model, length, gpu), by_metric in values.items():
+    for (task, name, length, gpu), by_metric in values.items():
         cells = [f"{by_metric[metric]:,.0f}" if metric in by_metric else "–" for metric in (PREFILL, DECODE, CACHE)]
-        lines.append([task, f"`{model}`", f"{int(length):,}", *cells, gpu])
+        lines.append([task, f"`{name}`", f"{int(length):,}", *cells, gpu])
     return markdown_table(lines)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from experiments.cost_quality.decoding import table as decoding_table
 from experiments.cost_quality.plan import Arm, Plan, Rows
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
-from experiments.statistics import mean_interval
+from experiments.statistics import Interval, mean_interval
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.palette import colour_of
 from mgk.training.config import load_recipe
@@ -93,15 +93,16 @@ def _introduction(plan: Plan) -> list[str]:
     ]
 
 
+def format_interval(interval: Interval) -> str:
+    """Format a difference with the half-width of its interval, if that is known."""
+    text = format_signed(interval.difference)
+    return text if math.isnan(interval.half_width) else f"{text} ± {format_number(interval.half_width)}"
+
+
 def _answers_table(answers: list[Answer]) -> str:
     lines = [["comparison", "first − second", "answer"]]
     for item in answers:
-        text = "–"
-        if item.interval is not None:
-            text = format_signed(item.interval.difference)
-            if not math.isnan(item.interval.half_width):
-                text += f" ± {format_number(item.interval.half_width)}"
-            text += f" {item.unit}"
+        text = "–" if item.interval is None else f"{format_interval(item.interval)} {item.unit}"
         title = f"{item.question.title} (`{item.question.first}`, `{item.question.second}`)"
         lines.append([title, text, item.words])
     return markdown_table(lines)

@@ -276,11 +276,13 @@ def cost_verdicts(experiments: list[ExperimentResults], rows: list[Record], vari
     return {name: results or [verdicts.MISSING] for name, results in by_name.items()}
 
 
-def fill(page: str, texts: dict[str, str]) -> str:
-    """Replace the marked parts of a page by the generated texts."""
+def fill(page: str, texts: dict[str, str], *, keep_others: bool = False) -> str:
+    """Replace the marked parts of a page by the generated texts; other parts are an error, or are kept."""
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
+        if name not in texts and keep_others:
+            return match[0]
         if name not in texts:
             fail("page", f"has a marker for {name!r}; known markers are {', '.join(texts)}")
         return f"<!-- made: {name} -->\n{texts[name]}\n<!-- end -->"

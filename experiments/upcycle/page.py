@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.paper.evidence_page import fill
 from experiments.paper.figures import Picture
+from experiments.upcycle import decoder_page
 from experiments.upcycle.arms import BUDGETS, HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
-from mgk._core.io import format_number, markdown_table, write_atomically
+from experiments.upcycle.decoder_page import cell
+from mgk._core.io import markdown_table, write_atomically
 from mgk.training import results
 
 if TYPE_CHECKING:
@@ -51,13 +53,6 @@ def values(rows: Rows, arm: Arm, metric: str) -> list[float]:
         for row in rows
         if row["metric"] == metric and all(row[name] == value for name, value in key.items())
     ]
-
-
-def cell(numbers: Sequence[float], digits: int = 3) -> str:
-    """Format the mean of the seeds, with their standard deviation and number if there are several."""
-    if len(numbers) < 2:
-        return format_number(numbers[0] if numbers else None, digits)
-    return f"{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f} ({len(numbers)})"
 
 
 def arm_of(column: str, numbers: tuple[int, int]) -> Arm:
@@ -167,6 +162,7 @@ def write_page(path: Path, page: Path) -> list[Path]:
         "similarity": table(rows, "spearman"),
         "sizes": sizes(rows),
         "source": source(rows),
+        "decoder": decoder_page.section(path.parent),
     }
     write_atomically(page, fill(page.read_text(encoding="utf-8"), texts))
     return [page, picture(rows).write(page.parent / "figures")]

@@ -35,7 +35,7 @@ from mgk.training.config import KEEP_CHECKPOINTS, ModelSpec, Recipe, TrainConfig
 from mgk.training.data import seed_of
 from mgk.training.distributed import is_first_rank
 from mgk.training.module import TrainingModule
-from mgk.training.objectives import OBJECTIVES
+from mgk.training.objectives import OBJECTIVES, Objective
 from mgk.training.progress import ProgressBar
 from mgk.training.runs import run_path
 
@@ -171,7 +171,7 @@ def _fit(
     callback = CheckpointCallback(run.directory, settings, checkpoints)
     run_name = run_path(Path(), run.recipe.name, run.row, run.preset, run.seed).as_posix()
     trainer_loggers = trackers.make_loggers(loggers, run.files, run_name)
-    trainer = _make_trainer(trainer_loggers, settings, callback, accelerator, strategy)
+    trainer = _make_trainer(trainer_loggers, settings, [callback], accelerator, strategy)
     for logger in trainer.loggers:
         logger.log_hyperparams(run.describe(task))
     if trainer.is_global_zero:
@@ -185,6 +185,23 @@ def _fit(
             raise
         raise ValueError(f"{path} is damaged: its weights do not fit the model of this run") from error
     return module, callback
+
+
+def continue_training(objective: Objective, seed: int, accelerator: str = "auto") -> None:
+    """Train the model of an objective in place, without a run directory, evaluations and checkpoints.
+
+    Args:
+        objective: The objective, with the split "train".
+        seed: Seed of the order of the examples and of dropout, as that of a run.
+        accelerator: Lightning's accelerator.
+    """
+    _silence_libraries()
+    trainer = _make_trainer([], objective.settings, [], accelerator, "auto")
+    trainer.limit_val_batches = 0
+    trainer.fit(TrainingModule(objective, seed))
+    # Lightning returns from some interruptions as if the training had ended.
+    if trainer.global_step != objective.settings.steps:
+        raise RuntimeError(f"the training stopped at step {trainer.global_step} of {objective.settings.steps}")
 
 
 @contextmanager
@@ -221,7 +238,7 @@ def _write_description(run: Run, task: Any, resume: bool, checkpoints: Checkpoin
     if has_checkpoint and not resume:
         raise ValueError(f"{run.directory} already holds a run: pass --resume auto to continue it, or another --out")
     if has_checkpoint:
-        _check_same_settings(run.directory, run.files.read_description(), description)
+        check_same_settings(run.directory, run.files.read_description(), description)
         checkpoints.select()
     # Read by later commands. Added after the comparison, because the data may be moved between starts.
     description["data_dir"] = str(run.data_dir.resolve())
@@ -229,7 +246,7 @@ def _write_description(run: Run, task: Any, resume: bool, checkpoints: Checkpoin
         write_verified(run.files.description, json.dumps(description, indent=2))
 
 
-def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dict[str, Any]) -> None:
+def check_same_settings(directory: Path, stored: dict[str, Any], requested: dict[str, Any]) -> None:
     """Raise unless the stored run has the requested settings and data."""
     stored.pop("data_dir", None)
     differing = [name for name in requested if stored.get(name) != requested[name]]
@@ -246,7 +263,7 @@ def _check_same_settings(directory: Path, stored: dict[str, Any], requested: dic
 
 
 def _make_trainer(
-    loggers: list[Logger], settings: TrainConfig, callback: CheckpointCallback, accelerator: str, strategy: str
+    loggers: list[Logger], settings: TrainConfig, callbacks: Sequence[pl.Callback], accelerator: str, strategy: str
 ) -> pl.Trainer:
     """Build the Lightning trainer; the number of processes is read from torchrun's environment variables."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -269,7 +286,7 @@ def _make_trainer(
         gradient_clip_val=settings.clip or None,
         logger=loggers,
         log_every_n_steps=LOG_EVERY,
-        callbacks=[callback, ProgressBar(settings.steps)],
+        callbacks=[*callbacks, ProgressBar(settings.steps)],
         enable_checkpointing=False,
         plugins=[CheckpointFile(), *environment],
         enable_model_summary=False,
