@@ -177,7 +177,7 @@ class DecoderStudy:
         model.load_state_dict(merged.model.state_dict())
         return model.eval()
 
-    def train(self, model: LanguageModel, arm: DecoderArm, seed: int) -> None:
+    def train(self, model: LanguageModel, seed: int) -> None:
         """Train a model in place, on the first examples of the run's order."""
         settings = training_after(self.recipe).training
         splits = {"train": self.task.split(self.data_dir, "train")}
@@ -198,7 +198,7 @@ class DecoderStudy:
         """Make, train and evaluate an arm; return its result rows, and store its losses in `out`."""
         model = self.make(arm, seed)
         if arm.steps:
-            self.train(model, arm, seed)
+            self.train(model, seed)
         metrics, losses = self.evaluate(model)
         # All models share the code of their layers, whose compiled versions are limited in number.
         torch.compiler.reset()

@@ -187,7 +187,7 @@ def test_training_changes_all_arms_by_the_same_data(trained, tmp_path, monkeypat
         arm = DecoderArm(method, ModelSpec.parse(name), 2)
         model = study.make(arm, 0)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        study.train(model, arm, 0)
+        study.train(model, 0)
         orders.append(list(batches))
         assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters() if value.numel())
         rows = study.measure(arm, 0, tmp_path)
