@@ -199,7 +199,7 @@ def continue_training(objective: Objective, seed: int, accelerator: str = "auto"
     trainer = _make_trainer([], objective.settings, [], accelerator, "auto")
     trainer.limit_val_batches = 0
     trainer.fit(TrainingModule(objective, seed))
-    # Lightning returns from some interruptions as if the training had ended.
+    # Older versions of Lightning return after Ctrl-C as if the training had ended.
     if trainer.global_step != objective.settings.steps:
         raise RuntimeError(f"the training stopped at step {trainer.global_step} of {objective.settings.steps}")
 
