@@ -280,13 +280,14 @@ def predictions_key(key: dict[str, str], model: ModelSpec, split: str) -> predic
     return predictions.PredictionsKey(RECIPE, model, PRESET, int(key["seed"]), split, name)
 
 
-def select_seeds(text: str | None, found: Sequence[int]) -> list[int]:
+def select_seeds(text: str | None, available: Sequence[int]) -> list[int]:
     """Parse --seeds, and check that all have runs; None selects all."""
     if text is None:
-        return list(found)
+        return list(available)
     if not all(part.strip().isdecimal() for part in text.split(",")):
         fail("--seeds", f"must be integers separated by commas, got {text!r}")
     seeds = [int(part) for part in text.split(",")]
-    if absent := [seed for seed in seeds if seed not in found]:
-        fail("--seeds", f"seed {absent[0]} has no finished run; those that have one are {', '.join(map(str, found))}")
+    if absent := [seed for seed in seeds if seed not in available]:
+        finished = ", ".join(map(str, available))
+        fail("--seeds", f"seed {absent[0]} has no finished run; the seeds that have one are {finished}")
     return seeds
