@@ -1,4 +1,4 @@
-"""Attention with mixtures of Gaussian keys: half the heads do the work.
+"""Attention whose keys are mixtures of Gaussians.
 
 Operators: mgk_attention, smgk_attention (Eq. 8–12), mlk_attention, smlk_attention (Eq. 14), explain_backend, warmup.
 Layers: Attention and MultiheadAttention, configured by Variant, VARIANTS and PRESETS; Cache for decoding.

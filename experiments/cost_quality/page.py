@@ -49,8 +49,8 @@ def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
     finished = sum(len(summary.values) for summary in summaries.values())
     if not summaries:
         return (
-            f"**No run of the study exists yet**: 0 of {planned} planned runs have results, so its "
-            f"{len(plan.questions)} questions have no\nanswers, and there is no picture."
+            f"**The study has no results yet**: 0 of {planned} planned runs are finished, and its "
+            f"{len(plan.questions)} questions are open."
         )
     parts = [f"{finished} of {planned} planned runs have results."]
     parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))

@@ -154,7 +154,7 @@ def _heads(analyses: dict[str, list[heads.HeadStats]]) -> list[str]:
         "4. Ranks are higher, heads less alike",
         "figures only",
         BREAK.join([f"{measure}:", *(parts or [verdicts.MISSING])]),
-        f"{words}: the models of a pair trained equally long, not equally far, and ranks change during training",
+        f"{words}: ranks change during training, and the models of a pair had equal steps but different losses",
     ]
 
 
@@ -187,7 +187,7 @@ def _cost(experiments: list[ExperimentResults], rows: list[Record]) -> list[str]
         "5. Parameters, FLOPs and time fall with half the heads",
         "figures of parameters and FLOPs, no times",
         BREAK.join(parts) or verdicts.MISSING,
-        BREAK.join([*answers, "all others: within the noise of a measurement"]) if answers else WORDS[verdicts.MISSING],
+        BREAK.join([*answers, "the other pairs: within the noise"]) if answers else WORDS[verdicts.MISSING],
     ]
 
 
@@ -223,7 +223,7 @@ def first_sentence(equal_time: str) -> str:
         equal_time: The answer in words, "" without runs.
     """
     answers = {
-        "": "Whether mixture keys pay at equal training time is not known yet: the study that asks it has no runs.",
+        "": "Whether mixture keys pay at equal training time is not known yet: the study of this question has no runs.",
         "better": "At equal training time, a decoder with mixture keys is better than softmax attention.",
         "worse": "Mixture keys do not pay at equal training time: the decoder with softmax attention is better.",
     }
@@ -290,7 +290,7 @@ def advice(experiments: list[ExperimentResults], rows: list[Record], equal_time:
         add(verdicts.FAILS if control[0] < times[0] else verdicts.OPEN, sentence)  # type: ignore[operator]
     add(
         {"better": verdicts.HOLDS, "worse": verdicts.FAILS}.get(equal_time, verdicts.OPEN),
-        f"You compare at equal training time instead of equal steps: {equal_time or 'no run yet'} (the study).",
+        f"You compare at equal training time instead of equal steps: {equal_time or 'no run of the study yet'}.",
     )
     titles = {verdicts.HOLDS: "Use it when", verdicts.FAILS: "Do not use it when", verdicts.OPEN: "Not decided yet"}
     return "\n\n".join(

@@ -39,7 +39,7 @@ def language_model(item: ExperimentResults, rows: list[Record]) -> str:
     if full not in measured:
         return MISSING
     steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(item, rows)}
-    lines = [["model", "perplexity", f"relative to {full}", "cache", "training step", "seeds"]]
+    lines = [["model", "perplexity", "difference from the first row", "cache", "training step", "seeds"]]
     for row in measured:
         step, reference = steps.get(row), steps.get(full)
         share = "–" if step is None or reference is None else f"{step / reference:.2f}"

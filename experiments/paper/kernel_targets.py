@@ -143,7 +143,7 @@ def _decoding(rows: list[Record]) -> Iterable[Goal]:
         same = [r for r in select(rows, "decoding", variant="softmax") if shape_of(r) == shape_of(row)]
         grouped = [float(r["value"]) for r in same if r["heads"] == row["full_heads"] and r["kv_heads"] == row["heads"]]
         if grouped:
-            title = f"sMGK, decoding {shape_of(row)} over SDPA with GQA H : H/2"
+            title = f"sMGK with H/2 heads, decoding {shape_of(row)} over SDPA with GQA H : H/2"
             yield Goal(title, 1.1, float(row["value"]) / min(grouped))
 
 

@@ -50,7 +50,7 @@ def test_command_times_the_finished_runs(trained, monkeypatch):
         ["`softmax:2`", "8"], ["`softmax:2`", "40"], ["`smgk:2/1`", "8"], ["`smgk:2/1`", "40"],
     ]  # fmt: skip
     # The rows alone are no runs of the study.
-    assert "No run of the study" in page.evidence_section(load_plan(), rows, trained, "")
+    assert "The study has no results" in page.evidence_section(load_plan(), rows, trained, "")
 
 
 def test_wrong_arguments(trained):

@@ -157,7 +157,7 @@ def test_page_answers_the_questions(study):
 def test_section_of_the_page_of_evidence(study):
     plan = load_plan()
     empty = page.evidence_section(plan, [], study, "figures/study.png")
-    assert empty.startswith(f"**No run of the study exists yet**: 0 of {sum(plan.arms.values())} planned runs")
+    assert empty.startswith(f"**The study has no results yet**: 0 of {sum(plan.arms.values())} planned runs")
     assert "![" not in empty
     rows = run.read_results(study)
     text = page.evidence_section(plan, rows, study, "figures/study.png")

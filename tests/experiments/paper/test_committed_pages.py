@@ -25,7 +25,7 @@ def test_answers_and_advice_follow_from_the_runs(tmp_path):
     row, advice = rows()
     assert "ListOps: yes for smgk:4; not measured for mgk:4 |" in row
     assert "Softmax with fewer heads is enough" not in advice
-    assert "no run yet (the study)" in advice.partition("**Not decided yet**")[2]
+    assert "no run of the study yet" in advice.partition("**Not decided yet**")[2]
     for seed in range(2):
         record(tmp_path, "listops-4e-4", "mgk:4", seed, 0.34 + 0.0001 * seed, left=500)
         for heads_of_control in (4, 2, 1):
