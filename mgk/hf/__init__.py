@@ -11,7 +11,8 @@ from __future__ import annotations
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("mgk.hf requires the extra 'hf': pip install 'mgk[hf]'", name=error.name) from error
+    message = "mgk.hf requires the extra 'hf': pip install 'mgk[hf]', or '.[hf]' in a clone"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 from mgk.hf.configuration import MGKConfig
 from mgk.hf.convert import convert, load_converted

@@ -221,7 +221,7 @@ def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError as error:
-        message = "subword vocabularies require the extra 'train': pip install 'mgk[train]'"
+        message = "subword vocabularies require the extra 'train': pip install 'mgk[train]', or '.[train]' in a clone"
         raise ModuleNotFoundError(message, name=error.name) from error
     return tokenizers
 

@@ -78,7 +78,7 @@ def check_cluster(name: str, options: ClusterOptions) -> None:
     try:
         import submitit  # noqa: F401
     except ModuleNotFoundError:
-        fail("--cluster", "slurm needs the package submitit: pip install 'mgk[cluster]'")
+        fail("--cluster", "slurm needs the package submitit: pip install 'mgk[cluster]', or '.[cluster]' in a clone")
 
 
 @dataclass
