@@ -311,7 +311,7 @@ def test_differences_without_errors_have_no_interval(folder):
 def test_wrong_arguments(trained, tmp_path):
     for options, message in (
         (["--runs", tmp_path], "--runs .* has no finished run of softmax:8 of tiny: run python -m experiments"),
-        (["--seeds", "0,5"], "--seeds seed 5 has no finished run; those that have one are 0, 1"),
+        (["--seeds", "0,5"], "--seeds seed 5 has no finished run; the seeds that have one are 0, 1"),
         (["--seeds", "x"], "--seeds must be integers"),
         (["--model", "smgk:8"], "--model must be softmax:HEADS"),
         (["--recipe", "listops"], "--recipe listops trains no language model"),
