@@ -31,6 +31,7 @@ COMPLETE = (
     ("smgk", "bf16", 64, 2, "causal"),
     ("smgk", "bf16", 128, 2, "causal"),
     ("smgk", "bf16", 256, 2, "causal"),
+    ("smgk", "bf16", 32, 2, "one pass, causal"),
     ("mgk", "bf16", 64, 2, "causal"),
     ("mgk", "bf16", 128, 2, "causal"),
     ("smgk", "bf16", 64, 2, "counts"),
@@ -50,7 +51,7 @@ COLUMNS = (
 )  # fmt: skip
 CALL = COLUMNS[1:6]
 # Names of the values of the constexpr PATH that follow a kernel's name.
-PATHS = {"0": "general", "1": "fast", "2": "fallback", "3": "both"}
+PATHS = {"0": "general", "1": "fast", "2": "fallback", "3": "both", "4": "prepare", "5": "finish"}
 
 Row = dict[str, Any]
 

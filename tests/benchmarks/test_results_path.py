@@ -9,7 +9,10 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("script", ["analysis", "language_model", "training_step", "cpu", "host_time", "short_kernels"])
+SCRIPTS = ("analysis", "language_model", "training_step", "cpu", "host_time", "experimental_kernels")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_foreign_file_is_refused_first(script, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"benchmark_{script}", FOLDER / f"{script}.py")
     module = importlib.util.module_from_spec(spec)

@@ -137,6 +137,9 @@ CDNA = ArchitectureBlocks(
             128: TileConfig(32, 64, 8, 1),
             256: TileConfig(16, 32, 8, 1),
         },
+        "onepass": {
+            32: TileConfig(32, 64, 4, 1),
+        },
     },
     independent={
         "fwd": {

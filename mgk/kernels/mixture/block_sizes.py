@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 from mgk.kernels.architecture import HOPPER, Architecture
 from mgk.kernels.mixture.architecture_blocks import blocks_of
 
-# The forward pass; dq; dk and dv, or dk alone; dv alone.
-Pass = Literal["fwd", "dq", "dkdv", "dv"]
+# The forward pass; dq; dk and dv, or dk alone; dv alone; all gradients (`bwd_onepass`).
+Pass = Literal["fwd", "dq", "dkdv", "dv", "onepass"]
 
 # Above this padded head dimension, dkdv of independent keys is launched once for dk and once for dv (unless
 # `per_component`): the M + 1 accumulators do not fit the registers. That takes one more GEMM and avoids spills.
@@ -121,6 +121,10 @@ SHIFTED: BlockTable = {
         128: BlockConfig(64, 64, 4, 2, tma_rows=True),
         256: BlockConfig(32, 64, 8, 2),
     },
+    # The best block of a prototype. With tma_rows, the kernel spills 48 bytes and takes a sixth more instructions.
+    BlockKey("onepass"): {
+        32: BlockConfig(64, 64, 4, 3),
+    },
     BlockKey("fwd", small=True): {
         16: BlockConfig(32, 64, 2, 2),
     },
@@ -162,6 +166,10 @@ SHIFTED_MANY: BlockTable = {
         32: BlockConfig(64, 64, 4, 3, component_gemm=True, tma_rows=True),
         64: BlockConfig(64, 64, 4, 3, component_gemm=True, tma_rows=True),
         128: BlockConfig(32, 64, 4, 2, component_gemm=True, tma_rows=True),
+    },
+    # Compiled only: blocks of 64 queries spill 88 to 216 bytes.
+    BlockKey("onepass"): {
+        32: BlockConfig(32, 64, 4, 3),
     },
     BlockKey("dq", small=True): {
         16: BlockConfig(32, 32, 1, 2, operand_in_registers=True),

@@ -194,6 +194,34 @@ def mul_all(xs, factor, N: tl.constexpr):
 
 
 @triton.jit
+def mul_columns(xs, columns, M: tl.constexpr):
+    """Return x_r times column r; 0 where the column is 0, even if x_r is not finite."""
+    out = ()
+    for r in tl.static_range(M):
+        out = out + (tl.where(columns[r] == 0.0, 0.0, xs[r] * columns[r]),)
+    return out
+
+
+@triton.jit
+def subtract_rest(xs, M: tl.constexpr):
+    """Subtract x_1, x_2, ... from x_0, which holds the sum of all."""
+    x_0 = xs[0]
+    out = ()
+    for r in tl.static_range(1, M):
+        x_0 -= xs[r]
+        out = out + (xs[r],)
+    return (x_0,) + out
+
+
+@triton.jit
+def take(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    out = ()
+    for r in tl.static_range(FIRST, FIRST + COUNT):
+        out = out + (xs[r],)
+    return out
+
+
+@triton.jit
 def summed_offsets(head, entry, n_heads, SHIFTS: tl.constexpr, M: tl.constexpr):
     """Return the positions of a head's entries in the summed gradients: d shift, d tau, d scale and d log pi."""
     o_out = head * SHIFTS + entry

@@ -13,9 +13,13 @@ from mgk.kernels.mixture.bwd_common import (
     factored_gradients,
     independent_gradients,
     mul_all,
+    mul_columns,
     mul_vectors,
     score_gradients,
+    subtract_rest,
+    take,
 )
+from mgk.kernels.mixture.bwd_onepass import add_query_gradients
 from mgk.kernels.mixture.component_gemm import (
     accumulate_gemm,
     component_gemm,
@@ -57,26 +61,6 @@ DK_AND_DV, DK_ONLY, DV_ONLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def mul_columns(xs, columns, M: tl.constexpr):
-    """Return x_r times column r; 0 where the column is 0, even if x_r is not finite."""
-    out = ()
-    for r in tl.static_range(M):
-        out = out + (tl.where(columns[r] == 0.0, 0.0, xs[r] * columns[r]),)
-    return out
-
-
-@triton.jit
-def subtract_rest(xs, M: tl.constexpr):
-    """Subtract x_1, x_2, ... from x_0, which holds the sum of all."""
-    x_0 = xs[0]
-    out = ()
-    for r in tl.static_range(1, M):
-        x_0 -= xs[r]
-        out = out + (xs[r],)
-    return (x_0,) + out
-
-
-@triton.jit
 def load_row_vectors(
     src, o_row, m, stride, n, FIRST: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr,
@@ -93,14 +77,6 @@ def load_row_vectors(
             out = out + load_vectors(
                 src + r * stride.to(tl.int64) + o_row, m + tl.arange(0, BM), stride, n, 1, 0, MASKED
             )
-    return out
-
-
-@triton.jit
-def take(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    out = ()
-    for r in tl.static_range(FIRST, FIRST + COUNT):
-        out = out + (xs[r],)
     return out
 
 
@@ -131,8 +107,8 @@ def mask_transposed_tile(
 @triton.jit
 def walk_queries(
     first, last, keys, b_v, b_key_operand, coef, lam, dks, dv, dcs, dlams, q_src, do_src, i_b, i_h, start_q, rows_src,
-    row_operand_src, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_gl, stride_ml,
-    stride_mj, stride_rows, L, S,
+    row_operand_src, query_sums, o_row, mask_ptr, seed, i_bh, o_j, causal_offset, dropout_p, stride_ql, stride_gl,
+    stride_ml, stride_mj, stride_rows, L, S,
     FIRST: tl.constexpr, M: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, MASKED: tl.constexpr,
@@ -142,7 +118,7 @@ def walk_queries(
     """Accumulate dks, dv, dcs and dlams over the queries first to last, for M of ALL components from FIRST on.
 
     Tiles are transposed, [keys, queries]: weights and score gradients are then left operands of GEMMs, read from
-    registers.
+    registers. Unless query_sums is None, gradients of the queries are added to the sums of their rows.
     """
     NS: tl.constexpr = 1 if SHIFTED else M
     # A single row term is loaded: rho replaces the other ones in the factored form and for hard shifted keys, and
@@ -217,14 +193,19 @@ def walk_queries(
             for r in tl.static_range(NS):
                 updated_dks = updated_dks + (tl.dot(b_ds[r].to(b_q.dtype), b_q, dks[r], input_precision=PRECISION),)
             dks = updated_dks
+        if query_sums is not None:
+            add_query_gradients(
+                b_ds[0], parts, keys[0], b_key_operand, rho, coef, query_sums, rows_src, o_row, m, stride_rows, M, BM,
+                EXACT, TMA, TMA_ROWS,
+            )  # fmt: skip
     return dks, dv, dcs, dlams
 
 
 @triton.jit
 def sum_over_queries(
     begin, full, whole, keys, b_v, coef, lam, dks, dv, q_src, do_src, i_b, i_p, i_seq, start_q, rows_src,
-    row_operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh, stride_ql, stride_gb,
-    stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows, GROUP, H, L, n_q, n_k,
+    row_operand_src, query_sums, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh, stride_ql,
+    stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows, GROUP, H, L, n_q, n_k,
     FIRST: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -238,8 +219,9 @@ def sum_over_queries(
     # Hard assignment of shifted keys: 2^c_j0 is a factor, applied after the loop.
     FACTOR: tl.constexpr = USE_FAST and HARD
     b_key_operand = b_v
-    if COMPONENT_GEMM:
+    if COMPONENT_GEMM or (query_sums is not None and USE_FAST):
         b_key_operand = gemm_operand(coef, tl.arange(0, 16), M, False)
+    if COMPONENT_GEMM:
         dcs = (tl.zeros([BN, 16], tl.float32),)
     else:
         dcs = zeros_tuple(tl.zeros([BN], tl.float32), COUNT)
@@ -257,10 +239,10 @@ def sum_over_queries(
                 begin if part == 0 else (full if part == 1 else max(whole, begin)),
                 full if part == 0 else (whole if part == 1 else n_q), keys, b_v, b_key_operand,
                 take(coef, FIRST, COUNT), take(lam, FIRST, COUNT), dks, dv, dcs, dlams, q_head, do_head, i_b, i_h,
-                start_q, rows_src, row_operand_src, o_row, mask_head, seed, i_seq * H + i_h, o_j, causal_offset,
-                dropout_p, stride_ql, stride_gl, stride_ml, stride_mj, stride_rows, n_q, n_k, FIRST, COUNT, M, D, E, BD,
-                BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1, not USE_FAST or HARD, TMA,
-                OUTPUTS, TMA_ROWS, FACTOR, COMPONENT_GEMM, TMA and not PACKED,
+                start_q, rows_src, row_operand_src, query_sums, o_row, mask_head, seed, i_seq * H + i_h, o_j,
+                causal_offset, dropout_p, stride_ql, stride_gl, stride_ml, stride_mj, stride_rows, n_q, n_k, FIRST,
+                COUNT, M, D, E, BD, BE, BM, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, part != 1,
+                not USE_FAST or HARD, TMA, OUTPUTS, TMA_ROWS, FACTOR, COMPONENT_GEMM, TMA and not PACKED,
             )  # fmt: skip
     if COMPONENT_GEMM:
         dcs = component_sums(dcs[0], 0, M, True)
@@ -282,10 +264,10 @@ def sum_over_queries(
 )
 def mixture_backward_dkdv(
     q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    do_src, rows_src, row_operand_src, spread_ptr, flags_ptr, dk_ptr, dv_ptr, dbias_ptr, sums_ptr, counters_ptr,
-    totals_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks,
-    stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl,
-    stride_rows, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
+    do_src, rows_src, row_operand_src, query_sums, spread_ptr, flags_ptr, dk_ptr, dv_ptr, dbias_ptr, sums_ptr,
+    counters_ptr, totals_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km,
+    stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh,
+    stride_gl, stride_rows, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BQ: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr,
     TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
@@ -298,14 +280,16 @@ def mixture_backward_dkdv(
     PRIOR: 1 this tile's part of the sum of d log pi, 2 d log pi of every key. The query heads of a group are processed
     one after another. With different numbers of key and value heads, the group of a program are the query heads of a
     pair of them; dk, dv and d log pi are written per pair head, KEY_REPEAT of a key head, VALUE_REPEAT of a value head.
+    Unless query_sums is None, gradients of the queries are added to it (`bwd_onepass`).
     Unless counters_ptr is None, the last programs add the parts to totals_ptr; then there are no pair heads.
     """
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     # Components per loop over the queries: one where all dk of soft independent keys and dv do not fit the registers.
     COUNT: tl.constexpr = 1 if PER_COMPONENT and OUTPUTS == DK_AND_DV and not SHIFTED and not HARD else M
-    # With BM queries per step, the general form would need more registers than the fast form in the same kernel.
-    GENERAL_BM: tl.constexpr = BM // 2 if PATH == BOTH and BM > 16 else BM
+    # With BM queries per step, the general form would need more registers than the fast form in the same kernel. A TMA
+    # descriptor has blocks of BM.
+    GENERAL_BM: tl.constexpr = BM // 2 if PATH == BOTH and BM > 16 and not TMA else BM
     i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
     if CAUSAL:
         i_n = n_tiles - 1 - i_n
@@ -392,10 +376,11 @@ def mixture_backward_dkdv(
                     terms = coef
                 dks, dv, dcs, dlams = sum_over_queries(
                     begin, full, whole, keys, b_v, terms, lam, dks, dv, q_src, do_src, i_b, i_p, i_seq, start_q,
-                    rows_src, row_operand_src, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb, stride_qh,
-                    stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj, stride_rows,
-                    GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if USE_FAST else GENERAL_BM, BN, SHIFTED,
-                    HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, TMA_ROWS, OUTPUTS, USE_FAST,
+                    rows_src, row_operand_src, query_sums, mask_ptr, seed, o_j, causal_offset, dropout_p, stride_qb,
+                    stride_qh, stride_ql, stride_gb, stride_gh, stride_gl, stride_mb, stride_mh, stride_ml, stride_mj,
+                    stride_rows, GROUP, H, L, n_q, n_k, first, COUNT, M, D, E, BD, BE, BM if USE_FAST else GENERAL_BM,
+                    BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, UNEQUAL, TMA, TMA_ROWS, OUTPUTS,
+                    USE_FAST,
                 )  # fmt: skip
         if OUTPUTS != DK_ONLY and first + COUNT == M:
             store_rows(dv_ptr + o_head * E, dv, o_j, HP * E, n_k, E, BE)

@@ -15,6 +15,7 @@ from mgk.kernels.mixture.bwd_common import (
     mul_vectors,
     score_gradients,
 )
+from mgk.kernels.mixture.bwd_onepass import clear_query_sums, load_query_sums
 from mgk.kernels.mixture.component_gemm import (
     accumulate_gemm,
     component_gemm,
@@ -26,8 +27,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     BOTH,
     FACTOR_RANGE,
     FAST,
+    FINISH,
     KEY_TILE,
     LOG2E,
+    PREPARE,
     SAFE_RANGE,
     as_columns,
     component_ratios,
@@ -164,11 +167,11 @@ def sum_over_keys(
 @triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
 def mixture_backward_dq(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src, spread_ptr,
-    flags_ptr, sums_ptr, counters_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh,
-    stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb,
-    stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads,
-    SECTION,
+    out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src, query_sums,
+    spread_ptr, flags_ptr, sums_ptr, counters_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb,
+    stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles,
+    n_heads, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
@@ -179,6 +182,7 @@ def mixture_backward_dq(
 
     Also writes the inputs of `mixture_backward_dkdv`: the row vectors alpha_r, rho_r and delta, the rows' operand of
     the component GEMM (unless row_operand_ptr is None), the tile's spread, and its counters (unless None), all 0.
+    PATH PREPARE writes only these, FINISH only the gradients, from query_sums (`bwd_onepass`).
     """
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
@@ -241,10 +245,11 @@ def mixture_backward_dq(
     m_vector = m_i if PACKED else o_i < padded_rows(L)
     p_rows = rows_ptr + o_vector
     stride_rows = stride_rows.to(tl.int64)
-    for r in tl.static_range(M):
-        tl.store(p_rows + r * stride_rows, tl.where(m_i, a[r] - lse, 0.0), mask=m_vector)
-    for r in tl.static_range(1, M):
-        tl.store(p_rows + (M + r - 1) * stride_rows, tl.where(m_i, tl.sum(rho[r - 1], 1), 0.0), mask=m_vector)
+    if PATH != FINISH:
+        for r in tl.static_range(M):
+            tl.store(p_rows + r * stride_rows, tl.where(m_i, a[r] - lse, 0.0), mask=m_vector)
+        for r in tl.static_range(1, M):
+            tl.store(p_rows + (M + r - 1) * stride_rows, tl.where(m_i, tl.sum(rho[r - 1], 1), 0.0), mask=m_vector)
     b_row_operand = b_q
     if (key_operand_src is not None and (PATH == FAST or PATH == BOTH)) or row_operand_ptr is not None:
         o_c = tl.arange(0, 16)
@@ -263,7 +268,12 @@ def mixture_backward_dq(
     spread = tl.maximum(spread, reach - 40.0)
     if not SHIFTED:
         spread = tl.maximum(spread, tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0), 0))
-    tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
+    if PATH != FINISH:
+        tl.store(spread_ptr + i_bh * n_tiles + i_m, spread)
+    if PATH == PREPARE:
+        tl.store(p_rows + (2 * M - 1) * stride_rows, tl.where(m_i, delta, 0.0), mask=m_vector)
+        clear_query_sums(query_sums, p_rows, o_vector, m_vector, stride_rows, M, BD)
+        return
     # The gradient of a float mask is written for every pair.
     if not DMASK:
         full = min(full, end)
@@ -276,10 +286,13 @@ def mixture_backward_dq(
     safe = slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE)
     if flag_for_fallback(p_flag, safe, PATH):
         return
-    acc = tl.zeros([BM, BD], tl.float32)
-    das = zeros_tuple(squared_norm, M - FIRST)
+    if PATH == FINISH:
+        acc, das = load_query_sums(query_sums, p_rows, o_vector, m_i, stride_rows, M, BD)
+    else:
+        acc = tl.zeros([BM, BD], tl.float32)
+        das = zeros_tuple(squared_norm, M - FIRST)
     total = tl.zeros_like(squared_norm)
-    for USE_FAST in tl.static_range(2):
+    for USE_FAST in tl.static_range(2 if PATH != FINISH else 0):
         if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
             acc, das, total = sum_over_keys(
                 full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k,
@@ -299,7 +312,8 @@ def mixture_backward_dq(
     # PATH BOTH loads by pointer and reads nothing beyond the last row; keeping m_i over the loop would take registers.
     if PATH != BOTH:
         corrected = tl.where(m_i, corrected, 0.0)
-    tl.store(p_rows + (2 * M - 1) * stride_rows, corrected, mask=m_vector)
+    if PATH != FINISH:
+        tl.store(p_rows + (2 * M - 1) * stride_rows, corrected, mask=m_vector)
 
     # The d a_r of a row add up to the gradient of its lse, which gives d a_0.
     if FIRST < M or M == 1:

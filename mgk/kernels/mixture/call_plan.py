@@ -17,7 +17,7 @@ from torch import Tensor
 from mgk.kernels import jit_cache
 from mgk.kernels.autograd import no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, can_launch_by_address, launch_by_address
-from mgk.kernels.mixture import launch
+from mgk.kernels.mixture import experimental, launch
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.launch_config import (
     COMPONENT_GEMM_WIDTH,
@@ -154,7 +154,8 @@ class CallPlan:
         """Return dq, dk, dv, d log prior per key or None, and the summed gradients, as `launch_backward` does."""
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        key = grad.stride(), prior_grad
+        # Deterministic algorithms may have been switched on since the forward pass.
+        key = grad.stride(), prior_grad, experimental.one_pass_allowed()
         plan = self.backward_plans.get(key)
         if plan is None and key not in self.backward_plans:
             plan = self.backward_plans[key] = self.plan_backward(grad, out, tensors, prior_grad)
@@ -174,11 +175,14 @@ class CallPlan:
         args = self.full_args(*tensors)
         if args.value_group:
             return None
-        tma_queries = not self.flags.small and launch.supports_tma(args.query, grad)
+        flags = self.flags._replace(one_pass=not self.flags.small and experimental.is_one_pass(args))
+        tma_keys = self.tma and not flags.one_pass
+        tma_queries = not flags.small and launch.supports_tma(args.query, grad)
         # bias and constant are part of the prepared keys.
         tensor_layouts = (*self.layouts[:4], None, *self.layouts[5:], *layouts(out, grad, None))
-        config = backward_config(tensor_layouts, self.flags, self.tma, tma_queries, False, prior_grad)
-        return BackwardPlan(self, config, tma_queries, args.value.shape[2] if prior_grad == FULL_PRIOR_GRAD else 0)
+        config = backward_config(tensor_layouts, flags, tma_keys, tma_queries, False, prior_grad)
+        prior_keys = args.value.shape[2] if prior_grad == FULL_PRIOR_GRAD else 0
+        return BackwardPlan(self, config, tma_keys, tma_queries, prior_keys)
 
     def gradients(self, ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, keys, value, shift and log prior."""
@@ -204,18 +208,20 @@ class CallPlan:
 class BackwardPlan:
     """The launches of the backward pass of a plan, for one layout of the output's gradient."""
 
-    def __init__(self, plan: CallPlan, config: BackwardConfig, tma_queries: bool, prior_keys: int):
-        self.plan, self.config, self.tma_queries, self.prior_keys = plan, config, tma_queries, prior_keys
+    def __init__(
+        self, plan: CallPlan, config: BackwardConfig, tma_keys: bool, tma_queries: bool, prior_keys: int
+    ):  # fmt: skip
+        self.plan, self.config, self.prior_keys = plan, config, prior_keys
+        self.tma_keys, self.tma_queries = tma_keys, tma_queries
         self.specs: tuple[LaunchSpec, ...] = (config.dq, *(spec for spec, _, _ in config.dkdv))
-        if config.add_parts is not None:
-            self.specs += (config.add_parts,)
+        self.specs += tuple(spec for spec in (config.finish, config.add_parts) if spec is not None)
         if config.key_operand_keys:
             self.specs += (config.write_key_operand,)
         words = COMPONENT_GEMM_WIDTH // 2  # fp32 words per row of a bf16 operand
         self.workspace = Workspace(
             row_vectors=config.row_vectors, spread=(config.num_spreads,), flags=(config.num_flags,), parts=config.parts,
             key_operand=(config.key_operand_keys, words), row_operand=(config.row_operand_rows, words),
-            counters=(config.num_counters,),
+            counters=(config.num_counters,), query_sums=config.query_sums,
         )  # fmt: skip
         self.num_sums = config.parts[1] * config.parts[2]
 
@@ -232,7 +238,9 @@ class BackwardPlan:
         saved, saved_offsets = memory.data_ptr(), plan.workspace.offsets
         prepared, stats, lse = (saved + saved_offsets[name] for name in ("prepared", "stats", "lse"))
         base = buffers.data_ptr()
-        rows, spread, flags, parts, key_operand, row_operand, counters = (base + x for x in space.offsets.values())
+        rows, spread, flags, parts, key_operand, row_operand, counters, query_sums = (
+            base + x for x in space.offsets.values()
+        )
         counting = (counters, sums.data_ptr()) if config.num_counters else (None, None)
         dbias = dbias_address = None
         if self.prior_keys:
@@ -250,14 +258,15 @@ class BackwardPlan:
             key_source = key_operand
             factors = prepared + 4 * (config.key_operand_keys * plan.sizes[2])
             launch_by_address(config.write_key_operand, device, stream, (factors, key_operand))
-        if plan.tma:
+        if self.tma_keys:
             operand = self.operand(buffers, "key_operand", config.key_operand_keys)
             k_source, v_source, key_source = launch.as_descriptors(True, config.dq_block_n, keys, value, operand)
-        launch_by_address(
-            config.dq, device, stream,
-            (at_query, k_source, v_source, *inputs, at_out, lse, at_grad, None, dq.data_ptr(), parts, rows, row_source,
-            key_source, spread, flags if config.num_flags else spread, parts, counting[0], *floats),
+        sums_source: Any = None if config.finish is None else query_sums
+        dq_arguments = (
+            at_query, k_source, v_source, *inputs, at_out, lse, at_grad, None, dq.data_ptr(), parts, rows, row_source,
+            key_source, sums_source, spread, flags if config.num_flags else spread, parts, counting[0], *floats,
         )  # fmt: skip
+        launch_by_address(config.dq, device, stream, dq_arguments)
         for spec, block_m, tma_rows in config.dkdv:
             q_source, grad_source, rows_source, row_source_m = at_query, at_grad, rows, row_source
             if self.tma_queries:
@@ -265,12 +274,16 @@ class BackwardPlan:
                 q_source, grad_source, row_source_m = launch.as_descriptors(True, block_m, query, grad, operand)
                 if tma_rows:
                     rows_source = launch.row_descriptor(space.view(buffers, "row_vectors"), block_m)
+                if config.finish is not None:
+                    (sums_source,) = launch.as_descriptors(True, block_m, space.view(buffers, "query_sums"))
             launch_by_address(
                 spec, device, stream,
-                (q_source, at_keys, at_value, *inputs, grad_source, rows_source, row_source_m, spread,
-                flags if config.num_flags else spread, dk.data_ptr(), dv.data_ptr(),
+                (q_source, at_keys, at_value, *inputs, grad_source, rows_source, row_source_m, sums_source,
+                spread, flags if config.num_flags else spread, dk.data_ptr(), dv.data_ptr(),
                 parts if dbias_address is None else dbias_address, parts, *counting, *floats),
             )  # fmt: skip
+        if config.finish is not None:
+            launch_by_address(config.finish, device, stream, dq_arguments)
         if config.add_parts is not None:
             launch_by_address(config.add_parts, device, stream, (parts, sums.data_ptr()))
         return dq, dk, dv, dbias, sums

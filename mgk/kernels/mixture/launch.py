@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.kernels.architecture import architecture, compile_target, has_tma, is_amd
 from mgk.kernels.jit_cache import LaunchSpec, compiled_together, launch
-from mgk.kernels.mixture import short_calls
+from mgk.kernels.mixture import experimental
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.block_sizes import BlockKey, select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
@@ -213,16 +213,18 @@ def forward_into(
 
 def settings() -> tuple[Any, ...]:
     """Return the process-wide settings that launch configurations depend on."""
-    return _small_pairs, select_block, BOUNDED, compile_target(), short_calls.enabled()
+    return _small_pairs, select_block, BOUNDED, compile_target(), experimental.settings()
 
 
 def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = False) -> LaunchFlags:
     query, max_q, max_k = args.query, args.max_q, args.max_k
     pairs = args.num_sequences * query.shape[1] * max_q * max_k
-    short = short_calls.is_short(args)
+    short = experimental.is_short(args)
+    small = short or pairs <= _small_pairs
     return LaunchFlags(
-        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, short or pairs <= _small_pairs,
+        args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, small,
         query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm, architecture(query.device), short,
+        not small and experimental.is_one_pass(args),
     )  # fmt: skip
 
 
@@ -381,7 +383,8 @@ def launch_backward(
         entries = summed_entries(M, 0 if shift is None else M * D, prior_grad == SUMMED_PRIOR_GRAD)
         return dq, dk, dv, dbias, lse.new_zeros(HK * entries), dmask
     flags = call_flags(args, stats.shape[1])
-    tma_keys, tma_queries = (not flags.small and supports_tma(*pair) for pair in ((keys, value), (query, grad)))
+    tma_keys = not flags.small and not flags.one_pass and supports_tma(keys, value)
+    tma_queries = not flags.small and supports_tma(query, grad)
     config = backward_config(
         layouts(*args[:NUM_TENSORS], out, grad, grad_lse), flags, tma_keys, tma_queries, mask_grad, prior_grad
     )
@@ -394,16 +397,17 @@ def launch_backward(
     counters = stats.new_empty(config.num_counters, dtype=torch.int32) if config.num_counters else None
     key_operand = empty_operand(stats, config.key_operand_keys)
     row_operand = empty_operand(stats, config.row_operand_rows)
+    query_sums = lse.new_empty(config.query_sums) if config.finish is not None else None
     with compiled_together():
         if key_operand is not None:
             launch(config.write_key_operand, (prepared[1], key_operand))
         # Outputs without gradient get `parts` as a dummy pointer; the kernels do not write them.
-        launch(
-            config.dq,
-            (query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
+        dq_tensors = (
+            query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
             parts if dmask is None else dmask, row_vectors, row_operand,
-            *as_descriptors(tma_keys, config.dq_block_n, key_operand), spread, flagged, parts, counters), floats,
+            *as_descriptors(tma_keys, config.dq_block_n, key_operand), query_sums, spread, flagged, parts, counters,
         )  # fmt: skip
+        launch(config.dq, dq_tensors, floats)
         # With different numbers of key and value heads, the kernel writes fp32 parts of the gradients per pair head.
         pair_dk = dk if HK == HP else empty_like_bshd(keys, heads=HP, dtype=torch.float32)
         pair_dv = dv if HV == HP else empty_like_bshd(value, heads=HP, dtype=torch.float32)
@@ -414,9 +418,12 @@ def launch_backward(
                 (*as_descriptors(tma_queries, block_m, query), keys, value, *inputs,
                 *as_descriptors(tma_queries, block_m, grad),
                 row_descriptor(row_vectors, block_m) if tma_rows else row_vectors,
-                *as_descriptors(tma_queries and cu_q is None, block_m, row_operand), spread, flagged, pair_dk, pair_dv,
-                parts if dbias is None else pair_dbias, parts, counters, None if counters is None else sums), floats,
+                *as_descriptors(tma_queries and cu_q is None, block_m, row_operand, query_sums), spread, flagged,
+                pair_dk, pair_dv, parts if dbias is None else pair_dbias, parts, counters, None if counters is None else
+                sums), floats,
             )  # fmt: skip
+        if config.finish is not None:
+            launch(config.finish, dq_tensors, floats)
         if config.add_parts is not None:
             launch(config.add_parts, (parts, sums))
     for total, pairs in ((dk, pair_dk), (dv, pair_dv), (dbias, pair_dbias)):

@@ -1,5 +1,6 @@
 """Launch configurations of the mixture kernels, cached by tensor layouts and flags."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from mgk.kernels.mixture.component_gemm import write_key_operand
 from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
 from mgk.kernels.mixture.short_fwd import short_forward
-from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, GENERAL, KEY_TILE, ROW_ALIGNMENT
+from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, FINISH, GENERAL, KEY_TILE, PREPARE, ROW_ALIGNMENT
 
 KEYS_PER_TILE = KEY_TILE.value  # keys per tile of preprocessed keys
 ROWS_PER_TILE = ROW_ALIGNMENT.value  # a head's row vectors are padded to a multiple of this
@@ -58,6 +59,7 @@ class LaunchFlags(NamedTuple):
     no_component_gemm: bool = False  # the forward prefers blocks without a component GEMM
     architecture: Architecture = HOPPER
     short: bool = False  # kernels of short sequences; implies small
+    one_pass: bool = False  # backward pass of `bwd_onepass`; excludes small
 
 
 def layouts(*tensors: Any) -> tuple[Any, ...]:
@@ -270,6 +272,8 @@ class BackwardConfig(NamedTuple):
     write_key_operand: LaunchSpec
     add_parts: LaunchSpec | None  # None if the last programs of the dkdv launch add the parts
     num_counters: int  # of those programs
+    finish: LaunchSpec | None = None  # of the one-pass backward, after dkdv, with the arguments of dq
+    query_sums: tuple[int, int] = (0, 1)  # rows and columns
 
 
 @functools.lru_cache(1 << 10)
@@ -281,7 +285,7 @@ def backward_config(
     Args:
         tensors: Layouts of the tensors of `MixtureArgs`, of out, and of the gradients of out and lse.
         flags: The other properties of the call.
-        tma_keys: Whether TMA reads keys and values in the dq kernel.
+        tma_keys: Whether TMA reads keys and values in the dq kernel; False in one pass.
         tma_queries: Whether TMA reads queries and gradients in the dkdv kernel.
         mask_grad: Whether a float mask has a gradient.
         prior_grad: NO_PRIOR_GRAD, SUMMED_PRIOR_GRAD or FULL_PRIOR_GRAD.
@@ -309,6 +313,8 @@ def backward_config(
     dq_block = select(BlockKey("dq", small=use_small_blocks and not tma_keys, tma=tma_keys, hard=hard, capped=capped))
     dkdv_key = BlockKey("dkdv", small=use_small_blocks and not tma, tma=tma, hard=hard)
     dkdv_block = select(dkdv_key)
+    if flags.one_pass:
+        dq_block = dkdv_block = select(BlockKey("onepass", tma=tma))
     per_component = not shifted and not hard and dkdv_block.per_component
     if shifted or width <= SPLIT_WIDTH or per_component:
         passes = [(DK_AND_DV, dkdv_block)]
@@ -326,6 +332,8 @@ def backward_config(
     # The dkdv kernel is GENERAL for hard independent keys, whose components differ before one is chosen, and for dk and
     # dv of independent keys together, which leave no registers for the fast form.
     dkdv_paths = paths if shifted or (len(passes) > 1 and not hard) else (GENERAL.value,)
+    if flags.one_pass:
+        paths, dkdv_paths = (PREPARE.value,), (BOTH.value,)
     dq = LaunchSpec(
         mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, H // HK, *out.strides[:3]),
         (H, L, S, key_tiles, q_tiles, heads, _heads_in_l2(heads, (D * (1 if shifted else M) + E) * size * S)),
@@ -353,11 +361,13 @@ def backward_config(
     adds_parts = flags.short and HP == HK
     max_tiles = max(H * q_tiles, *(HP * n for n in k_tiles))  # the kernels reuse one buffer of flags
     return BackwardConfig(
-        dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M, row_length), num_spreads=heads * q_tiles,
-        num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),
+        dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M + (M - 1) * flags.one_pass, row_length), num_spreads=heads
+        * q_tiles, num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),
         key_operand_keys=HK * key_tiles * KEYS_PER_TILE * key_gemm, row_operand_rows=row_length * row_gemm,
         write_key_operand=LaunchSpec(write_key_operand, (key_tiles, HK, 1), (), (key_tiles,), {"M": M}),
         num_counters=(B + 1) * HK * adds_parts,
+        finish=dataclasses.replace(dq, paths=(FINISH.value,), compiled={}) if flags.one_pass else None,
+        query_sums=(row_length * flags.one_pass, constexprs["BD"]),
         add_parts=None if adds_parts else LaunchSpec(
             add_parts, (ceil_div(HK * entries, PART_COLS), 1, 1), (), (num_parts, HK),
             {"SHIFTS": shift_entries, "M": M, "SCALES": max(constexprs["SCALE"], 1), "SUMS": entries,

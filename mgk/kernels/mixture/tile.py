@@ -27,8 +27,10 @@ SAFE_RANGE = tl.constexpr(80.0)
 # The same if the mixture sum is also computed for masked pairs, whose exponentials must not overflow.
 FACTOR_RANGE = tl.constexpr(60.0)
 # Values of the constexpr PATH. A kernel runs in its general form for every tile, in its fast form (tiles that are not
-# safe are flagged), as the fallback for flagged tiles, or with both forms in one launch.
+# safe are flagged), as the fallback for flagged tiles, or with both forms in one launch. The dq kernel prepares and
+# finishes the backward pass of `bwd_onepass`.
 GENERAL, FAST, FALLBACK, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+PREPARE, FINISH = tl.constexpr(4), tl.constexpr(5)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from mgk.backends import triton
-from mgk.kernels.mixture import launch, short_calls
+from mgk.kernels.mixture import experimental, launch
 from mgk.kernels.mixture.block_sizes import BlockConfig
 from tests.kernels.mixture.test_kernels import case, check, gradients, make_call, truth
 
@@ -25,7 +25,7 @@ def short(monkeypatch):
     if not GPU:
         dkdv, other = BlockConfig(32, 16, 4, 1), BlockConfig(16, 32, 4, 1, operand_in_registers=True)
         monkeypatch.setattr(launch, "select_block", lambda key, *_: dkdv if key.pass_ in ("dkdv", "dv") else other)
-    with short_calls.short_kernels():
+    with experimental.short_kernels():
         yield
 
 
@@ -133,7 +133,7 @@ def test_other_calls_take_the_ordinary_kernels(options, dtype, kernels):
 
 
 def test_long_sequences_take_the_ordinary_kernels(kernels, monkeypatch):
-    monkeypatch.setattr(short_calls, "MAX_LENGTH", 5)
+    monkeypatch.setattr(experimental, "MAX_SHORT_LENGTH", 5)
     for length, short in ((5, True), (6, False)):
         leaves, options = case(L=4, S=length)
         x = {name: t.to(DEVICE, torch.float16).requires_grad_() for name, t in leaves.items()}
@@ -143,7 +143,7 @@ def test_long_sequences_take_the_ordinary_kernels(kernels, monkeypatch):
 
 
 def test_environment_variable_selects_the_kernels():
-    command = "from mgk.kernels.mixture import short_calls; print(short_calls.enabled())"
+    command = "from mgk.kernels.mixture import experimental; print(experimental.short_kernels.enabled)"
     environment = {"MGK_SHORT_KERNELS": "1", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
@@ -161,7 +161,7 @@ def test_all_parts_are_added(shape):
         return gradients(lambda x: triton.run_mixture(make_call(x, **options))[:2], x, weights)
 
     got = run()
-    with short_calls.short_kernels(False):
+    with experimental.short_kernels(False):
         want = run()
     for name in ("shift", "log_prior"):
         torch.testing.assert_close(got[name], want[name], atol=2e-2, rtol=5e-3)
