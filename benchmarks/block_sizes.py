@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mgk.kernels import jit_cache
-from mgk.kernels.mixture import block_sizes, launch, launch_config
+from mgk.kernels.mixture import block_sizes, experimental, launch, launch_config
 from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, DecodeConfig
 from mgk.kernels.mixture.bwd_dkdv import DV_ONLY
@@ -40,6 +40,7 @@ KERNELS = {
     "queries": ("mixture_backward_dq", "dq"),
     "keys": ("mixture_backward_dkdv", "dkdv"),
     "values": ("mixture_backward_dkdv", "dv"),
+    "one-pass": ("mixture_backward_dkdv", "onepass"),
     "decode": ("decode_row", ""),
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
@@ -80,6 +81,8 @@ CANDIDATES = (
     Case("smgk-hard", 2, D64, True, "forward", "table 64,64,4,3,120,1 64,64,4,4,128,1"),
     Case("smgk", 2, D32, False, "queries", "table 64,64,4,3,128,1 64,64,4,3,168,1"),
     Case("smgk", 2, D32, False, "forward", "table 64,64,4,3,96,1 64,64,4,3,0,1"),
+    Case("smgk", 2, D32, False, "one-pass", "table 64,64,4,2,0,0 64,64,4,3,0,4 64,64,4,3,168,0 32,64,4,3,0,0"),
+    Case("smgk", 4, D32, False, "one-pass", "table 64,64,4,3,0,0 32,64,4,2,0,0 32,64,4,3,0,4"),
     Case("mgk-hard", 2, D16, True, "keys", "table 32,32,1,2,0,1"),
     Case("mgk", 2, D16, True, "forward", "table 32,64,2,2,0,0 32,32,1,2,0,1"),
 )  # fmt: skip
@@ -160,7 +163,7 @@ def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list
     replaced: dict[str, Any] = {
         "select_block": select_block, "select_decode_config": select_decode_config, "launch": record
     }  # fmt: skip
-    with mock.patch.multiple(launch, **replaced):
+    with mock.patch.multiple(launch, **replaced), experimental.one_pass_backward(case.kernel == "one-pass"):
         results = run_passes(case, *map(int, case.shape.split(",")))
     return recorded, results
 

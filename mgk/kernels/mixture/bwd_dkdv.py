@@ -1,7 +1,7 @@
 """Second backward kernel: one program computes dk and dv of a tile of keys, in a loop over the queries.
 
 Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one program in a fixed order: results are
-bitwise reproducible.
+bitwise reproducible, except those of `bwd_onepass`.
 """
 
 # ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
