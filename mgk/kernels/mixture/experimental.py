@@ -9,7 +9,7 @@ import torch
 from mgk.kernels.mixture.args import MixtureArgs
 
 MAX_SHORT_LENGTH = 2048  # queries or keys of the kernels of short sequences
-# Of the one-pass backward; the larger ones were slower than two passes, or spill.
+# Limits of the one-pass backward: a prototype was slower than two passes at D 64, and more components were not tried.
 MAX_ONE_PASS_WIDTH, MAX_ONE_PASS_COMPONENTS = 32, 4
 
 
