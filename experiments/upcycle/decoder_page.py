@@ -16,7 +16,7 @@ from experiments.cost_quality.plan import Arm, Plan, Rows
 from experiments.cost_quality.run import read_results
 from experiments.cost_quality.summary import ArmSummary, family_spread, read_blocks, summarize
 from experiments.paper.evidence_page import fill
-from experiments.statistics import Interval, compare, half_width, merge_blocks, paired_error
+from experiments.statistics import Interval, compare, half_width, paired_error
 from experiments.upcycle.decoder_arms import (
     MEAN,
     ORIGINAL,
@@ -78,7 +78,7 @@ def read_losses(rows: Rows, folder: Path, recipe: str, arm: DecoderArm) -> Losse
         values[seed] = float(row["value"])
         stored = predictions.read(folder, predictions_key(row, arm.model, row["split"]))
         if stored is not None:
-            blocks[seed] = merge_blocks(stored, predictions.BLOCK)
+            blocks[seed] = stored
     return Losses(values, blocks)
 
 
