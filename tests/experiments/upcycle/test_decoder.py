@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from experiments import statistics
 from experiments.cost_quality import decoding
 from experiments.cost_quality.plan import PRESET
 from experiments.upcycle import decoder, decoder_arms, decoder_page
@@ -243,7 +242,7 @@ def is_trained_svd(row):
 
 
 def test_page(finished, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(statistics, "MIN_BLOCK", 512)  # the test set of the tiny text has 1,800 tokens
+    monkeypatch.setattr(predictions, "INDEPENDENT_BLOCK", 512)  # the test set of the tiny text has 1,800 tokens
     assert decoder_page.section(trained / "out") == "No runs yet."
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
