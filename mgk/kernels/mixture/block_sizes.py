@@ -25,6 +25,7 @@ class BlockConfig(NamedTuple):
     operand_in_registers: bool = False  # left GEMM operands that the loop does not change stay in registers
     component_gemm: bool = False  # soft shifted keys, M <= 5: the sums over components are GEMMs (backward: bf16 only)
     per_component: bool = False  # dkdv of soft independent keys: one loop per component, dk and dv together
+    split: bool = False  # dkdv of shifted keys, or with per_component: dk and dv in separate launches
     tma_rows: bool = False  # dkdv with tma: TMA reads the row vectors too; below 128 rows other copies are element-wise
 
 
@@ -288,6 +289,61 @@ class BlockTables(NamedTuple):
 SMALL_WIDTH = 16
 MEASURED = BlockTables(SHIFTED, SHIFTED_MANY, INDEPENDENT)
 
+# Widths above 128 with elements of 2 bytes; two components, or shifted keys. Chosen by the compiled kernels
+# (results/wide_blocks.csv); nothing was timed. Warp groups have 64 rows of their own each: eight warps compute the
+# scores of 64 rows twice, and 32 rows are too few for wgmma. Accumulators of dk and dv together do not fit the
+# registers. Passes that are missing use the tables above.
+WIDE_HOPPER = BlockTables(
+    shifted={
+        BlockKey("fwd"): {256: BlockConfig(128, 64, 8, 2)},
+        BlockKey("dq"): {256: BlockConfig(128, 32, 8, 2)},
+        BlockKey("dkdv"): {256: BlockConfig(32, 128, 8, 2, split=True)},
+        BlockKey("dv"): {256: BlockConfig(64, 128, 8, 2)},
+    },
+    shifted_many={
+        BlockKey("fwd"): {256: BlockConfig(128, 64, 8, 2, component_gemm=True)},
+        BlockKey("dq"): {256: BlockConfig(128, 32, 8, 2, component_gemm=True)},
+        # The exponents of all components spill more with 128 rows.
+        BlockKey("dq", hard=True): {256: BlockConfig(64, 32, 8, 1)},
+    },
+    independent={
+        BlockKey("fwd"): {256: BlockConfig(128, 32, 8, 2)},
+        BlockKey("dq"): {256: BlockConfig(128, 32, 8, 2)},
+        BlockKey("dkdv"): {256: BlockConfig(32, 128, 8, 2, per_component=True, split=True)},
+        BlockKey("dkdv", hard=True): {256: BlockConfig(32, 64, 8, 1)},
+        BlockKey("dv"): {256: BlockConfig(32, 128, 8, 2)},
+    },
+)
+# mma.sync: a warp has 16 rows.
+WIDE_MMA = BlockTables(
+    shifted={
+        BlockKey("fwd"): {256: BlockConfig(64, 32, 4, 2)},
+        BlockKey("dq"): {256: BlockConfig(64, 32, 4, 1)},
+        BlockKey("dkdv"): {256: BlockConfig(32, 64, 4, 1, split=True)},
+        BlockKey("dv"): {256: BlockConfig(32, 64, 4, 1)},
+    },
+    shifted_many={
+        BlockKey("fwd"): {256: BlockConfig(64, 32, 8, 2)},
+        BlockKey("dq"): {256: BlockConfig(64, 32, 8, 1)},
+    },
+    independent={
+        BlockKey("fwd"): {256: BlockConfig(64, 16, 4, 2)},
+        BlockKey("dq"): {256: BlockConfig(32, 32, 4, 1)},
+        BlockKey("dkdv"): {256: BlockConfig(32, 64, 4, 1, per_component=True, split=True)},
+        BlockKey("dkdv", hard=True): {256: BlockConfig(16, 32, 8, 1)},
+        BlockKey("dv"): {256: BlockConfig(32, 64, 4, 1)},
+    },
+)
+WIDE_TENSOR_MEMORY = BlockTables(
+    shifted={BlockKey("fwd"): {256: BlockConfig(128, 64, 8, 2)}},
+    shifted_many={},
+    independent={
+        BlockKey("dkdv"): {256: BlockConfig(32, 64, 8, 1)},
+        BlockKey("dv"): {256: BlockConfig(32, 128, 8, 2)},
+    },
+)
+WIDE = {HOPPER: WIDE_HOPPER, 100: WIDE_TENSOR_MEMORY} | dict.fromkeys((80, 86, 89, 120), WIDE_MMA)
+
 
 def _block_of_architecture(
     block: BlockConfig, key: BlockKey, width: int, shifted: bool, architecture: Architecture
@@ -307,6 +363,20 @@ def _block_of_architecture(
     return block if tile is None else block._replace(**tile._asdict())
 
 
+def _look_up(tables: BlockTables, key: BlockKey, width: int, components: int, shifted: bool) -> BlockConfig | None:
+    choices = [tables.shifted] if shifted else [tables.independent]
+    if shifted and components > 2:
+        choices.insert(0, tables.shifted_many)
+    blocks = (
+        block
+        for table in choices
+        for candidate in key.fallbacks()
+        for limit, block in table.get(candidate, {}).items()
+        if width <= limit
+    )
+    return next(blocks, None)
+
+
 @functools.cache
 def select_block(
     key: BlockKey, width: int, components: int, shifted: bool, itemsize: int, architecture: Architecture = HOPPER
@@ -321,19 +391,15 @@ def select_block(
         itemsize: Bytes per element of the query.
         architecture: The GPU.
     """
-    tables = MEASURED
-    choices = [tables.shifted] if shifted else [tables.independent]
-    if shifted and components > 2:
-        choices.insert(0, tables.shifted_many)
-    block = next(
-        block
-        for table in choices
-        for candidate in key.fallbacks()
-        for limit, block in table.get(candidate, {}).items()
-        if width <= limit
-    )
+    full_tiles = itemsize <= 2 and (shifted or components <= 2)
+    if full_tiles and width > 128 and architecture in WIDE:
+        block = _look_up(WIDE[architecture], key, width, components, shifted)
+        if block is not None:
+            return block
+    block = _look_up(MEASURED, key, width, components, shifted)
+    assert block is not None
     block = _block_of_architecture(block, key, width, shifted, architecture)
-    if itemsize <= 2 and (shifted or components <= 2):
+    if full_tiles:
         return block
     # Wider elements or more GEMMs per tile: smaller tiles, to fit the registers and shared memory.
     narrow = width <= 64 or (width <= 128 and (shifted or itemsize == 2))

@@ -253,9 +253,9 @@ def sum_over_queries(
         dcs = mul_all(dcs, tl.sum(b_factor, 1), M)
     if USE_FAST and OUTPUTS != DV_ONLY:
         if not FACTOR:
-            dcs = mul_vectors(dcs, coef, 0, M)
+            dcs = mul_vectors(dcs, take(coef, FIRST, COUNT), 0, COUNT)
         if not SHIFTED:
-            dks = mul_columns(dks, coef, M)
+            dks = mul_columns(dks, take(coef, FIRST, COUNT), COUNT)
     return dks, dv, dcs, dlams
 
 
@@ -286,7 +286,7 @@ def mixture_backward_dkdv(
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     # Components per loop over the queries: one where all dk of soft independent keys and dv do not fit the registers.
-    COUNT: tl.constexpr = 1 if PER_COMPONENT and OUTPUTS == DK_AND_DV and not SHIFTED and not HARD else M
+    COUNT: tl.constexpr = 1 if PER_COMPONENT and OUTPUTS != DV_ONLY and not SHIFTED and not HARD else M
     # With BM queries per step, the general form would need more registers than the fast form in the same kernel. A TMA
     # descriptor has blocks of BM.
     GENERAL_BM: tl.constexpr = BM // 2 if PATH == BOTH and BM > 16 and not TMA else BM
@@ -387,6 +387,16 @@ def mixture_backward_dkdv(
         if OUTPUTS != DV_ONLY:
             if HARD and not UNEQUAL:
                 dcs = subtract_rest(dcs, M)
+            if SHIFTED and BD > 128:
+                # Stored before the sums below: their tiles and this accumulator would not fit the registers.
+                b_dk = dks[0]
+                weight = tl.zeros([BN], tl.float32)
+                for r in tl.static_range(M):
+                    part = dcs[r] * (tau * lam[r] if UNEQUAL else tau)
+                    b_dk -= part[:, None] * load_shift(shift_ptr, i_k, r, M, D, BD)[None, :]
+                    weight += part
+                b_dk -= weight[:, None] * load_rows(k_ptr, o_j, stride_ks, n_k, D, BD, True).to(tl.float32)
+                store_rows(p_dk, b_dk if UNEQUAL else lam[0] * b_dk, o_j, HP * D, n_k, D, BD)
             total = tl.zeros([BN, BD], tl.float32)
             for r in tl.static_range(first, first + COUNT):
                 if IN_REGISTERS:
@@ -414,7 +424,7 @@ def mixture_backward_dkdv(
                     tl.store(p_sums + TAUS + 1 + r, tl.sum(dlams[r - first], 0) - 0.5 * tau * square)
                 else:
                     dscale -= 0.5 * tau * square
-            if SHIFTED:
+            if SHIFTED and BD <= 128:
                 b_dk = dks[0] - tau * total if UNEQUAL else lam[0] * (dks[0] - tau * total)
                 store_rows(p_dk, b_dk, o_j, HP * D, n_k, D, BD)
     if OUTPUTS != DV_ONLY:

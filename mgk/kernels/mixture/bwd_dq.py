@@ -336,7 +336,8 @@ def mixture_backward_dq(
         for r in tl.static_range(M):
             b_r = load_shift(shift_ptr, i_k, r, M, D, BD)
             acc += das[r][:, None] * b_r[None, :] * (lam[r] if UNEQUAL else 1.0)
-            tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)
+            if BD <= 128:
+                tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)
     dtau = 0.0
     if UNEQUAL:
         for r in tl.static_range(M):
@@ -350,3 +351,8 @@ def mixture_backward_dq(
     # dq is [B, L, H, D] in memory.
     dq_ptr += ((i_b * L + start_q).to(tl.int64) * H + i_h) * D
     store_rows(dq_ptr, acc, o_i, H * D, n_q, D, BD)
+    if SHIFTED and BD > 128:
+        # After dq is stored: the tiles of these sums and the accumulator would not fit the registers.
+        b_x = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True).to(tl.float32)
+        for r in tl.static_range(M):
+            tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)

@@ -5,7 +5,7 @@ exponential per pair). Tiles in which weights could then underflow are flagged f
 exponential per component. PATH BOTH (small calls) compiles both forms into one kernel, and each program selects one.
 """
 
-# ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
+# ruff: noqa: E741, RUF005, SIM109  (l is the softmax's denominator; Triton has neither starred tuples nor `in`)
 import triton
 import triton.language as tl
 
@@ -13,9 +13,12 @@ from mgk.kernels.mixture.component_gemm import component_gemm, gemm_operand, loa
 from mgk.kernels.mixture.exp2 import accurate_exp2, accurate_weight
 from mgk.kernels.mixture.tile import (  # fmt: skip
     BOTH,
+    FACTOR_RANGE,
+    FACTORED_RANGE_FP16,
     FAST,
     KEY_TILE,
     LOG2E,
+    RUNNING,
     SAFE_RANGE,
     as_columns,
     component_ratios,
@@ -90,6 +93,21 @@ def tile_weights(
 
 
 @triton.jit
+def running_weights(scores, m, rho, coef, c, lam, M: tl.constexpr, MASKED: tl.constexpr):
+    """Return the weights of a tile relative to 2^m times 2^a_i0, and the new m, the maximum of s_ij + max_r c_jr.
+
+    One exponential per pair, without c_jr: 2^(s_ij - m) C_jr is at most 1.
+    """
+    b_s = scores[0] * (lam[0] * LOG2E)
+    m = tl.maximum(m, tl.max(b_s + elementwise_max(c, M), 1))
+    b_x = b_s - tl.where(m == -float("inf"), 0.0, m)[:, None]
+    if MASKED:
+        # m does not bound the scores of keys beyond the end: infinity times C = 0 would be NaN.
+        b_x = tl.minimum(b_x, 126.0)
+    return tl.exp2(b_x) * mixture_sum(rho, coef, M), m
+
+
+@triton.jit
 def walk_keys(
     first, last, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k,
     key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs,
@@ -118,9 +136,13 @@ def walk_keys(
             m_new = m
         else:
             coef = load_vectors(c_ptr if EXACT else coef_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
-            b_p, m_new = tile_weights(
-                scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, ACCURATE
-            )
+            if ONLINE and not EXACT:
+                c = load_vectors(c_ptr, o_n, n_key_tiles * KEY_TILE, S, M, 0, False)
+                b_p, m_new = running_weights(scores, m, rho, coef, c, lam, M, MASKED)
+            else:
+                b_p, m_new = tile_weights(
+                    scores, row, m, rho, coef, lam, M, SHIFTED, HARD, ONLINE, EXACT, UNEQUAL, ACCURATE
+                )
         if ONLINE:
             rescale = tl.exp2(m - tl.where(m_new == -float("inf"), 0.0, m_new))
             l = l * rescale
@@ -142,17 +164,18 @@ def attend_tile(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNEQUAL: tl.constexpr, TMA: tl.constexpr, USE_FAST: tl.constexpr,
+    ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of weighted values and of weights over all keys, relative to 2^m, and m.
 
-    USE_FAST: m is `bound`, an upper bound of the rows' exponents.
+    ONLINE: m is the running maximum; otherwise `bound`, an upper bound of the rows' exponents.
     """
     FACTORED: tl.constexpr = not HARD and not UNEQUAL
     COMPONENT_GEMM: tl.constexpr = key_operand_src is not None and USE_FAST
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
     a_columns = as_columns(a, 0.0, M)
-    if USE_FAST:
+    if not ONLINE:
         m = bound
         row = as_columns(a, m, M)
     else:
@@ -167,9 +190,11 @@ def attend_tile(
             full if MASKED else 0, last if MASKED else full, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src,
             key_operand_src, i_b, i_k, i_v, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i,
             causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M, D, E,
-            BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, not USE_FAST,
+            BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, ONLINE,
             not USE_FAST or not FACTORED, UNEQUAL, TMA, COMPONENT_GEMM,
         )  # fmt: skip
+    if USE_FAST and ONLINE:
+        m += a[0]
     return acc, l, m
 
 
@@ -217,7 +242,7 @@ def mixture_forward(
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full, last = key_ends(i_m, n_k, causal_offset, BM, BN, CAUSAL)
 
-    high, low, longest, end, _ = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
+    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     # Skip keys that are masked up to the end of the sequence.
     full = min(full, end)
     last = min(last, end)
@@ -226,19 +251,25 @@ def mixture_forward(
     # |q_i| max |k| bounds the scores (Cauchy-Schwarz).
     score_bound = tl.sqrt(squared_norm) * (longest * elementwise_max(lam, M) * LOG2E)
     slack = 2 * tl.max(score_bound, 0) + spread + tl.maximum(key_span(high, low), high - low)
-    safe = (low <= high) & (slack <= SAFE_RANGE)
+    if PATH == RUNNING:
+        # Powers of two of the keys must fit fp32, those of the rows fp16. m does not bound the scores of masked keys.
+        safe = (spread <= FACTORED_RANGE_FP16) & (key_span(high, low) <= FACTOR_RANGE)
+        safe = safe & ((masked == 0) | (2 * tl.max(score_bound, 0) <= FACTOR_RANGE))
+    else:
+        safe = (low <= high) & (slack <= SAFE_RANGE)
     if flag_for_fallback(p_flag, safe, PATH):
         return
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.zeros([BM], tl.float32)
     for USE_FAST in tl.static_range(2):
-        if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
+        if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST or PATH == RUNNING) == USE_FAST:
             acc, l, m = attend_tile(
                 full, last, b_q, a, score_bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, i_v,
                 start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,
                 stride_ks, stride_vs, stride_ml, stride_mj, n_q, n_k, n_key_tiles, M, D, E, BD, BE, BM,
                 BN if USE_FAST else GENERAL_BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, UNEQUAL, TMA, USE_FAST,
+                not USE_FAST or PATH == RUNNING,
             )  # fmt: skip
 
     empty = l == 0.0

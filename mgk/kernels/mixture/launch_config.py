@@ -19,7 +19,7 @@ from mgk.kernels.mixture.component_gemm import write_key_operand
 from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
 from mgk.kernels.mixture.short_fwd import short_forward
-from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, FINISH, GENERAL, KEY_TILE, PREPARE, ROW_ALIGNMENT
+from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, FINISH, GENERAL, KEY_TILE, PREPARE, ROW_ALIGNMENT, RUNNING
 
 KEYS_PER_TILE = KEY_TILE.value  # keys per tile of preprocessed keys
 ROWS_PER_TILE = ROW_ALIGNMENT.value  # a head's row vectors are padded to a multiple of this
@@ -196,14 +196,21 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
         "fwd", small=small, hard=hard and not small, capped=_is_capped(fast, small, constexprs),
         no_component_gemm=flags.no_component_gemm and not small and not hard,
     )  # fmt: skip
-    block = flags.select_block(key, max(constexprs["BD"], constexprs["BE"]), M, shifted, size, flags.architecture)
+    width = max(constexprs["BD"], constexprs["BE"])
+    block = flags.select_block(key, width, M, shifted, size, flags.architecture)
     tiles = ceil_div(args.max_q, block.block_m)
     constexprs.update(
         BM=block.block_m, BN=block.block_n, VALUE_GROUP=args.value_group, TMA=tma,
         IN_REGISTERS=block.operand_in_registers,
     )  # fmt: skip
     component_gemm = _uses_component_gemm(block, fast and _is_factored(constexprs), M)
+    # fp16 weights relative to a bound of their row underflow. With one component GENERAL takes one exponential too.
+    running = size == 2 and not flags.bounded and not small and M > 1 and _is_factored(constexprs)
     paths = _paths(fast, small)
+    if running and constexprs["MASK"] != 2:
+        paths = (RUNNING.value, FALLBACK.value)
+        if flags.architecture == HOPPER and width <= 64 and _is_capped(True, small, constexprs):
+            block = block._replace(maxnreg=168)  # three programs per SM, without spills in the loop (compiled only)
     heads = num_sequences * H
     attend = LaunchSpec(
         mixture_forward, (tiles * heads, 1, 1),
@@ -316,10 +323,10 @@ def backward_config(
     if flags.one_pass:
         dq_block = dkdv_block = select(BlockKey("onepass", tma=tma))
     per_component = not shifted and not hard and dkdv_block.per_component
-    if shifted or width <= SPLIT_WIDTH or per_component:
-        passes = [(DK_AND_DV, dkdv_block)]
-    else:
+    if dkdv_block.split if shifted or per_component else width > SPLIT_WIDTH:
         passes = [(DK_ONLY, dkdv_block), (DV_ONLY, select(dkdv_key._replace(pass_="dv")))]
+    else:
+        passes = [(DK_AND_DV, dkdv_block)]
     q_tiles, k_tiles = ceil_div(args.max_q, dq_block.block_m), [ceil_div(args.max_k, b.block_n) for _, b in passes]
     heads, all_pairs = num_sequences * H, num_sequences * HP
     query_parts = num_sequences * (H // HK) * q_tiles

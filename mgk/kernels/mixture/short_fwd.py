@@ -13,6 +13,8 @@ import triton.language as tl
 from mgk.kernels.mixture.fwd import tile_weights
 from mgk.kernels.mixture.preprocess import prepare_tile
 from mgk.kernels.mixture.tile import (
+    FACTORED_RANGE,
+    FACTORED_RANGE_FP16,
     FP32_MAX,
     KEY_TILE,
     LOG2E,
@@ -30,10 +32,6 @@ from mgk.kernels.mixture.tile import (
     to_registers,
     value_head,
 )
-
-# Range of a_ir (base 2) up to which the mixture sum is factored. The largest weight of a row is then at least 2^-RANGE;
-# small weights must not underflow in the dtype of the values.
-FACTORED_RANGE, FACTORED_RANGE_FP16 = tl.constexpr(60.0), tl.constexpr(8.0)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ scaling. Row terms and key terms are already expanded: to [rows, 1] and [1, keys
 the tile is transposed (`bwd_dkdv`). README.md of `mgk.kernels` has the formulas, the workspace layouts and a glossary.
 """
 
-# ruff: noqa: RUF005  (Triton has no starred tuples)
+# ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
 import os
 
 import torch
@@ -28,9 +28,12 @@ SAFE_RANGE = tl.constexpr(80.0)
 FACTOR_RANGE = tl.constexpr(60.0)
 # Values of the constexpr PATH. A kernel runs in its general form for every tile, in its fast form (tiles that are not
 # safe are flagged), as the fallback for flagged tiles, or with both forms in one launch. The dq kernel prepares and
-# finishes the backward pass of `bwd_onepass`.
+# finishes the backward pass of `bwd_onepass`. RUNNING (forward, fp16) is FAST with a running maximum.
 GENERAL, FAST, FALLBACK, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-PREPARE, FINISH = tl.constexpr(4), tl.constexpr(5)
+PREPARE, FINISH, RUNNING = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+# Range of a_ir up to which the mixture sum is factored with a running maximum. The largest weight of a row is then at
+# least 2^-RANGE; small weights must not underflow in the dtype of the values.
+FACTORED_RANGE, FACTORED_RANGE_FP16 = tl.constexpr(60.0), tl.constexpr(8.0)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -348,7 +351,7 @@ def skip_tile(p_flag, PATH: tl.constexpr):
 @triton.jit
 def flag_for_fallback(p_flag, safe, PATH: tl.constexpr):
     """Flag a tile that is not safe for the fast form, and return whether the fast kernel leaves it to the fallback."""
-    if PATH == FAST:
+    if PATH == FAST or PATH == RUNNING:
         tl.store(p_flag, tl.where(safe, 0.0, 1.0))
         return not safe
     else:

@@ -43,7 +43,8 @@ def small_blocks(monkeypatch):
 
 
 def case(
-    variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, Hv=None, **options
+    variant="smgk", B=1, H=1, Hk=1, M=2, L=37, S=37, D=16, E=16, std=1.0, prior=True, seed=0, Hv=None, shift_std=0.7,
+    prior_std=1.0, **options
 ):  # fmt: skip
     """Return the float64 tensors of a call by argument name, and the options that are not tensors."""
     g = torch.Generator().manual_seed(seed)
@@ -55,9 +56,10 @@ def case(
     leaves = {"query": std * randn(B, H, L, D), "value": randn(B, Hv or Hk, S, E)}
     leaves["keys"] = std * (randn(B, Hk, S, D) if variant == "smgk" else randn(B, Hk, M, S, D))
     if variant == "smgk":
-        leaves["shift"] = 0.7 * randn(Hk, M, D)
+        leaves["shift"] = shift_std * randn(Hk, M, D)
     if prior:
-        leaves["log_prior"] = torch.log_softmax(randn(*(prior if isinstance(prior, tuple) else (1, Hk, M, 1))), 2)
+        shape = prior if isinstance(prior, tuple) else (1, Hk, M, 1)
+        leaves["log_prior"] = torch.log_softmax(prior_std * randn(*shape), 2)
     for name, shape in (("scale", options.pop("scale_shape", None)), ("tau", options.pop("tau_shape", None))):
         if shape:
             leaves[name] = 0.2 + torch.rand(*shape, generator=g, dtype=torch.float64)
