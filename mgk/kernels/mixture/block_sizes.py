@@ -307,7 +307,6 @@ WIDE_HOPPER = BlockTables(
         BlockKey("dq", hard=True): {256: BlockConfig(64, 32, 8, 1)},
     },
     independent={
-        BlockKey("fwd"): {256: BlockConfig(128, 32, 8, 2)},
         BlockKey("dq"): {256: BlockConfig(128, 32, 8, 2)},
         BlockKey("dkdv"): {256: BlockConfig(32, 128, 8, 2, per_component=True, split=True)},
         BlockKey("dkdv", hard=True): {256: BlockConfig(32, 64, 8, 1)},
