@@ -384,9 +384,12 @@ def test_every_call_has_blocks(shifted):
         assert not (block.component_gemm if not shifted else block.per_component), at
 
 
-@pytest.mark.parametrize(("shifted", "digest"), [(True, "a9a5b554e9869c0e"), (False, "f2c90a5c55be7cd2")])
+@pytest.mark.parametrize(("shifted", "digest"), [(True, "75a6083c11d8270e"), (False, "7134edae07042e2c")])
 def test_selected_blocks_are_those_that_were_measured(shifted, digest):
-    """Changes to the tables or to the fallback order change the digest: update it with new measurements only."""
+    """Changes to the tables or to the fallback order change the digest: update it with new measurements only.
+
+    Widths above 128 with elements of 2 bytes: with a new results/wide_blocks.csv.
+    """
     blocks = [(case, BLOCKS(*case[:3], shifted, case[3])) for case in block_cases(shifted)]
     text = "\n".join(" ".join(map(str, (*key, *sizes, *block))) for (key, *sizes), block in blocks)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
