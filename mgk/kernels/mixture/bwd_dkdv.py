@@ -135,17 +135,9 @@ def walk_queries(
             raw, mask_ptr, o_i, o_j, causal_offset, stride_ml, stride_mj, L, S, lam, NS, CAUSAL, MASK, MASKED
         )
         alpha = load_row_vectors(
-            rows_src,
-            o_row,
-            m,
-            stride_rows,
-            L,
-            0 if ONE_TERM else FIRST,
-            1 if ONE_TERM else FIRST + M,
-            BM,
-            MASKED,
+            rows_src, o_row, m, stride_rows, L, 0 if ONE_TERM else FIRST, 1 if ONE_TERM else FIRST + M, BM, MASKED,
             TMA_ROWS,
-        )
+        )  # fmt: skip
         if ONE_TERM and not SHIFTED:
             for _ in tl.static_range(1, M):
                 alpha = alpha + (alpha[0],)
