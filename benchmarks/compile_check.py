@@ -61,14 +61,15 @@ def spill_limit(arch: str, width: int) -> int:
     return HOPPER_SPILL_LIMIT if arch == "90" or width > 128 else SPILL_LIMIT
 
 
-def compile_calls(arch: str, sample: bool) -> Iterable[Row]:
+def compile_calls(arch: str, sample: bool, width: int | None = None) -> Iterable[Row]:
     """Yield a row for each kernel of the calls, compiled in this process."""
     import compiled
 
     target = int(arch) if arch.isdigit() else arch
     calls = (*SAMPLE, *SAMPLE_MORE.get(arch, ())) if sample else COMPLETE
-    for values in calls:
-        call = compiled.Call(*values)
+    for call in (compiled.Call(*values) for values in calls):
+        if width is not None and call.width != width:
+            continue
         for kernel in compiled.kernels(call, target, first_paths=sample):
             reason = kernel.misfit(target)
             limit = spill_limit(arch, call.width)
@@ -81,9 +82,10 @@ def compile_calls(arch: str, sample: bool) -> Iterable[Row]:
             }  # fmt: skip
 
 
-def compile_architecture(arch: str, sample: bool) -> list[Row]:
+def compile_architecture(arch: str, sample: bool, width: int | None = None) -> list[Row]:
     """Return the rows of an architecture, compiled in another process; the last one has the failure of the process."""
     command = [sys.executable, __file__, "--worker", "--arch", arch, *(["--sample"] if sample else [])]
+    command += [] if width is None else ["--width", str(width)]
     process = subprocess.run(command, capture_output=True, text=True)
     rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     if process.returncode:
@@ -93,13 +95,23 @@ def compile_architecture(arch: str, sample: bool) -> list[Row]:
     return rows
 
 
-def write_rows(path: Path, rows: list[Row], environment: Row) -> None:
-    """Replace the rows of the compiled architectures in a CSV file."""
+def write_rows(path: Path, rows: list[Row], environment: Row, width: int | None = None) -> None:
+    """Replace the rows of the compiled architectures in a CSV file, or those of a head dimension."""
     from mgk._core.io import replacing
 
     compiled = {row["arch"] for row in rows}
-    kept_rows = [row for row in read_rows(path) if row["arch"] not in compiled] if path.exists() else []
-    rows = sorted([*kept_rows, *(row | environment for row in rows)], key=lambda row: ARCHITECTURES.index(row["arch"]))
+
+    def is_compiled(row: Row) -> bool:
+        return row["arch"] in compiled and width in (None, int(row["head_dim"] or 0))
+
+    kept_rows = [row for row in read_rows(path) if not is_compiled(row)] if path.exists() else []
+    positions = {tuple(map(str, call)): index for index, call in enumerate(COMPLETE)}
+
+    def position(row: Row) -> tuple[int, int]:
+        call = tuple(str(row[name]) for name in CALL)
+        return ARCHITECTURES.index(row["arch"]), positions.get(call, len(positions))
+
+    rows = sorted([*kept_rows, *(row | environment for row in rows)], key=position)
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -151,6 +163,7 @@ def fill_page(text: str, generated: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=ARCHITECTURES, help="only this architecture")
+    parser.add_argument("--width", type=int, help="only calls of this head dimension")
     parser.add_argument("--sample", action="store_true", help="only the calls and kernels that CI compiles")
     parser.add_argument("--out", type=Path, help="CSV file in which the rows of the architectures are replaced")
     parser.add_argument("--page", type=Path, help="page whose marked table is written from --out")
@@ -161,7 +174,7 @@ def main() -> int:
     if args.page and not args.out:
         parser.error("--page needs --out, the file that the table is made from")
     if args.worker:
-        for row in compile_calls(args.arch, args.sample):
+        for row in compile_calls(args.arch, args.sample, args.width):
             print(json.dumps(row), flush=True)
         return 0
     from mgk._core.io import write_atomically
@@ -173,7 +186,7 @@ def main() -> int:
         environment = {name: environment[name] for name in ("triton", "torch", "date", "commit")}
         architectures = [args.arch] if args.arch else ARCHITECTURES
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            for part in pool.map(lambda arch: compile_architecture(arch, args.sample), architectures):
+            for part in pool.map(lambda arch: compile_architecture(arch, args.sample, args.width), architectures):
                 rows += part
                 failures = [row for row in part if row["failure"]]
                 print(
@@ -182,7 +195,7 @@ def main() -> int:
                 for row in failures:
                     print("  " + " ".join(str(row[name]) for name in (*CALL, "kernel", "failure")), flush=True)
         if args.out:
-            write_rows(args.out, rows, environment)
+            write_rows(args.out, rows, environment, args.width)
     if args.page:
         page = args.page.read_text(encoding="utf-8")
         write_atomically(args.page, fill_page(page, table(read_rows(args.out))))

@@ -105,6 +105,14 @@ def test_rows_of_an_architecture_are_replaced(check, tmp_path):
         ("80", "128", "def"),
         ("90", "255", "abc"),
     ]
+    check.write_rows(path, [row_of(check, head_dim=256)], environment, width=256)
+    check.write_rows(path, [row_of(check, head_dim=256, registers=64)], environment, width=256)
+    rows = check.read_rows(path)
+    assert [(row["arch"], row["head_dim"], row["registers"]) for row in rows] == [
+        ("80", "64", "128"),
+        ("80", "256", "64"),
+        ("90", "64", "255"),
+    ]
 
 
 def test_table_has_a_column_per_architecture(check):
