@@ -28,7 +28,7 @@ PANELS = (
 def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
     """Return the page: answers, then one table per recipe."""
     summaries = summarize(plan, rows)
-    parts = ["# Cost and quality of mixture keys\n", *_introduction(plan)]
+    parts = [f"# {plan.title}\n", *([f"{plan.scope}\n"] if plan.scope else []), *_introduction(plan, summaries)]
     parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
     for recipe in dict.fromkeys(arm.recipe for arm in summaries):
         parts.append(f"\n## {load_recipe(recipe).title}\n\n{_arms_table(summaries, recipe)}")
@@ -81,15 +81,15 @@ def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[obj
     ]
 
 
-def _introduction(plan: Plan) -> list[str]:
-    runs = sum(plan.arms.values())
+def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
+    planned, finished = sum(plan.arms.values()), sum(len(summary.values) for summary in summaries.values())
     return [
-        f"{len(plan.arms)} arms, {runs} planned runs (`experiments/cost_quality/plan.yaml`). Written by",
-        "`python -m experiments.cost_quality` from `results/`.\n",
+        f"{len(plan.arms)} arms; {finished} of {planned} planned runs have results. Written by `python -m "
+        "experiments.cost_quality`",
+        "from `results/`.\n",
         "An interval is a 95 % interval over seeds and text. The deviation over seeds is pooled over the arms of a "
         "recipe; the",
-        f"deviation over text is that of blocks of at least 4,096 tokens of `{plan.judged_split}`, which selects "
-        "nothing.\n",
+        f"deviation over text is that of blocks of 4,096 tokens of `{plan.judged_split}`, which selects nothing.\n",
     ]
 
 

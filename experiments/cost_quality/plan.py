@@ -84,11 +84,21 @@ class Question:
 
 @dataclass(frozen=True)
 class Plan:
-    """Arms with their number of seeds in the order of running, questions, and the split that is judged."""
+    """The runs of a study and the questions that they answer.
+
+    Attributes:
+        arms: Arms with their number of seeds, in the order of running.
+        questions: Comparisons of arms.
+        judged_split: Split that is judged.
+        title: Title of the page.
+        scope: Sentences about the models and what their results can show, for the page.
+    """
 
     arms: dict[Arm, int]
     questions: tuple[Question, ...]
     judged_split: str
+    title: str = "Cost and quality of mixture keys"
+    scope: str = ""
 
 
 def load_plan(path: Path = PLAN) -> Plan:
@@ -111,7 +121,8 @@ def load_plan(path: Path = PLAN) -> Plan:
             if arm not in arms:
                 fail("question", f"{entry['title']!r}: no stage of {path} trains {arm} of {arm.recipe}")
         questions.append(Question(entry["title"], first, second))
-    return Plan(arms, tuple(questions), content["judged_split"])
+    texts = {name: content[name].strip() for name in ("title", "scope") if name in content}
+    return Plan(arms, tuple(questions), content["judged_split"], **texts)
 
 
 def runs_of(rows: Rows, arm: Arm, recipe: Recipe) -> Rows:

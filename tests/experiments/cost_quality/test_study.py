@@ -44,6 +44,14 @@ def test_plan_names_known_recipes_and_every_question_has_its_arms():
         assert question.second in plan.arms
 
 
+def test_small_plan_has_a_title_and_a_scope():
+    plan = load_plan(ROOT / "experiments/cost_quality/plan-small.yaml")
+    assert {arm.recipe for arm in plan.arms} == {"study-small"}
+    text = page.write_page(plan, [], ROOT)
+    assert text.startswith("# Mixture keys in a small decoder\n\nA decoder with 4 layers")
+    assert "0 of 10 planned runs have results" in text
+
+
 @pytest.mark.parametrize("text", ["softmax:8@steps=4", "softmax", "softmax:8@time=x:8"])
 def test_wrong_arms(text):
     with pytest.raises(ValueError, match="arm"):
@@ -142,6 +150,8 @@ def study(tmp_path):
 def test_page_answers_the_questions(study):
     plan, rows = load_plan(), run.read_results(study)
     text = page.write_page(plan, rows, study)
+    assert text.startswith("# Cost and quality of mixture keys\n\n")
+    assert f"11 of {sum(plan.arms.values())} planned runs have results" in text
     answers = {line.split(" | ")[0].strip("| "): line for line in text.split("\n") if line.startswith("|")}
     equal = answers["sMGK against softmax, equal heads (`smgk:8`, `softmax:8`)"]
     assert equal.endswith("| better |")
