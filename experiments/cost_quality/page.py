@@ -84,9 +84,8 @@ def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[obj
 def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
     planned, finished = sum(plan.arms.values()), sum(len(summary.values) for summary in summaries.values())
     return [
-        f"{len(plan.arms)} arms; {finished} of {planned} planned runs have results. Written by `python -m "
-        "experiments.cost_quality`",
-        "from `results/`.\n",
+        f"{len(plan.arms)} arms; {finished} of {planned} planned runs have results. `python -m "
+        f"experiments.cost_quality{plan.option}` writes this page from `results/`.\n",
         "An interval is a 95 % interval over seeds and text. The deviation over seeds is pooled over the arms of a "
         "recipe; the",
         f"deviation over text is that of blocks of 4,096 tokens of `{plan.judged_split}`, which selects nothing.\n",
@@ -142,11 +141,11 @@ def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def draw(summaries: dict[Arm, ArmSummary], recipe: str) -> Figure | None:
-    """Draw perplexity against training time, cache and parameters; None without results of the recipe."""
+    """Draw perplexity against training time, cache and parameters; None with results of fewer than three arms."""
     from matplotlib.figure import Figure
 
     family = [s for arm, s in summaries.items() if arm.recipe == recipe and not arm.overrides]
-    if not family:
+    if len(family) < 3:
         return None
     spread = family_spread(summaries, recipe)
     figure = Figure(figsize=(11, 4), layout="constrained")

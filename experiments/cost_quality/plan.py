@@ -92,6 +92,7 @@ class Plan:
         judged_split: Split that is judged.
         title: Title of the page.
         scope: Sentences about the models and what their results can show, for the page.
+        option: The option of the command that selects the plan, "" for the plan of the study.
     """
 
     arms: dict[Arm, int]
@@ -99,6 +100,7 @@ class Plan:
     judged_split: str
     title: str = "Cost and quality of mixture keys"
     scope: str = ""
+    option: str = ""
 
 
 def load_plan(path: Path = PLAN) -> Plan:
@@ -122,7 +124,10 @@ def load_plan(path: Path = PLAN) -> Plan:
                 fail("question", f"{entry['title']!r}: no stage of {path} trains {arm} of {arm.recipe}")
         questions.append(Question(entry["title"], first, second))
     texts = {name: content[name].strip() for name in ("title", "scope") if name in content}
-    return Plan(arms, tuple(questions), content["judged_split"], **texts)
+    root, absolute = PLAN.parents[2], path.resolve()
+    name = absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path.name
+    option = "" if absolute == PLAN.resolve() else f" --plan {name}"
+    return Plan(arms, tuple(questions), content["judged_split"], **texts, option=option)
 
 
 def runs_of(rows: Rows, arm: Arm, recipe: Recipe) -> Rows:
