@@ -264,4 +264,4 @@ def test_arms_are_hashable_records():
 def test_committed_page_of_the_small_study_follows_from_results():
     plan = load_plan(ROOT / "experiments/cost_quality/plan-small.yaml")
     text = page.write_page(plan, run.read_results(ROOT / "results"), ROOT / "results")
-    assert (ROOT / "docs/evidence/small-decoder.md").read_text(encoding="utf-8").startswith(text)
+    assert (ROOT / "docs/small-decoder.md").read_text(encoding="utf-8").startswith(text)
