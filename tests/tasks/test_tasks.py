@@ -23,6 +23,7 @@ DATASETS = {
     "wikitext-2": "WikiText-2",
     "enwiki-lm": "enwiki-lm (a stand-in for WikiText-103)",
     "enwiki-bpe": "enwiki-lm as subwords",
+    "enwiki-bpe-small": "enwiki-lm as subwords",
     "words": "own text, words",
     "bytes": "own text, bytes",
     "bpe": "own text, BPE",
