@@ -32,7 +32,7 @@ from mgk.backends import em_statistics
 from mgk.kernels import jit_cache
 from mgk.kernels.architecture import Architecture, is_amd
 from mgk.kernels.mixture import launch
-from mgk.kernels.mixture.experimental import one_pass_backward, short_kernels
+from mgk.kernels.mixture.experimental import one_pass_backward
 from mgk.kernels.mixture.tile import FALLBACK
 from mgk.kernels.offline import compiling_for
 
@@ -46,7 +46,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 COMPONENTS = (1, 2, 4, 8)
 FEATURES = (
     "plain", "causal", "mask", "dropout", "scales", "packed", "small", "one query", "shared keys", "fewer key heads",
-    "fewer key heads, one query", "counts", "short", "one pass", "one pass, causal",
+    "fewer key heads, one query", "counts", "one pass", "one pass, causal",
 )  # fmt: skip
 LONG, SHORT = 2048, 64  # sequence lengths; SHORT makes a call small
 
@@ -102,8 +102,8 @@ def kernels(call: Call, arch: Architecture, first_paths: bool = False) -> list[K
     # Each kernel is compiled at its launch, where a failure does not prevent the others.
     launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, compile_kernels=lambda *_: [], _compiled={})
     limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
-    short, one_pass = short_kernels(call.feature == "short"), one_pass_backward(call.feature.startswith("one pass"))
-    with launcher, limit, short, one_pass, compiling_for(arch), mock.patch.object(JITFunction, "run", compile_only):
+    one_pass = one_pass_backward(call.feature.startswith("one pass"))
+    with launcher, limit, one_pass, compiling_for(arch), mock.patch.object(JITFunction, "run", compile_only):
         _attend(call)
     return compiled_kernels
 

@@ -3,7 +3,7 @@
     python benchmarks/experimental_kernels.py --out results/experimental_kernels.csv
     python benchmarks/experimental_kernels.py --kernels one-pass --shapes 32x8x2048x32 32x8x4096x32
 
-The switches of the kernels are MGK_SHORT_KERNELS (short) and MGK_ONE_PASS_BACKWARD (one-pass).
+The switch of the kernels is MGK_ONE_PASS_BACKWARD (one-pass).
 For each shape BxHxNxD, the operators have H/2 heads and two components. Outputs and gradients are first compared with
 the equations in fp64 and with the ordinary kernels. Prints the device time (CUDA graph replay) and the time of plain
 calls of both, and their ratio: below 1, the experimental kernels are faster. The best SDPA with H heads is the
@@ -38,11 +38,6 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "short": Kernels(
-        experimental.short_kernels, ("smgk", "mgk"),
-        ("16x16x1024x64xcausal", "64x12x512x64", "128x8x512x64xcausal", "8x16x2048x128xcausal", "64x12x128x64",
-        "96x8x256x16xcausal", "32x8x2048x32"),
-    ),
     "one-pass": Kernels(
         experimental.one_pass_backward, ("smgk",),
         ("32x8x2048x32", "32x8x4096x32", "32x8x2048x32xcausal", "32x8x4096x32xcausal"),
@@ -89,7 +84,6 @@ def time_both(kernels: Kernels, implementation: Implementation, shape: Shape) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
-    parser.add_argument("--variants", nargs="+", choices=("smgk", "mgk"), default=("smgk", "mgk"))
     parser.add_argument("--shapes", nargs="+", help="BxHxNxD or BxHxNxDxcausal; default: those the kernels are for")
     parser.add_argument("--out", type=Path, help="the CSV file to append to, such as results/experimental_kernels.csv")
     args = parser.parse_args()
@@ -98,7 +92,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/experimental_kernels.py requires a GPU")
     for kernel in args.kernels:
-        for variant in [name for name in KERNELS[kernel].variants if name in args.variants]:
+        for variant in KERNELS[kernel].variants:
             compare(kernel, variant, args.shapes or KERNELS[kernel].shapes, args.out)
 
 

@@ -36,7 +36,6 @@ def check():
         (90, ("smgk", "bf16", 64, 2, "causal")),
         (90, ("mgk-hard", "bf16", 128, 2, "plain")),
         (90, ("smgk", "bf16", 16, 4, "small")),
-        (90, ("smgk", "bf16", 64, 2, "short")),
         (86, ("mgk", "fp16", 64, 2, "mask")),
         (86, ("smgk-hard", "fp32", 64, 2, "packed")),
         (86, ("smgk", "bf16", 256, 2, "plain")),

@@ -221,15 +221,6 @@ def take(xs, FIRST: tl.constexpr, COUNT: tl.constexpr):
     return out
 
 
-@triton.jit
-def summed_offsets(head, entry, n_heads, SHIFTS: tl.constexpr, M: tl.constexpr):
-    """Return the positions of a head's entries in the summed gradients: d shift, d tau, d scale and d log pi."""
-    o_out = head * SHIFTS + entry
-    o_out = tl.where(entry >= SHIFTS, n_heads * SHIFTS + head, o_out)
-    o_out = tl.where(entry > SHIFTS, n_heads * (SHIFTS + 1) + head * M + entry - (SHIFTS + 1), o_out)
-    return tl.where(entry > SHIFTS + M, n_heads * (SHIFTS + 1 + M) + head * M + entry - (SHIFTS + 1 + M), o_out)
-
-
 @triton.jit(do_not_specialize=["n_parts", "n_heads"])
 def add_parts(
     parts_ptr, out_ptr, n_parts, n_heads, SHIFTS: tl.constexpr, M: tl.constexpr, SCALES: tl.constexpr,
@@ -249,52 +240,11 @@ def add_parts(
         o_i = i + tl.arange(0, BLOCK_ROWS)
         p_part = parts_ptr + o_i[:, None].to(tl.int64) * n_columns + o_c[None, :]
         acc += tl.load(p_part, mask=(o_i < n_parts)[:, None] & written[None, :], other=0.0)
-    tl.store(out_ptr + summed_offsets(head, entry, n_heads, SHIFTS, M), tl.sum(acc, 0), mask=o_c < n_columns)
-
-
-@triton.jit
-def sum_rows(p_columns, n_rows, stride, m_c, ROWS: tl.constexpr):
-    """Return the sums of columns over rows that other programs of this launch have written."""
-    acc = tl.zeros([ROWS, p_columns.shape[0]], tl.float32)
-    for i in range(0, n_rows, ROWS):
-        o_i = i + tl.arange(0, ROWS)
-        p_x = p_columns[None, :] + o_i[:, None].to(tl.int64) * stride
-        # Not from the L1 cache, which is not coherent.
-        acc += tl.load(p_x, mask=(o_i < n_rows)[:, None] & m_c[None, :], other=0.0, cache_modifier=".cg")
-    return tl.sum(acc, 0)
-
-
-@triton.jit
-def add_parts_at_end(
-    counters_ptr, parts_ptr, out_ptr, i_b, i_k, n_batch, n_heads, n_rows, first_row, n_key_tiles,
-    SHIFTS: tl.constexpr, M: tl.constexpr, SCALES: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """Add the partial gradients as `add_parts` does, in the last programs of a launch instead of another launch.
-
-    The last of the n_key_tiles programs of a batch entry and head adds its parts: n_rows of the queries, and those of
-    the keys, which begin at row `first_row` of all entries. It writes their sum to the first of the latter. The last of
-    these programs of a head adds the sums of the batch entries. Every sum has a fixed order. The counters
-    [n_batch * n_heads + n_heads] are 0 before the launch.
-    """
-    stride = n_heads * SUMS
-    p_queries = parts_ptr + (i_b * n_rows * n_heads + i_k).to(tl.int64) * SUMS
-    p_keys = parts_ptr + ((first_row + i_b * n_key_tiles) * n_heads + i_k).to(tl.int64) * SUMS
-    # The parts of all threads precede the increment.
-    tl.debug_barrier()
-    if tl.atomic_add(counters_ptr + i_b * n_heads + i_k, 1, sem="acq_rel") == n_key_tiles - 1:
-        for c in range(0, SUMS, 32):
-            entry = c + tl.arange(0, 32)
-            m_c = (entry < SUMS) & ((entry <= SHIFTS + SCALES) | (entry > SHIFTS + M))
-            b_sum = sum_rows(p_queries + entry, n_rows, stride, m_c, 32)
-            b_sum += sum_rows(p_keys + entry, n_key_tiles, stride, m_c, 32)
-            tl.store(p_keys + entry, b_sum, mask=entry < SUMS)
-        tl.debug_barrier()
-        if tl.atomic_add(counters_ptr + n_batch * n_heads + i_k, 1, sem="acq_rel") == n_batch - 1:
-            p_entries = parts_ptr + (first_row * n_heads + i_k).to(tl.int64) * SUMS
-            for c in range(0, SUMS, 32):
-                entry = c + tl.arange(0, 32)
-                b_sum = sum_rows(p_entries + entry, n_batch, n_key_tiles * stride, entry < SUMS, 32)
-                tl.store(out_ptr + summed_offsets(i_k, entry, n_heads, SHIFTS, M), b_sum, mask=entry < SUMS)
+    o_out = head * SHIFTS + entry
+    o_out = tl.where(entry >= SHIFTS, n_heads * SHIFTS + head, o_out)
+    o_out = tl.where(entry > SHIFTS, n_heads * (SHIFTS + 1) + head * M + entry - (SHIFTS + 1), o_out)
+    o_out = tl.where(entry > SHIFTS + M, n_heads * (SHIFTS + 1 + M) + head * M + entry - (SHIFTS + 1 + M), o_out)
+    tl.store(out_ptr + o_out, tl.sum(acc, 0), mask=o_c < n_columns)
 
 
 def summed_entries(components: int, shifts: int, with_prior: bool) -> int:

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.bwd_common import (
-    add_parts_at_end,
     factored_gradients,
     independent_gradients,
     mul_all,
@@ -257,9 +256,9 @@ def sum_over_queries(
 def mixture_backward_dkdv(
     q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
     do_src, rows_src, row_operand_src, query_sums, spread_ptr, flags_ptr, dk_ptr, dv_ptr, dbias_ptr, sums_ptr,
-    counters_ptr, totals_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km,
-    stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh,
-    stride_gl, stride_rows, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
+    scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
+    stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl, stride_rows,
+    GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, n_query_tiles, n_query_sums, SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BQ: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr,
     TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
@@ -273,7 +272,6 @@ def mixture_backward_dkdv(
     one after another. With different numbers of key and value heads, the group of a program are the query heads of a
     pair of them; dk, dv and d log pi are written per pair head, KEY_REPEAT of a key head, VALUE_REPEAT of a value head.
     Unless query_sums is None, gradients of the queries are added to it (`bwd_onepass`).
-    Unless counters_ptr is None, the last programs add the parts to totals_ptr; then there are no pair heads.
     """
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
@@ -423,8 +421,3 @@ def mixture_backward_dkdv(
         tl.store(p_sums + TAUS, dtau)
         if not UNEQUAL:
             tl.store(p_sums + TAUS + 1, dscale)
-        if counters_ptr is not None:
-            add_parts_at_end(
-                counters_ptr, sums_ptr, totals_ptr, i_b, i_k, n_heads // HP, HK, GROUP * n_query_tiles, n_query_sums,
-                n_tiles, TAUS, M, SCALE if UNEQUAL else 1, SUMS,
-            )  # fmt: skip

@@ -4,7 +4,7 @@ Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one pr
 bitwise reproducible.
 """
 
-# ruff: noqa: RUF005, SIM102, SIM109  (Triton has neither starred tuples nor `in`, and compiles one condition of two)
+# ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
 import triton
 import triton.language as tl
 
@@ -168,10 +168,10 @@ def sum_over_keys(
 def mixture_backward_dq(
     q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
     out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src, query_sums,
-    spread_ptr, flags_ptr, sums_ptr, counters_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb,
-    stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles,
-    n_heads, SECTION,
+    spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh,
+    stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb,
+    stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads,
+    SECTION,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
@@ -181,7 +181,7 @@ def mixture_backward_dq(
     """Write dq, the gradient of a float mask, and this tile's part of d shift, d tau and d scale.
 
     Also writes the inputs of `mixture_backward_dkdv`: the row vectors alpha_r, rho_r and delta, the rows' operand of
-    the component GEMM (unless row_operand_ptr is None), the tile's spread, and its counters (unless None), all 0.
+    the component GEMM (unless row_operand_ptr is None) and the tile's spread.
     PATH PREPARE writes only these, FINISH only the gradients, from query_sums (`bwd_onepass`).
     """
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -200,11 +200,6 @@ def mixture_backward_dq(
     p_flag = flags_ptr + i_bh * n_tiles + i_m
     if i_m * BM >= n_q or skip_tile(p_flag, PATH):
         return
-    if counters_ptr is not None:
-        # H // GROUP counters per batch entry, and as many after the last entry.
-        if i_m == 0:
-            tl.store(counters_ptr + i_seq * (H // GROUP) + i_k, 0)
-            tl.store(counters_ptr + n_heads // GROUP + i_k, 0)
     o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
     do_ptr += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh + start_q.to(tl.int64) * stride_gl

@@ -88,7 +88,7 @@ class CallPlan:
             flags=(self.forward_config.num_flags,),
         )  # fmt: skip
         config = self.forward_config
-        self.forward_specs = (config.attend,) if config.preprocess is None else (config.preprocess, config.attend)
+        self.forward_specs = config.preprocess, config.attend
         self.backward_plans: dict[Any, BackwardPlan | None] = {}
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
@@ -125,14 +125,6 @@ class CallPlan:
         at_query, at_keys, at_value, at_shift, at_prior = addresses
         args = self.args
         stream = jit_cache.current_stream(self.device)
-        if config.preprocess is None:
-            for_backward = (prepared, stats) if self.needs_gradients else (None, None)
-            launch_by_address(
-                config.attend, self.device, stream,
-                (at_query, at_keys, at_value, at_shift, at_prior, None, None, *for_backward, out.data_ptr(),
-                lse_address if self.needs_gradients else None, args.scale, args.tau, args.constant),
-            )  # fmt: skip
-            return out, memory
         launch_by_address(
             config.preprocess, self.device, stream,
             (at_keys, at_shift, at_prior, None, None, None, prepared, stats, operand_address, args.scale, args.tau,
@@ -213,15 +205,16 @@ class BackwardPlan:
     ):  # fmt: skip
         self.plan, self.config, self.prior_keys = plan, config, prior_keys
         self.tma_keys, self.tma_queries = tma_keys, tma_queries
-        self.specs: tuple[LaunchSpec, ...] = (config.dq, *(spec for spec, _, _ in config.dkdv))
-        self.specs += tuple(spec for spec in (config.finish, config.add_parts) if spec is not None)
+        self.specs: tuple[LaunchSpec, ...] = (config.dq, *(spec for spec, _, _ in config.dkdv), config.add_parts)
+        if config.finish is not None:
+            self.specs += (config.finish,)
         if config.key_operand_keys:
             self.specs += (config.write_key_operand,)
         words = COMPONENT_GEMM_WIDTH // 2  # fp32 words per row of a bf16 operand
         self.workspace = Workspace(
             row_vectors=config.row_vectors, spread=(config.num_spreads,), flags=(config.num_flags,), parts=config.parts,
             key_operand=(config.key_operand_keys, words), row_operand=(config.row_operand_rows, words),
-            counters=(config.num_counters,), query_sums=config.query_sums,
+            query_sums=config.query_sums,
         )  # fmt: skip
         self.num_sums = config.parts[1] * config.parts[2]
 
@@ -238,10 +231,7 @@ class BackwardPlan:
         saved, saved_offsets = memory.data_ptr(), plan.workspace.offsets
         prepared, stats, lse = (saved + saved_offsets[name] for name in ("prepared", "stats", "lse"))
         base = buffers.data_ptr()
-        rows, spread, flags, parts, key_operand, row_operand, counters, query_sums = (
-            base + x for x in space.offsets.values()
-        )
-        counting = (counters, sums.data_ptr()) if config.num_counters else (None, None)
+        rows, spread, flags, parts, key_operand, row_operand, query_sums = (base + x for x in space.offsets.values())
         dbias = dbias_address = None
         if self.prior_keys:
             B, _, S, _ = value.shape
@@ -264,7 +254,7 @@ class BackwardPlan:
         sums_source: Any = None if config.finish is None else query_sums
         dq_arguments = (
             at_query, k_source, v_source, *inputs, at_out, lse, at_grad, None, dq.data_ptr(), parts, rows, row_source,
-            key_source, sums_source, spread, flags if config.num_flags else spread, parts, counting[0], *floats,
+            key_source, sums_source, spread, flags if config.num_flags else spread, parts, *floats,
         )  # fmt: skip
         launch_by_address(config.dq, device, stream, dq_arguments)
         for spec, block_m, tma_rows in config.dkdv:
@@ -280,12 +270,11 @@ class BackwardPlan:
                 spec, device, stream,
                 (q_source, at_keys, at_value, *inputs, grad_source, rows_source, row_source_m, sums_source,
                 spread, flags if config.num_flags else spread, dk.data_ptr(), dv.data_ptr(),
-                parts if dbias_address is None else dbias_address, parts, *counting, *floats),
+                parts if dbias_address is None else dbias_address, parts, *floats),
             )  # fmt: skip
         if config.finish is not None:
             launch_by_address(config.finish, device, stream, dq_arguments)
-        if config.add_parts is not None:
-            launch_by_address(config.add_parts, device, stream, (parts, sums.data_ptr()))
+        launch_by_address(config.add_parts, device, stream, (parts, sums.data_ptr()))
         return dq, dk, dv, dbias, sums
 
     def operand(self, buffers: Tensor, name: str, rows: int) -> Tensor | None:

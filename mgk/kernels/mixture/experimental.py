@@ -1,4 +1,4 @@
-"""Switches of the experimental kernels, which have not been timed on a GPU and are off by default."""
+"""Switch of the experimental kernels, which have not been timed on a GPU and are off by default."""
 
 import contextlib
 import os
@@ -8,7 +8,6 @@ import torch
 
 from mgk.kernels.mixture.args import MixtureArgs
 
-MAX_SHORT_LENGTH = 2048  # queries or keys of the kernels of short sequences
 # Limits of the one-pass backward: a prototype was slower than two passes at D 64, and more components were not tried.
 MAX_ONE_PASS_WIDTH, MAX_ONE_PASS_COMPONENTS = 32, 4
 
@@ -29,18 +28,12 @@ class Switch:
             self.enabled = previous
 
 
-short_kernels = Switch("MGK_SHORT_KERNELS")
 one_pass_backward = Switch("MGK_ONE_PASS_BACKWARD")
 
 
 def one_pass_allowed() -> bool:
     """Return whether the one-pass backward, which is not deterministic, may run."""
     return one_pass_backward.enabled and not torch.are_deterministic_algorithms_enabled()
-
-
-def settings() -> tuple[bool, ...]:
-    """Return the state that the selection of experimental kernels depends on."""
-    return short_kernels.enabled, one_pass_allowed()
 
 
 def _is_supported(args: MixtureArgs) -> bool:
@@ -50,11 +43,6 @@ def _is_supported(args: MixtureArgs) -> bool:
     if args.mask is not None or args.cu_q is not None:
         return False
     return args.scale_t is None or args.scale_t.shape[1] == 1
-
-
-def is_short(args: MixtureArgs) -> bool:
-    """Return whether the kernels of short sequences run a call."""
-    return short_kernels.enabled and max(args.max_q, args.max_k) <= MAX_SHORT_LENGTH and _is_supported(args)
 
 
 def is_one_pass(args: MixtureArgs) -> bool:

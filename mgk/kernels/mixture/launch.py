@@ -193,11 +193,6 @@ def forward_into(
     flags = call_flags(args, stats.shape[1], no_component_gemm)
     tma = not flags.small and supports_tma(keys, value)
     config = forward_config(layouts(*args[:NUM_TENSORS], out), flags, tma, lse is not None)
-    if config.preprocess is None:
-        keys_for_backward = (None, None) if lse is None else (prepared, stats)
-        tensors = (query, keys, value, shift, bias, scale_t, tau_t, *keys_for_backward, out, lse)
-        launch(config.attend, tensors, (scale, tau, constant))
-        return
     operand = empty_operand(stats, config.operand_keys)
     launch(
         config.preprocess, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
@@ -213,17 +208,16 @@ def forward_into(
 
 def settings() -> tuple[Any, ...]:
     """Return the process-wide settings that launch configurations depend on."""
-    return _small_pairs, select_block, BOUNDED, compile_target(), experimental.settings()
+    return _small_pairs, select_block, BOUNDED, compile_target(), experimental.one_pass_allowed()
 
 
 def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = False) -> LaunchFlags:
     query, max_q, max_k = args.query, args.max_q, args.max_k
     pairs = args.num_sequences * query.shape[1] * max_q * max_k
-    short = experimental.is_short(args)
-    small = short or pairs <= _small_pairs
+    small = pairs <= _small_pairs
     return LaunchFlags(
         args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, small,
-        query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm, architecture(query.device), short,
+        query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm, architecture(query.device),
         not small and experimental.is_one_pass(args),
     )  # fmt: skip
 
@@ -394,7 +388,6 @@ def launch_backward(
     sums = lse.new_empty(config.parts[1] * config.parts[2])
     inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
     floats = (scale, tau, dropout_p)
-    counters = stats.new_empty(config.num_counters, dtype=torch.int32) if config.num_counters else None
     key_operand = empty_operand(stats, config.key_operand_keys)
     row_operand = empty_operand(stats, config.row_operand_rows)
     query_sums = lse.new_empty(config.query_sums) if config.finish is not None else None
@@ -405,7 +398,7 @@ def launch_backward(
         dq_tensors = (
             query, *as_descriptors(tma_keys, config.dq_block_n, keys, value), *inputs, out, lse, grad, grad_lse, dq,
             parts if dmask is None else dmask, row_vectors, row_operand,
-            *as_descriptors(tma_keys, config.dq_block_n, key_operand), query_sums, spread, flagged, parts, counters,
+            *as_descriptors(tma_keys, config.dq_block_n, key_operand), query_sums, spread, flagged, parts,
         )  # fmt: skip
         launch(config.dq, dq_tensors, floats)
         # With different numbers of key and value heads, the kernel writes fp32 parts of the gradients per pair head.
@@ -419,13 +412,11 @@ def launch_backward(
                 *as_descriptors(tma_queries, block_m, grad),
                 row_descriptor(row_vectors, block_m) if tma_rows else row_vectors,
                 *as_descriptors(tma_queries and cu_q is None, block_m, row_operand, query_sums), spread, flagged,
-                pair_dk, pair_dv, parts if dbias is None else pair_dbias, parts, counters, None if counters is None else
-                sums), floats,
+                pair_dk, pair_dv, parts if dbias is None else pair_dbias, parts), floats,
             )  # fmt: skip
         if config.finish is not None:
             launch(config.finish, dq_tensors, floats)
-        if config.add_parts is not None:
-            launch(config.add_parts, (parts, sums))
+        launch(config.add_parts, (parts, sums))
     for total, pairs in ((dk, pair_dk), (dv, pair_dv), (dbias, pair_dbias)):
         if total is not None and pairs is not None and pairs is not total:
             total.copy_(pairs.unflatten(1, (total.shape[1], -1)).sum(2))

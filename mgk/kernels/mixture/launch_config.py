@@ -18,7 +18,6 @@ from mgk.kernels.mixture.bwd_dq import mixture_backward_dq
 from mgk.kernels.mixture.component_gemm import write_key_operand
 from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
-from mgk.kernels.mixture.short_fwd import short_forward
 from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, FINISH, GENERAL, KEY_TILE, PREPARE, ROW_ALIGNMENT, RUNNING
 
 KEYS_PER_TILE = KEY_TILE.value  # keys per tile of preprocessed keys
@@ -58,7 +57,6 @@ class LaunchFlags(NamedTuple):
     select_block: Callable[..., BlockConfig]
     no_component_gemm: bool = False  # the forward prefers blocks without a component GEMM
     architecture: Architecture = HOPPER
-    short: bool = False  # kernels of short sequences; implies small
     one_pass: bool = False  # backward pass of `bwd_onepass`; excludes small
 
 
@@ -165,7 +163,7 @@ def preprocess_spec(
 class ForwardConfig(NamedTuple):
     """Launches and workspace sizes of a forward pass."""
 
-    preprocess: LaunchSpec | None  # None for short sequences, whose launch prepares its keys
+    preprocess: LaunchSpec
     attend: LaunchSpec
     block_n: int
     num_flags: int  # 0 without a FALLBACK launch
@@ -188,8 +186,6 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     (_, H, L, D), HK, (S, E), M = query.shape, keys.shape[1], value.shape[2:], constexprs["M"]
     shifted = shift is not None
     num_sequences, size, key_tiles = args.num_sequences, query.dtype.itemsize, flags.num_key_tiles
-    if flags.short:
-        return _short_forward_config(args, out, flags, constexprs)
     # The values of a float mask have no bound that is known in advance.
     fast = flags.bounded and constexprs["MASK"] != 2 and (not small or (_is_factored(constexprs) and M > 2))
     key = BlockKey(
@@ -228,34 +224,6 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     )  # fmt: skip
 
 
-def _short_forward_config(
-    args: Any, out: TensorLayout, flags: LaunchFlags, shared: dict[str, Any]
-) -> ForwardConfig:  # fmt: skip
-    """Return the configuration of a forward pass with one launch."""
-    query, keys, value, bias, shifted = args.query, args.keys, args.value, args.bias, args.shift is not None
-    (_, H, L, D), HK, (S, E), M = query.shape, keys.shape[1], value.shape[2:], shared["M"]
-    size, heads = query.dtype.itemsize, query.shape[0] * H
-    key = BlockKey("fwd", no_component_gemm=True)
-    width = max(shared["BD"], shared["BE"])
-    block = flags.select_block(key, width, M, shifted, size, flags.architecture)
-    # The key terms take registers: with the ordinary blocks, D 16 and 128 spill (sm_90, compiled only).
-    block = block._replace(block_n=min(block.block_n, 64 if width <= 64 else 32), num_stages=min(block.num_stages, 2))
-    tiles = ceil_div(L, block.block_m)
-    names = ("M", "D", "E", "BD", "BE", "SHIFTED", "SCALE", "TAU", "CAUSAL")
-    constexprs = {name: shared[name] for name in names} | {
-        "BC": min(64, padded_width(D)), "BM": block.block_m, "BN": block.block_n, "BIAS": bias is not None,
-        "VALUE_GROUP": args.value_group, "IN_REGISTERS": block.operand_in_registers, "FACTORED": shifted,
-    }  # fmt: skip
-    attend = LaunchSpec(
-        short_forward, (tiles * heads, 1, 1),
-        (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(bias),
-        *out.strides[:3], H // HK),
-        (H, L, S, flags.num_key_tiles, tiles, heads,
-        _heads_in_l2(heads, ((1 if shifted else M) * D + E) * size * S)), constexprs, block.num_warps, block.num_stages,
-    )  # fmt: skip
-    return ForwardConfig(None, attend, block.block_n, 0, 0)
-
-
 class DkdvLaunch(NamedTuple):
     """A launch of the dkdv kernel."""
 
@@ -277,8 +245,7 @@ class BackwardConfig(NamedTuple):
     key_operand_keys: int  # keys and rows of the component GEMM's operands; 0 without a component GEMM
     row_operand_rows: int
     write_key_operand: LaunchSpec
-    add_parts: LaunchSpec | None  # None if the last programs of the dkdv launch add the parts
-    num_counters: int  # of those programs
+    add_parts: LaunchSpec
     finish: LaunchSpec | None = None  # of the one-pass backward, after dkdv, with the arguments of dq
     query_sums: tuple[int, int] = (0, 1)  # rows and columns
 
@@ -308,7 +275,7 @@ def backward_config(
     use_small_blocks = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
     # Packed sequences begin at arbitrary offsets in the row vectors, which TMA cannot read.
     tma = tma_queries and args.cu_q is None
-    factored = _is_factored(constexprs) and (size == 2 or flags.bounded) and (not small or M > 2 or flags.short)
+    factored = _is_factored(constexprs) and (size == 2 or flags.bounded) and (not small or M > 2)
     # Independent keys and hard shifted keys: powers of one side's exponents are factors, beyond the range of fp16.
     one_sided = (hard or not shifted) and constexprs["SCALE"] <= 1 and constexprs["MASK"] != 2
     fast = factored or (one_sided and flags.bounded and not small)
@@ -365,17 +332,15 @@ def backward_config(
     key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, dkdv_block))
     shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0] * (HP // HK)
     entries = summed_entries(M, shift_entries, prior_grad == SUMMED_PRIOR_GRAD)
-    adds_parts = flags.short and HP == HK
     max_tiles = max(H * q_tiles, *(HP * n for n in k_tiles))  # the kernels reuse one buffer of flags
     return BackwardConfig(
         dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M + (M - 1) * flags.one_pass, row_length), num_spreads=heads
         * q_tiles, num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),
         key_operand_keys=HK * key_tiles * KEYS_PER_TILE * key_gemm, row_operand_rows=row_length * row_gemm,
         write_key_operand=LaunchSpec(write_key_operand, (key_tiles, HK, 1), (), (key_tiles,), {"M": M}),
-        num_counters=(B + 1) * HK * adds_parts,
         finish=dataclasses.replace(dq, paths=(FINISH.value,), compiled={}) if flags.one_pass else None,
         query_sums=(row_length * flags.one_pass, constexprs["BD"]),
-        add_parts=None if adds_parts else LaunchSpec(
+        add_parts=LaunchSpec(
             add_parts, (ceil_div(HK * entries, PART_COLS), 1, 1), (), (num_parts, HK),
             {"SHIFTS": shift_entries, "M": M, "SCALES": max(constexprs["SCALE"], 1), "SUMS": entries,
             "BLOCK_ROWS": PART_ROWS, "BLOCK_COLS": PART_COLS}, num_warps=8,

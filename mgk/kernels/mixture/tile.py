@@ -33,7 +33,7 @@ GENERAL, FAST, FALLBACK, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 PREPARE, FINISH, RUNNING = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 # Range of a_ir up to which the mixture sum is factored with a running maximum. The largest weight of a row is then at
 # least 2^-RANGE; small weights must not underflow in the dtype of the values.
-FACTORED_RANGE, FACTORED_RANGE_FP16 = tl.constexpr(60.0), tl.constexpr(8.0)
+FACTORED_RANGE_FP16 = tl.constexpr(8.0)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 

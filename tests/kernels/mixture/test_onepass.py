@@ -57,7 +57,7 @@ def launches(monkeypatch):
     launch_kernel = launch.launch
 
     def recorded(spec, *args):
-        if spec.kernel.__name__ not in ("prepare_keys", "mixture_forward", "short_forward"):
+        if spec.kernel.__name__ not in ("prepare_keys", "mixture_forward"):
             kernels.append((spec.kernel.__name__, spec.paths))
         launch_kernel(spec, *args)
 
@@ -163,16 +163,12 @@ def test_other_calls_take_two_passes(options, dtype, launches):
     assert not {path for _, paths in launches for path in paths} & {PREPARE, FINISH}
 
 
-def test_small_and_short_calls_take_two_passes(launches, monkeypatch):
+def test_small_calls_take_two_passes(launches, monkeypatch):
     monkeypatch.setattr(launch, "_small_pairs", 25)
     for length, one_pass in ((5, False), (6, True)):
         launches.clear()
         all_gradients(torch.float16, L=length, S=length)
         assert (launches == ONE_PASS) == one_pass
-    launches.clear()
-    with experimental.short_kernels():
-        all_gradients(torch.float16, L=6, S=6)
-    assert launches == [("mixture_backward_dq", (BOTH,)), ("mixture_backward_dkdv", (BOTH,))]
 
 
 def test_deterministic_algorithms_take_two_passes(launches, deterministic):
@@ -186,8 +182,8 @@ def test_deterministic_algorithms_take_two_passes(launches, deterministic):
 
 
 def test_default_is_off():
-    command = "from mgk.kernels.mixture import experimental; print(experimental.settings())"
-    for variables, want in (({}, (False, False)), ({"MGK_ONE_PASS_BACKWARD": "1"}, (False, True))):
+    command = "from mgk.kernels.mixture import experimental; print(experimental.one_pass_allowed())"
+    for variables, want in (({}, False), ({"MGK_ONE_PASS_BACKWARD": "1"}, True)):
         environment = {"PYTHONPATH": ":".join(sys.path), **variables}
         done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == str(want), done.stderr
