@@ -30,8 +30,9 @@ from torch import Tensor
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import block_sizes, experimental, launch, launch_config
 from mgk.kernels.mixture.args import MixtureArgs
-from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey, DecodeConfig
-from mgk.kernels.mixture.bwd_dkdv import DV_ONLY
+from mgk.kernels.mixture.block_config import BlockConfig, BlockKey
+from mgk.kernels.mixture.block_sizes import DecodeConfig
+from mgk.kernels.mixture.query_walk import DV_ONLY
 from mgk.training.results import environment
 
 # By name on the command line: the kernel, and the pass whose block sizes are replaced.
@@ -57,34 +58,23 @@ class Case(NamedTuple):
     blocks: str
 
 
-D16, D32, D64, D128 = "96,4,256,16", "32,4,2048,32", "8,4,4096,64", "4,8,4096,128"
+N128, N512, N512_CAUSAL, N1024 = "64,6,128,64", "64,6,512,64", "128,4,512,64", "16,8,1024,64"
+N2048, N4096, D128, D32 = "16,4,2048,64", "8,4,4096,64", "8,8,2048,128", "64,4,512,32"
 CANDIDATES = (
-    Case("mgk-hard", 2, D128, True, "forward", "table 128,64,8,2,0,1 64,32,4,2,168,1 64,32,4,3,168,1 64,64,4,2,208,1"),
-    Case("mgk-hard", 2, D128, True, "queries", "table 64,32,4,2,168,0 64,32,4,2,0,0 64,64,4,2,232,1 64,64,4,2,0,0"),
-    Case("mgk-hard", 2, D128, True, "keys", "table 32,64,4,3,0,5 32,64,4,2,0,4 32,64,4,3,240,4"),
-    Case("mgk", 2, D128, True, "forward", "table 128,64,8,2,0,1 64,32,4,3,168,1 64,64,4,2,208,1"),
-    Case("mgk-hard", 2, D64, False, "forward", "table 64,64,4,3,152,1 64,64,4,3,144,1 64,64,4,4,144,1"),
-    Case("mgk-hard", 2, D64, False, "queries", "table 64,64,4,3,168,1 64,32,4,3,168,1 64,32,4,4,168,1 64,64,4,3,240,1"),
-    Case("mgk-hard", 2, D64, False, "keys", "table 32,64,4,4,168,4 32,64,4,4,0,4 64,64,4,3,240,4"),
-    Case("mgk-hard", 2, D64, True, "queries", "table 64,64,4,3,168,1 64,32,4,4,168,1"),
-    Case("mgk", 2, D64, False, "queries", "table 64,64,4,3,0,0 64,64,4,3,168,1 64,32,4,3,168,1"),
-    Case("mgk", 2, D64, True, "forward", "table 64,64,4,3,0,1 64,64,4,3,144,1"),
-    Case("mgk", 2, D32, False, "queries", "table 64,64,4,3,168,1 64,64,4,3,128,1 64,64,4,3,0,1"),
-    Case("mgk", 2, D32, False, "keys", "table 64,64,4,3,168,5 64,64,4,3,168,4"),
-    Case("mgk", 2, D32, False, "forward", "table 64,64,4,4,128,1 64,64,4,3,112,1"),
-    Case("mgk-hard", 2, D32, False, "queries", "table 64,64,4,3,152,1 64,64,4,3,128,1 64,64,4,4,168,1 64,32,4,3,128,1"),
-    Case("mgk-hard", 2, D32, False, "keys", "table 64,64,4,3,168,5 64,64,4,3,168,4 64,64,4,4,168,4"),
-    Case("mgk-hard", 2, D32, False, "forward", "table 64,64,4,4,128,1 64,64,4,3,112,1"),
-    Case("smgk", 2, D64, False, "keys", "table 64,64,4,3,0,4"),
-    Case("smgk", 2, D64, False, "queries", "table 64,64,4,3,168,1 64,64,4,4,168,1"),
-    Case("smgk-hard", 2, D64, False, "queries", "table 64,64,4,3,168,1 64,64,4,4,168,1"),
-    Case("smgk-hard", 2, D64, True, "forward", "table 64,64,4,3,120,1 64,64,4,4,128,1"),
-    Case("smgk", 2, D32, False, "queries", "table 64,64,4,3,128,1 64,64,4,3,168,1"),
-    Case("smgk", 2, D32, False, "forward", "table 64,64,4,3,96,1 64,64,4,3,0,1"),
-    Case("smgk", 2, D32, False, "one-pass", "table 64,64,4,2,0,0 64,64,4,3,0,4 64,64,4,3,168,0 32,64,4,3,0,0"),
-    Case("smgk", 4, D32, False, "one-pass", "table 64,64,4,3,0,0 32,64,4,2,0,0 32,64,4,3,0,4"),
-    Case("mgk-hard", 2, D16, True, "keys", "table 32,32,1,2,0,1"),
-    Case("mgk", 2, D16, True, "forward", "table 32,64,2,2,0,0 32,32,1,2,0,1"),
+    Case("smgk", 2, N2048, True, "keys", "64,64,4,3,0,4 64,64,4,3,168,4"),
+    Case("smgk", 2, N2048, False, "keys", "64,64,4,3,0,4 64,64,4,3,168,4"),
+    Case("smgk", 2, N2048, False, "queries", "64,128,4,3,0,1 64,64,4,3,168,1 64,64,4,3,0,1"),
+    Case("smgk", 2, N4096, True, "keys", "64,64,4,3,0,4 64,64,4,3,168,4"),
+    Case("smgk", 2, N4096, False, "queries", "64,128,4,3,0,1 64,64,4,3,0,1"),
+    Case("smgk", 2, N4096, True, "queries", "64,64,4,3,0,1 64,64,4,3,168,1 64,128,4,3,0,1"),
+    Case("smgk", 2, N1024, True, "keys", "64,64,4,3,168,4 64,64,4,3,0,4"),
+    Case("smgk-hard", 2, N1024, True, "keys", "64,64,4,3,0,4 64,64,4,3,168,4"),
+    Case("smgk-hard", 2, N4096, True, "queries", "64,128,4,3,0,1 64,64,4,3,0,1 64,64,4,3,168,1"),
+    Case("smgk", 4, N1024, True, "keys", "64,64,4,3,0,6 64,64,4,3,168,6"),
+    Case("mgk", 2, N512, False, "queries", "64,64,4,3,0,1 64,64,4,3,168,1"),
+    Case("smgk", 2, D32, True, "keys", "128,64,4,3,0,0 64,64,4,3,0,4 64,64,4,3,168,4 64,64,4,3,128,4"),
+    Case("smgk", 2, D32, True, "forward", "64,128,4,3,0,1 64,64,4,3,128,1 64,64,4,3,0,1"),
+    Case("smgk", 2, D128, True, "forward", "64,64,4,3,0,1 64,64,4,3,168,1"),
 )  # fmt: skip
 
 

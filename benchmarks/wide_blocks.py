@@ -3,7 +3,7 @@
     python benchmarks/wide_blocks.py --out results/wide_blocks.csv
 
 Writes registers, bytes of spills, shared memory, and instructions, exponentials and spill instructions of the shortest
-loop with matrix products, for bf16 and two components. "before" has the blocks without `block_sizes.WIDE` and the
+loop with matrix products, for bf16 and two components. "before" has the blocks without `block_tables.WIDE` and the
 current code of the kernels.
 """
 
@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import block_sizes, launch
+from mgk.kernels.mixture.block_tables import WIDE
 from mgk.kernels.mixture.tile import FALLBACK
 from mgk.kernels.offline import compiling_for
 from mgk.training import results
@@ -87,12 +88,12 @@ def measure(operator: str, arch: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--arch", type=int, nargs="+", default=sorted(block_sizes.WIDE))
+    parser.add_argument("--arch", type=int, nargs="+", default=sorted(WIDE))
     args = parser.parse_args()
     environment = {"triton": results.version_of("triton"), **results.environment()}
     environment = {name: environment[name] for name in ("triton", "torch", "date", "commit")}
     rows = []
-    for when, tables in (("before", {}), ("after", block_sizes.WIDE)):
+    for when, tables in (("before", {}), ("after", WIDE)):
         # A new function: configurations are cached by it.
         select = lambda *at: block_sizes.select_block.__wrapped__(*at)  # noqa: E731
         with mock.patch.object(block_sizes, "WIDE", tables), mock.patch.object(launch, "select_block", select):

@@ -34,8 +34,9 @@ NO_GPU = -1  # the device index of a CPU tensor
 
 
 class CompiledKernel(NamedTuple):
-    """A compiled kernel and the arguments that follow the tensors and floats."""
+    """A compiled kernel, its grid, and the arguments that follow the tensors and floats."""
 
+    grid: tuple[int, int, int]
     compiled: Any
     run: Callable[..., None]
     function: Any
@@ -59,8 +60,13 @@ class LaunchSpec:
     num_stages: int = 1
     maxnreg: int | None = None  # of the first path
     paths: tuple[int | None, ...] = (None,)  # values of the constexpr PATH, one launch each; None: there is no PATH
+    second_grid: tuple[int, int, int] | None = None  # of the second path; None: `grid`
     # By device and by the positions of tensors that are not aligned to 16 bytes.
     compiled: dict[Any, tuple[CompiledKernel, ...]] = field(default_factory=dict, repr=False)
+
+    def path_grids(self) -> tuple[tuple[int | None, tuple[int, int, int]], ...]:
+        """Return each path with its grid."""
+        return tuple((path, self.second_grid or self.grid if n else self.grid) for n, path in enumerate(self.paths))
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -129,12 +135,12 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
         compile_and_launch(spec, device, tensors, floats, unaligned)
         return
     hooked = hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook)
-    for compiled, run, function, metadata, arguments in kernels:
+    for grid, compiled, run, function, metadata, arguments in kernels:
         if hooked:
-            compiled[spec.grid](*addresses, *floats, *arguments)
+            compiled[grid](*addresses, *floats, *arguments)
         else:
             stream = driver.active.get_current_stream(device)
-            run(*spec.grid, stream, function, metadata, None, None, None, *addresses, *floats, *arguments)
+            run(*grid, stream, function, metadata, None, None, None, *addresses, *floats, *arguments)
 
 
 def current_stream(device: int) -> Any:
@@ -169,8 +175,8 @@ def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple
 
 def launch_by_address(spec: LaunchSpec, device: int, stream: Any, arguments: tuple[Any, ...]) -> None:
     """Launch compiled kernels. arguments: addresses, tensor descriptors or None, followed by the floats."""
-    for _, run, function, metadata, constants in spec.compiled[max(device, 0)]:
-        run(*spec.grid, stream, function, metadata, None, None, None, *arguments, *constants)
+    for grid, _, run, function, metadata, constants in spec.compiled[max(device, 0)]:
+        run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
 
 
 def _unaligned(tensors: tuple[Any, ...]) -> tuple[int, ...]:
@@ -204,10 +210,10 @@ def lookup(
     arguments = (*spec.scalars, *spec.unspecialized, *spec.constexprs.values())
     spec.compiled[key] = tuple(
         CompiledKernel(
-            kernel, kernel.run, kernel.function, kernel.packed_metadata,
+            grid, kernel, kernel.run, kernel.function, kernel.packed_metadata,
             arguments if path is None else (*arguments, path),
         )
-        for kernel, path in zip(compiled, spec.paths, strict=True)
+        for kernel, (path, grid) in zip(compiled, spec.path_grids(), strict=True)
     )  # fmt: skip
     return spec.compiled[key]
 
@@ -328,5 +334,5 @@ def compile_and_launch(
     if len(spec.paths) > 1:
         compile_kernels([(spec, tensors, floats)])
     cache_key = _key(spec, device, tensors, unaligned)
-    for path in spec.paths:
-        _compiled[path, cache_key] = spec.kernel[spec.grid](*_arguments(spec, tensors, floats), **_options(spec, path))
+    for path, grid in spec.path_grids():
+        _compiled[path, cache_key] = spec.kernel[grid](*_arguments(spec, tensors, floats), **_options(spec, path))

@@ -4,7 +4,7 @@ Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one pr
 bitwise reproducible.
 """
 
-# ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
+# ruff: noqa: RUF005, SIM102, SIM109  (Triton has neither starred tuples nor `in`, and compiles one condition of two)
 import triton
 import triton.language as tl
 
@@ -23,9 +23,11 @@ from mgk.kernels.mixture.component_gemm import (
     gemm_operand,
     load_operand,
 )
+from mgk.kernels.mixture.masks import dropout_mask, mask_tile
 from mgk.kernels.mixture.tile import (  # fmt: skip
     BOTH,
     FACTOR_RANGE,
+    FALLBACK,
     FAST,
     FINISH,
     KEY_TILE,
@@ -35,9 +37,9 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     as_columns,
     component_ratios,
     component_scores,
-    dropout_mask,
     elementwise_max,
     elementwise_min,
+    fallback_tiles,
     flag_for_fallback,
     head_pointer,
     key_ends,
@@ -48,12 +50,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     load_shift,
     load_tile,
     load_vectors,
-    mask_tile,
     padded_rows,
     row_terms,
     schedule,
     sequence_bounds,
-    skip_tile,
     store_rows,
     sum_all,
     to_registers,
@@ -150,13 +150,15 @@ def sum_over_keys(
         das = zeros_tuple(delta, M - FIRST)
     total = tl.zeros_like(delta)
     for MASKED in tl.static_range(2):
-        acc, das, total = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc, das,
-            total, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k, o_operand, c_ptr, coef_ptr, mask_ptr,
-            dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj,
-            stride_dl, L, S, n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK, DROPOUT, PRECISION,
-            UNEQUAL, MASKED, not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
-        )  # fmt: skip
+        # Copies of an empty loop would be started and awaited.
+        if full < last if MASKED else True:
+            acc, das, total = walk_keys(
+                full if MASKED else 0, last if MASKED else full, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc,
+                das, total, k_src, v_src, key_operand_src, i_b, i_k, i_v, start_k, o_operand, c_ptr, coef_ptr, mask_ptr,
+                dmask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml,
+                stride_mj, stride_dl, L, S, n_key_tiles, M, D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DMASK,
+                DROPOUT, PRECISION, UNEQUAL, MASKED, not USE_FAST or HARD, TMA, USE_FAST and HARD, COMPONENT_GEMM,
+            )  # fmt: skip
     if COMPONENT_GEMM:
         das = component_sums(das[0], 1, M, False)
     if USE_FAST and SHIFTED and not HARD:
@@ -164,33 +166,41 @@ def sum_over_keys(
     return acc, das, total
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
-def mixture_backward_dq(
-    q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src, query_sums,
-    spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh,
-    stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb,
-    stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads,
-    SECTION,
+@triton.jit
+def store_shift_sums(
+    p_sums, das, b_x, o_d, lam, M: tl.constexpr, D: tl.constexpr, OPPOSITE: tl.constexpr
+):  # fmt: skip
+    """Store this tile's part of d shift, lambda_r sum_i d a_ir q_i. OPPOSITE: d a_i0 = -d a_i1 for two components."""
+    if OPPOSITE:
+        b_sum = lam[1] * tl.sum(das[1][:, None] * b_x, 0)
+        tl.store(p_sums + o_d, -b_sum, mask=o_d < D)
+        tl.store(p_sums + D + o_d, b_sum, mask=o_d < D)
+    else:
+        for r in tl.static_range(M):
+            tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)
+
+
+@triton.jit
+def dq_tile(
+    i_m, i_bh, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr,
+    stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src,
+    query_sums, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb,
+    stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles,
+    n_heads,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUE_GROUP: tl.constexpr, TMA: tl.constexpr,
     IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, the gradient of a float mask, and this tile's part of d shift, d tau and d scale.
-
-    Also writes the inputs of `mixture_backward_dkdv`: the row vectors alpha_r, rho_r and delta, the rows' operand of
-    the component GEMM (unless row_operand_ptr is None) and the tile's spread.
-    PATH PREPARE writes only these, FINISH only the gradients, from query_sums (`bwd_onepass`).
-    """
+    """Write the gradients and the inputs of dkdv of tile i_m of head i_bh of all batch entries."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     # 2^(a_i0 - lse_i) is a factor, applied after the loop.
     FACTOR: tl.constexpr = PATH == FAST and (HARD or not SHIFTED)
     # With BN keys per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
-    i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
     i_v = value_head(i_h, i_k, VALUE_GROUP)
@@ -198,8 +208,9 @@ def mixture_backward_dq(
     i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
-    if i_m * BM >= n_q or skip_tile(p_flag, PATH):
-        return
+    if PATH != FALLBACK:
+        if i_m * BM >= n_q:
+            return
     o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
     do_ptr += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh + start_q.to(tl.int64) * stride_gl
@@ -220,10 +231,17 @@ def mixture_backward_dq(
 
     o_i = i_m * BM + tl.arange(0, BM)
     m_i = o_i < n_q
-    b_q = to_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, IN_REGISTERS)
-    b_do = to_registers(load_rows(do_ptr, o_i, stride_gl, n_q, E, BE, True), BE, IN_REGISTERS)
-    delta = tl.sum(load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True).to(tl.float32) * b_do.to(tl.float32), 1)
+    # All loads are issued before the first one is awaited.
+    b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
+    b_do = load_rows(do_ptr, o_i, stride_gl, n_q, E, BE, True)
+    b_out = load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True)
     lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
+    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
+    b_q = to_registers(b_q, BD, IN_REGISTERS)
+    b_do = to_registers(b_do, BE, IN_REGISTERS)
+    # From the gradients in registers: the sum then has the layout of the scores' rows. With that of the loads, sm_90
+    # spills 76 values in the loop.
+    delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
     if DLSE:
         dlse = tl.load(dlse_ptr + o_row + o_i, mask=m_i & (lse < float("inf")), other=0.0) * LOG2E
         delta -= dlse
@@ -254,7 +272,6 @@ def mixture_backward_dq(
             tl.store(p_operand, tl.where(m_i[:, None], b_row_operand, 0.0), mask=m_vector[:, None])
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full, last = key_ends(i_m, n_k, causal_offset, BM, BN, CAUSAL)
-    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     spread = tl.max(elementwise_max(a, M) - elementwise_min(a, M), 0)
     # lse does not bound the exponent of a masked key. It may exceed the safe range by 40 before its power of two
     # overflows, which times 0 would be NaN.
@@ -279,8 +296,9 @@ def mixture_backward_dq(
     else:
         slack = spread + key_span(high, low)
     safe = slack <= (SAFE_RANGE if HARD or not SHIFTED else FACTOR_RANGE)
-    if flag_for_fallback(p_flag, safe, PATH):
-        return
+    if PATH == FAST:
+        if flag_for_fallback(p_flag, safe):
+            return
     if PATH == FINISH:
         acc, das = load_query_sums(query_sums, p_rows, o_vector, m_i, stride_rows, M, BD)
     else:
@@ -311,6 +329,8 @@ def mixture_backward_dq(
         tl.store(p_rows + (2 * M - 1) * stride_rows, corrected, mask=m_vector)
 
     # The d a_r of a row add up to the gradient of its lse, which gives d a_0.
+    # A single sum is left for two components without gradient of lse: the other one is its negative.
+    OPPOSITE: tl.constexpr = FIRST == 1 and M == 2 and not DLSE
     if FIRST < M or M == 1:
         da_0 = dlse
         for r in tl.static_range(1, M):
@@ -331,8 +351,8 @@ def mixture_backward_dq(
         for r in tl.static_range(M):
             b_r = load_shift(shift_ptr, i_k, r, M, D, BD)
             acc += das[r][:, None] * b_r[None, :] * (lam[r] if UNEQUAL else 1.0)
-            if BD <= 128:
-                tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)
+        if BD <= 128:
+            store_shift_sums(p_sums, das, b_x, o_d, lam, M, D, OPPOSITE)
     dtau = 0.0
     if UNEQUAL:
         for r in tl.static_range(M):
@@ -340,7 +360,8 @@ def mixture_backward_dq(
             dtau -= 0.5 * lam[r] * tl.sum(das[r] * squared_norm, 0)
             tl.store(p_sums + TAUS + 1 + r, tl.sum(das[r] * a[r], 0) / (lam[r] * LOG2E))
     else:
-        tl.store(p_sums + TAUS + 1, sum_all(acc * b_x))
+        # A scale that is a number has no gradient.
+        tl.store(p_sums + TAUS + 1, sum_all(acc * b_x) if SCALE == 1 else 0.0)
         acc *= lam[0]
     tl.store(p_sums + TAUS, dtau)
     # dq is [B, L, H, D] in memory.
@@ -349,5 +370,53 @@ def mixture_backward_dq(
     if SHIFTED and BD > 128:
         # After dq is stored: the tiles of these sums and the accumulator would not fit the registers.
         b_x = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True).to(tl.float32)
-        for r in tl.static_range(M):
-            tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)
+        store_shift_sums(p_sums, das, b_x, o_d, lam, M, D, OPPOSITE)
+
+
+@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
+def mixture_backward_dq(
+    q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
+    out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr, key_operand_src, query_sums,
+    spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh,
+    stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb,
+    stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads,
+    SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUE_GROUP: tl.constexpr, TMA: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Write dq, the gradient of a float mask, and this tile's part of d shift, d tau and d scale.
+
+    Also writes the inputs of `mixture_backward_dkdv`: the row vectors alpha_r, rho_r and delta, the rows' operand of
+    the component GEMM (unless row_operand_ptr is None) and the tile's spread.
+    PATH PREPARE writes only these, FINISH only the gradients, from query_sums (`bwd_onepass`).
+    """
+    if PATH == FALLBACK:
+        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads)
+        for t in range(first, last):
+            _, _, n_q, _ = sequence_bounds(cu_q_ptr, t // n_tiles // H, L, PACKED)
+            # Flags of tiles beyond the end of a sequence are not written.
+            if (tl.load(flags_ptr + t) != 0.0) & (t % n_tiles * BM < n_q):
+                dq_tile(
+                    t % n_tiles, t // n_tiles, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr,
+                    cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr,
+                    rows_ptr, row_operand_ptr, key_operand_src, query_sums, spread_ptr, flags_ptr, sums_ptr, scale, tau,
+                    dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
+                    stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl,
+                    stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads, M, D,
+                    E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU, CAUSAL, MASK, DMASK, DLSE, DROPOUT, PACKED, PRECISION,
+                    VALUE_GROUP, TMA, IN_REGISTERS, PRIOR, PATH,
+                )  # fmt: skip
+    else:
+        i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
+        dq_tile(
+            i_m, i_bh, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr,
+            c_ptr, stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr,
+            key_operand_src, query_sums, spread_ptr, flags_ptr, sums_ptr, scale, tau, dropout_p, stride_qb, stride_qh,
+            stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb,
+            stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh,
+            stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads, M, D, E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU,
+            CAUSAL, MASK, DMASK, DLSE, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA, IN_REGISTERS, PRIOR, PATH,
+        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mgk.kernels.mixture.block_sizes import BlockConfig
+from mgk.kernels.mixture.block_config import BlockConfig
 from mgk.kernels.mixture.launch_config import COMPONENT_GEMM_WIDTH, ceil_div
 
 # A large forward without gradients runs chunk by chunk, in the workspace of one chunk. A chunk keeps the GPU busy

@@ -8,17 +8,16 @@ computes the key terms of the keys that it loads: a separate preprocessing pass 
 import triton
 import triton.language as tl
 
+from mgk.kernels.mixture.masks import apply_mask, mask_scores
 from mgk.kernels.mixture.tile import (
     FP32_MAX,
     LOG2E,
-    apply_mask,
     as_columns,
     elementwise_max,
     exponents,
     load_rows,
     load_scales,
     load_shift,
-    mask_scores,
     row_terms,
     value_head,
 )

@@ -5,16 +5,19 @@ exponential per pair). Tiles in which weights could then underflow are flagged f
 exponential per component. PATH BOTH (small calls) compiles both forms into one kernel, and each program selects one.
 """
 
-# ruff: noqa: E741, RUF005, SIM109  (l is the softmax's denominator; Triton has neither starred tuples nor `in`)
+# ruff: noqa: E741, RUF005, SIM102, SIM109  (l is the softmax's denominator; Triton has neither starred tuples nor `in`,
+# and compiles one condition of two)
 import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.component_gemm import component_gemm, gemm_operand, load_operand
 from mgk.kernels.mixture.exp2 import accurate_exp2, accurate_weight
+from mgk.kernels.mixture.masks import dropout_mask, mask_tile
 from mgk.kernels.mixture.tile import (  # fmt: skip
     BOTH,
     FACTOR_RANGE,
     FACTORED_RANGE_FP16,
+    FALLBACK,
     FAST,
     KEY_TILE,
     LOG2E,
@@ -23,10 +26,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     as_columns,
     component_ratios,
     component_scores,
-    dropout_mask,
     elementwise_max,
     elementwise_min,
     exponents,
+    fallback_tiles,
     flag_for_fallback,
     head_pointer,
     key_ends,
@@ -36,12 +39,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     load_scales,
     load_tile,
     load_vectors,
-    mask_tile,
     mixture_sum,
     row_terms,
     schedule,
     sequence_bounds,
-    skip_tile,
     store_rows,
     to_registers,
     value_head,
@@ -186,42 +187,44 @@ def attend_tile(
     if COMPONENT_GEMM:
         b_row_operand = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
     for MASKED in tl.static_range(2):
-        acc, l, m = walk_keys(
-            full if MASKED else 0, last if MASKED else full, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src, v_src,
-            key_operand_src, i_b, i_k, i_v, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i,
-            causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M, D, E,
-            BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, ONLINE,
-            not USE_FAST or not FACTORED, UNEQUAL, TMA, COMPONENT_GEMM,
-        )  # fmt: skip
+        # Copies of an empty loop would be started and awaited.
+        if full < last if MASKED else True:
+            acc, l, m = walk_keys(
+                full if MASKED else 0, last if MASKED else full, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src,
+                v_src, key_operand_src, i_b, i_k, i_v, start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i,
+                causal_offset, dropout_p, stride_km, stride_ks, stride_vs, stride_ml, stride_mj, L, S, n_key_tiles, M,
+                D, E, BD, BE, BN, SHIFTED, HARD, CAUSAL, MASK, DROPOUT, PRECISION, MASKED, ONLINE,
+                not USE_FAST or not FACTORED, UNEQUAL, TMA, COMPONENT_GEMM,
+            )  # fmt: skip
     if USE_FAST and ONLINE:
         m += a[0]
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
-def mixture_forward(
-    q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
-    flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb,
-    stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
-    stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, SECTION,
+@triton.jit
+def forward_tile(
+    i_m, i_bh, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr,
+    stats_ptr, flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql,
+    stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml,
+    stride_mj, stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_key_tiles, n_tiles,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for fully masked rows."""
+    """Write the output and lse of tile i_m of head i_bh of all batch entries."""
     UNEQUAL: tl.constexpr = SCALE > 1
     # With BN keys per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
-    i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
     i_h = i_bh % H
     i_k = i_h // GROUP
     i_v = value_head(i_h, i_k, VALUE_GROUP)
     i_bq, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_bh // H, L, PACKED)
     i_b, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_bh // H, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
-    if i_m * BM >= n_q or skip_tile(p_flag, PATH):
-        return
+    if PATH != FALLBACK:
+        if i_m * BM >= n_q:
+            return
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
     k_src = head_pointer(k_src, i_b, i_k, start_k, stride_kb, stride_kh, stride_ks, TMA)
     v_src = head_pointer(v_src, i_b, i_v, start_k, stride_vb, stride_vh, stride_vs, TMA)
@@ -236,13 +239,14 @@ def mixture_forward(
     lam = load_scales(scale_ptr, scale, i_k, M, SCALE)
 
     o_i = i_m * BM + tl.arange(0, BM)
-    b_q = to_registers(load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True), BD, IN_REGISTERS)
+    b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
+    # Loads are issued in the order of the program: this one does not wait for the queries.
+    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
+    b_q = to_registers(b_q, BD, IN_REGISTERS)
     a, squared_norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     top = elementwise_max(a, M)
     causal_offset = n_k - n_q if CAUSAL == 2 else 0
     full, last = key_ends(i_m, n_k, causal_offset, BM, BN, CAUSAL)
-
-    high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     # Skip keys that are masked up to the end of the sequence.
     full = min(full, end)
     last = min(last, end)
@@ -257,8 +261,9 @@ def mixture_forward(
         safe = safe & ((masked == 0) | (2 * tl.max(score_bound, 0) <= FACTOR_RANGE))
     else:
         safe = (low <= high) & (slack <= SAFE_RANGE)
-    if flag_for_fallback(p_flag, safe, PATH):
-        return
+    if PATH == FAST or PATH == RUNNING:
+        if flag_for_fallback(p_flag, safe):
+            return
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.zeros([BM], tl.float32)
@@ -282,3 +287,41 @@ def mixture_forward(
     if lse_ptr is not None:
         o_row = (i_bq * H + i_h).to(tl.int64) * L + start_q
         tl.store(lse_ptr + o_row + o_i, tl.where(empty, float("inf"), m + tl.log2(l) + ref), mask=o_i < n_q)
+
+
+@triton.jit(do_not_specialize=["H", "L", "S", "n_key_tiles", "n_tiles", "n_heads", "SECTION"])
+def mixture_forward(
+    q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr,
+    flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau, dropout_p, stride_qb, stride_qh, stride_ql, stride_kb,
+    stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
+    stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, SECTION,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for fully masked rows."""
+    if PATH == FALLBACK:
+        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads)
+        for t in range(first, last):
+            _, _, n_q, _ = sequence_bounds(cu_q_ptr, t // n_tiles // H, L, PACKED)
+            # Flags of tiles beyond the end of a sequence are not written.
+            if (tl.load(flags_ptr + t) != 0.0) & (t % n_tiles * BM < n_q):
+                forward_tile(
+                    t % n_tiles, t // n_tiles, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr,
+                    cu_q_ptr, cu_k_ptr, c_ptr, stats_ptr, flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau,
+                    dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
+                    stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_ob, stride_oh, stride_ol,
+                    GROUP, H, L, S, n_key_tiles, n_tiles, M, D, E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU, CAUSAL,
+                    MASK, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA, IN_REGISTERS, PATH,
+                )  # fmt: skip
+    else:
+        i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
+        forward_tile(
+            i_m, i_bh, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr,
+            c_ptr, stats_ptr, flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau, dropout_p, stride_qb, stride_qh,
+            stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb,
+            stride_mh, stride_ml, stride_mj, stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_key_tiles, n_tiles, M,
+            D, E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA,
+            IN_REGISTERS, PATH,
+        )  # fmt: skip

@@ -13,7 +13,8 @@ from mgk.kernels.architecture import architecture, compile_target, has_tma, is_a
 from mgk.kernels.jit_cache import LaunchSpec, compiled_together, launch
 from mgk.kernels.mixture import experimental
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
-from mgk.kernels.mixture.block_sizes import BlockKey, select_block, select_decode_config
+from mgk.kernels.mixture.block_config import BlockKey
+from mgk.kernels.mixture.block_sizes import select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.chunks import chunks, key_heads_per_chunk
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split

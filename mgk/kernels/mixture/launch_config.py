@@ -11,16 +11,30 @@ import triton
 from mgk.kernels.architecture import HOPPER, Architecture
 from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
-from mgk.kernels.mixture.block_sizes import SPLIT_WIDTH, BlockConfig, BlockKey
+from mgk.kernels.mixture.block_config import BlockConfig, BlockKey
+from mgk.kernels.mixture.block_sizes import SHORT_LENGTH, SPLIT_WIDTH
 from mgk.kernels.mixture.bwd_common import add_parts, summed_entries
-from mgk.kernels.mixture.bwd_dkdv import DK_AND_DV, DK_ONLY, DV_ONLY, mixture_backward_dkdv
+from mgk.kernels.mixture.bwd_dkdv import mixture_backward_dkdv
 from mgk.kernels.mixture.bwd_dq import mixture_backward_dq
 from mgk.kernels.mixture.component_gemm import write_key_operand
 from mgk.kernels.mixture.fwd import mixture_forward
 from mgk.kernels.mixture.preprocess import prepare_keys
-from mgk.kernels.mixture.tile import BOTH, FALLBACK, FAST, FINISH, GENERAL, KEY_TILE, PREPARE, ROW_ALIGNMENT, RUNNING
+from mgk.kernels.mixture.query_walk import DK_AND_DV, DK_ONLY, DV_ONLY
+from mgk.kernels.mixture.tile import (  # fmt: skip
+    BOTH,
+    FALLBACK,
+    FALLBACK_TILES,
+    FAST,
+    FINISH,
+    GENERAL,
+    KEY_TILE,
+    PREPARE,
+    ROW_ALIGNMENT,
+    RUNNING,
+)
 
 KEYS_PER_TILE = KEY_TILE.value  # keys per tile of preprocessed keys
+FALLBACK_TILES_PER_PROGRAM = FALLBACK_TILES.value
 ROWS_PER_TILE = ROW_ALIGNMENT.value  # a head's row vectors are padded to a multiple of this
 L2_BYTES = 24 << 20
 
@@ -58,6 +72,11 @@ class LaunchFlags(NamedTuple):
     no_component_gemm: bool = False  # the forward prefers blocks without a component GEMM
     architecture: Architecture = HOPPER
     one_pass: bool = False  # backward pass of `bwd_onepass`; excludes small
+
+    @property
+    def length(self) -> int:
+        """The larger number of queries and keys."""
+        return max(self.max_q, self.max_k)
 
 
 def layouts(*tensors: Any) -> tuple[Any, ...]:
@@ -160,6 +179,10 @@ def preprocess_spec(
     )  # fmt: skip
 
 
+def _fallback_grid(tiles: int) -> tuple[int, int, int]:
+    return ceil_div(tiles, FALLBACK_TILES_PER_PROGRAM), 1, 1
+
+
 class ForwardConfig(NamedTuple):
     """Launches and workspace sizes of a forward pass."""
 
@@ -188,9 +211,11 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     num_sequences, size, key_tiles = args.num_sequences, query.dtype.itemsize, flags.num_key_tiles
     # The values of a float mask have no bound that is known in advance.
     fast = flags.bounded and constexprs["MASK"] != 2 and (not small or (_is_factored(constexprs) and M > 2))
+    short = flags.length <= SHORT_LENGTH
     key = BlockKey(
-        "fwd", small=small, hard=hard and not small, capped=_is_capped(fast, small, constexprs),
-        no_component_gemm=flags.no_component_gemm and not small and not hard,
+        "fwd", small=small, hard=hard and not small, capped=_is_capped(fast, small, constexprs), short=short,
+        # Writing the operand of short sequences takes longer than the component GEMM saves.
+        no_component_gemm=(flags.no_component_gemm or short) and not small and not hard,
     )  # fmt: skip
     width = max(constexprs["BD"], constexprs["BE"])
     block = flags.select_block(key, width, M, shifted, size, flags.architecture)
@@ -213,7 +238,7 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(args.mask),
         *out.strides[:3], H // HK),
         (H, L, S, key_tiles, tiles, heads, _heads_in_l2(heads, ((1 if shifted else M) * D + E) * size * S)),
-        constexprs, block.num_warps, block.num_stages, block.maxnreg, paths,
+        constexprs, block.num_warps, block.num_stages, block.maxnreg, paths, _fallback_grid(tiles * heads),
     )  # fmt: skip
     preprocess = preprocess_spec(
         (tensors[1], *tensors[3:7], tensors[10]), hard, num_sequences, args.max_k, key_tiles, component_gemm
@@ -284,8 +309,11 @@ def backward_config(
         return flags.select_block(key, width, M, shifted, size, flags.architecture)
 
     capped = _is_capped(fast, small, constexprs)
-    dq_block = select(BlockKey("dq", small=use_small_blocks and not tma_keys, tma=tma_keys, hard=hard, capped=capped))
-    dkdv_key = BlockKey("dkdv", small=use_small_blocks and not tma, tma=tma, hard=hard)
+    short = flags.length <= (2 if flags.causal else 1) * SHORT_LENGTH
+    dq_block = select(
+        BlockKey("dq", small=use_small_blocks and not tma_keys, tma=tma_keys, hard=hard, capped=capped, short=short)
+    )
+    dkdv_key = BlockKey("dkdv", small=use_small_blocks and not tma, tma=tma, hard=hard, capped=capped, short=short)
     dkdv_block = select(dkdv_key)
     if flags.one_pass:
         dq_block = dkdv_block = select(BlockKey("onepass", tma=tma))
@@ -313,7 +341,7 @@ def backward_config(
         (H, L, S, key_tiles, q_tiles, heads, _heads_in_l2(heads, (D * (1 if shifted else M) + E) * size * S)),
         dict(constexprs, BM=dq_block.block_m, BN=dq_block.block_n, DMASK=mask_grad, DLSE=grad_lse is not None,
         VALUE_GROUP=args.value_group, TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad),
-        dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths,
+        dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths, _fallback_grid(q_tiles * heads),
     )  # fmt: skip
     dkdv = []
     for (outputs, block), tiles in zip(passes, k_tiles, strict=True):
@@ -325,7 +353,7 @@ def backward_config(
             dict(constexprs, BM=block.block_m, BN=block.block_n, BQ=dq_block.block_m, KEY_REPEAT=HP // HK,
             VALUE_REPEAT=HP // HV, TMA=tma_queries, IN_REGISTERS=block.operand_in_registers,
             PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows, OUTPUTS=outputs.value, PRIOR=prior_grad),
-            block.num_warps, block.num_stages, block.maxnreg, dkdv_paths,
+            block.num_warps, block.num_stages, block.maxnreg, dkdv_paths, _fallback_grid(tiles * all_pairs),
         )  # fmt: skip
         dkdv.append(DkdvLaunch(spec, block.block_m, tma_rows))
     # The GEMM operands are bf16, which has fewer digits than fp16 gradients.

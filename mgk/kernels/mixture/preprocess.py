@@ -11,6 +11,8 @@ import triton.language as tl
 from mgk.kernels.mixture.component_gemm import gemm_operand
 from mgk.kernels.mixture.tile import FP32_MAX, KEY_TILE, LOG2E, load_scales, sequence_bounds
 
+# Keys that determine the reference of a head. Every program reads them: 128 of them took as long as its own keys.
+SAMPLE = tl.constexpr(32)
 # Lowest reference if every sampled key is masked: their c may be any number.
 LOWEST_REFERENCE = tl.constexpr(-1024.0)
 
@@ -24,7 +26,7 @@ def squared_norms(
 
     Infinite norms of masked keys would give NaN: tau = 0 times infinity, or their difference to an infinite lse.
     """
-    norm = tl.zeros([KEY_TILE], tl.float32)
+    norm = tl.zeros([o_j.shape[0]], tl.float32)
     norms = ()
     for _ in tl.static_range(M):
         norms = norms + (norm,)
@@ -69,27 +71,28 @@ def prepare_tile(
     k_ptr += i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh + start.to(tl.int64) * stride_ks
     if SHIFTED:
         shift_ptr += i_h * M * D
-    # The reference is the largest c, without priors, of KEY_TILE keys spread over the sequence. The statistics hold the
+    # The reference is the largest c, without priors, of SAMPLE keys spread over the sequence. The statistics hold the
     # range of c around it. Masked keys count only if all of the sample is masked.
-    o_sample = (tl.arange(0, KEY_TILE) * n_keys.to(tl.int64) // KEY_TILE).to(tl.int32)
+    o_sample = (tl.arange(0, SAMPLE) * n_keys.to(tl.int64) // SAMPLE).to(tl.int32)
     norms, _ = squared_norms(k_ptr, shift_ptr, o_sample, o_sample < n_keys, stride_km, stride_ks, M, D, BC, SHIFTED)
     if BIAS:
         bias_ptr += i_b.to(tl.int64) * stride_bb + i_h * stride_bh + start.to(tl.int64) * stride_bs
-    ref = -float("inf")
-    masked_ref = LOWEST_REFERENCE
+    # Maxima over the components first: a reduction over the keys takes barriers.
+    b_ref = tl.full([SAMPLE], -float("inf"), tl.float32)
+    b_masked = tl.full([SAMPLE], LOWEST_REFERENCE, tl.float32)
     for r in tl.static_range(M):
         b_c = (constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E
         if BIAS:
             b_bias = tl.load(bias_ptr + r * stride_bm + o_sample * stride_bs, mask=o_sample < n_keys, other=0.0)
-            masked_ref = tl.maximum(masked_ref, tl.max(b_c, 0))
+            b_masked = tl.maximum(b_masked, b_c)
             b_c = tl.where(b_bias.to(tl.float32) < -1e30, -float("inf"), b_c)
-        ref = tl.maximum(ref, tl.max(b_c, 0))
-    ref = tl.where(ref > -float("inf"), ref, masked_ref)
+        b_ref = tl.maximum(b_ref, b_c)
+    ref = tl.max(b_ref, 0)
+    ref = tl.where(ref > -float("inf"), ref, tl.max(b_masked, 0) if BIAS else LOWEST_REFERENCE)
     norms, norm = squared_norms(k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M, D, BC, SHIFTED)
     if BIAS:
         bias_ptr += o_j * stride_bs
-    high = -float("inf")
-    low = float("inf")
+    b_low = tl.full([KEY_TILE], float("inf"), tl.float32)
     factors = ()
     p_c = c_ptr + (i_h * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     for r in tl.static_range(M):
@@ -97,8 +100,7 @@ def prepare_tile(
         if BIAS:
             b_c += tl.load(bias_ptr + r * stride_bm, mask=m_j, other=0.0).to(tl.float32)
         b_c = tl.where(m_j, b_c * LOG2E - ref, -float("inf"))
-        high = tl.maximum(high, tl.max(b_c, 0))
-        low = tl.minimum(low, tl.min(tl.where(b_c == -float("inf"), float("inf"), b_c), 0))
+        b_low = tl.minimum(b_low, tl.where(b_c == -float("inf"), float("inf"), b_c))
         tl.store(p_c + r * n_key_tiles * KEY_TILE, b_c)
         if r == 0:
             b_max = b_c
@@ -118,8 +120,8 @@ def prepare_tile(
         o_operand = (i_h * n_key_tiles + key_tile).to(tl.int64) * KEY_TILE + tl.arange(0, KEY_TILE)
         tl.store(key_operand_ptr + o_operand[:, None] * 16 + o_c[None, :], gemm_operand(factors, o_c, M, False))
     p_stats = stats_ptr + (i_h * n_key_tiles + key_tile) * 4
-    tl.store(p_stats, high)
-    tl.store(p_stats + 1, low)
+    tl.store(p_stats, tl.max(b_max, 0))
+    tl.store(p_stats + 1, tl.min(b_low, 0))
     longest = tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0))
     masked = tl.max(tl.where(m_j & (b_max == -float("inf")), 1, 0), 0)
     tl.store(p_stats + 2, tl.where(masked > 0, -tl.maximum(longest, 1e-30), longest))

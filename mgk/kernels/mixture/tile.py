@@ -5,7 +5,7 @@ scaling. Row terms and key terms are already expanded: to [rows, 1] and [1, keys
 the tile is transposed (`bwd_dkdv`). README.md of `mgk.kernels` has the formulas, the workspace layouts and a glossary.
 """
 
-# ruff: noqa: RUF005, SIM109  (Triton has neither starred tuples nor `in`)
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 import os
 
 import torch
@@ -20,6 +20,9 @@ KEY_TILE = tl.constexpr(128)
 # from an address that is not a multiple of 16 bytes, which would be a device error. Blocks read by TMA divide this and
 # have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
+# Tiles per program of a FALLBACK launch. With one each, the launch took 6 to 8 us for 3,072 tiles none of which was
+# flagged: programs with the registers and shared memory of the kernel wait for one number.
+FALLBACK_TILES = tl.constexpr(8)
 LOG2E = tl.constexpr(1.4426950408889634)
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
@@ -107,8 +110,10 @@ def load_rows(ptr, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr, MAS
     """Load [rows, BD], zero beyond n_rows and D."""
     o_d = tl.arange(0, BD)
     p_row = ptr + o_row[:, None].to(tl.int64) * stride + o_d[None, :]
-    if MASKED:
+    if MASKED and D < BD:
         return tl.load(p_row, mask=(o_row < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(p_row, mask=(o_row < n_rows)[:, None], other=0.0)
     elif D < BD:
         return tl.load(p_row, mask=(o_d < D)[None, :], other=0.0)
     else:
@@ -160,7 +165,9 @@ def to_registers(b_x, BD: tl.constexpr, IN_REGISTERS: tl.constexpr):
 @triton.jit
 def store_rows(ptr, b_x, o_row, stride, n_rows, D: tl.constexpr, BD: tl.constexpr):
     o_d = tl.arange(0, BD)
-    m_x = (o_row < n_rows)[:, None] & (o_d < D)[None, :]
+    m_x = (o_row < n_rows)[:, None]
+    if D < BD:
+        m_x = m_x & (o_d < D)[None, :]
     p_x = ptr + o_row[:, None].to(tl.int64) * stride + o_d[None, :]
     tl.store(p_x, b_x.to(ptr.dtype.element_ty), mask=m_x)
 
@@ -340,22 +347,22 @@ def max_spread(spread_ptr, i_seq, i_k, n_query_tiles, n_q, GROUP, H, BQ: tl.cons
 
 
 @triton.jit
-def skip_tile(p_flag, PATH: tl.constexpr):
-    """Return whether this is the fallback kernel and the fast one did not flag the tile."""
-    if PATH == FALLBACK:
-        return tl.load(p_flag) == 0.0
-    else:
-        return False
+def fallback_tiles(flags_ptr, n):
+    """Return the range of tiles of this program of a FALLBACK launch, empty if none of them is flagged.
+
+    n: Number of all tiles.
+    """
+    first = tl.program_id(0) * FALLBACK_TILES
+    o_t = first + tl.arange(0, FALLBACK_TILES)
+    count = tl.sum((tl.load(flags_ptr + o_t, mask=o_t < n, other=0.0) != 0.0).to(tl.int32), 0)
+    return first, tl.where(count > 0, min(first + FALLBACK_TILES, n), first)
 
 
 @triton.jit
-def flag_for_fallback(p_flag, safe, PATH: tl.constexpr):
+def flag_for_fallback(p_flag, safe):
     """Flag a tile that is not safe for the fast form, and return whether the fast kernel leaves it to the fallback."""
-    if PATH == FAST or PATH == RUNNING:
-        tl.store(p_flag, tl.where(safe, 0.0, 1.0))
-        return not safe
-    else:
-        return False
+    tl.store(p_flag, tl.where(safe, 0.0, 1.0))
+    return not safe
 
 
 @triton.jit
@@ -370,53 +377,6 @@ def component_scores(
         b_k = load_tile(k_src, i_b, i_k, r, start, n, stride_m, stride_s, S, BN, D, BD, not SHIFTED, MASKED, TMA)
         out = out + (tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION),)
     return out
-
-
-@triton.jit
-def apply_mask(scores, m_valid, M: tl.constexpr):
-    out = ()
-    for r in tl.static_range(M):
-        out = out + (tl.where(m_valid, scores[r], -float("inf")),)
-    return out
-
-
-@triton.jit
-def add_bias(scores, b_bias, lam, M: tl.constexpr):
-    """Add a float mask to the scores before scaling, so that later steps do not depend on it."""
-    out = ()
-    for r in tl.static_range(M):
-        out = out + (scores[r] + b_bias / lam[r],)
-    return out
-
-
-@triton.jit
-def mask_scores(scores, mask_ptr, o_i, o_j, stride_l, stride_s, L, S, lam, NS: tl.constexpr, MASK: tl.constexpr):
-    """Apply attn_mask to a tile. MASK: 1 bool, 2 float. o_i and o_j are expanded to the tile's orientation."""
-    m_in = (o_i < L) & (o_j < S)
-    p_mask = mask_ptr + o_i.to(tl.int64) * stride_l + o_j.to(tl.int64) * stride_s
-    if MASK == 1:
-        return apply_mask(scores, tl.load(p_mask, mask=m_in, other=0) != 0, NS)
-    else:
-        return add_bias(scores, tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32), lam, NS)
-
-
-@triton.jit
-def mask_tile(
-    scores, mask_ptr, o_i, o_n, causal_offset, stride_ml, stride_mj, L, S, lam,
-    NS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Apply attn_mask and the causal mask to the scores of a tile."""
-    if MASK:
-        scores = mask_scores(scores, mask_ptr, o_i[:, None], o_n[None, :], stride_ml, stride_mj, L, S, lam, NS, MASK)
-    if MASKED and CAUSAL:
-        scores = apply_mask(scores, o_i[:, None] + causal_offset >= o_n[None, :], NS)
-    return scores
-
-
-@triton.jit
-def dropout_mask(seed, i_bh, o_i, o_j, S, dropout_p):
-    """Return which weights dropout keeps: one draw per (batch and head, i, j), independent of the tiling."""
-    return tl.rand(seed + i_bh, o_i * S + o_j) >= dropout_p
 
 
 @triton.jit

@@ -8,7 +8,8 @@ from mgk.kernels.architecture import targeting
 from mgk.kernels.linear import ops as linear_ops
 from mgk.kernels.mixture import launch, launch_config
 from mgk.kernels.mixture.architecture_blocks import blocks_of
-from mgk.kernels.mixture.block_sizes import BlockKey, select_block
+from mgk.kernels.mixture.block_config import BlockKey
+from mgk.kernels.mixture.block_sizes import select_block
 from tests.kernels.mixture.test_block_sizes import block_cases
 
 ARCHITECTURES = (80, 86, 89, 100, 103, 110, 120, "gfx942", "gfx1100")

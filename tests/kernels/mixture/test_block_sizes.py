@@ -13,7 +13,7 @@ from mgk.backends import triton
 from mgk.bench import implementations
 from mgk.kernels.mixture import launch as triton_launch
 from mgk.kernels.mixture import launch_config
-from mgk.kernels.mixture.block_sizes import BlockConfig, BlockKey
+from mgk.kernels.mixture.block_config import BlockConfig, BlockKey
 from tests.kernels.mixture.test_kernels import (  # noqa: F401
     BLOCKS,
     DEVICE,
@@ -337,20 +337,23 @@ def test_both_paths_with_the_component_gemm(M, monkeypatch, poisoned):
 
 PASS_KEYS = {
     "fwd": [
-        BlockKey("fwd", small=small, hard=hard, capped=capped, no_component_gemm=no_gemm)
-        for small, hard, no_gemm in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+        BlockKey("fwd", small=small, hard=hard, capped=capped, no_component_gemm=no_gemm, short=short)
+        for small, hard, no_gemm, short in (
+            (0, 0, 0, 0), (1, 0, 0, 0), (1, 0, 0, 1), (0, 1, 0, 0), (0, 1, 0, 1), (0, 0, 1, 0), (0, 0, 1, 1),
+        )
         for capped in ((False,) if small else (False, True))
     ],
     "dq": [
-        BlockKey("dq", small=small, tma=tma, hard=hard, capped=capped)
+        BlockKey("dq", small=small, tma=tma, hard=hard, capped=capped, short=short)
         for small, tma, capped in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1))
-        for hard in (False, True)
+        for hard in (False, True) for short in (False, True)
     ],
 }  # fmt: skip
 PASS_KEYS |= {
     name: [
-        BlockKey(name, small=small, tma=tma, hard=hard)
-        for small, tma in ((0, 0), (1, 0), (0, 1)) for hard in (False, True)
+        BlockKey(name, small=small, tma=tma, hard=hard, capped=capped, short=short)
+        for small, tma, capped in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)) for hard in (False, True)
+        for short in (False, True)
     ]
     for name in ("dkdv", "dv")
 }  # fmt: skip
@@ -375,7 +378,10 @@ def test_every_call_has_blocks(shifted):
         assert launch_config.KEYS_PER_TILE % block.block_n == 0, at
         assert block.block_m % 16 == 0, at
         # The rows that TMA reads beyond a head's last one were written by the dq kernel.
-        writers = [BlockKey("dq", tma=tma, hard=key.hard, capped=capped) for tma in (0, 1) for capped in (0, 1)]
+        writers = [
+            BlockKey("dq", tma=tma, hard=key.hard, capped=capped, short=short)
+            for tma, capped, short in itertools.product((False, True), repeat=3)
+        ]
         written = [BLOCKS(writer, width, components, shifted, itemsize).block_m for writer in writers]
         readable = key.tma and not any(n % block.block_m for n in (launch_config.ROWS_PER_TILE, *written))
         # TMA copies begin at multiples of 128 bytes.
@@ -384,7 +390,7 @@ def test_every_call_has_blocks(shifted):
         assert not (block.component_gemm if not shifted else block.per_component), at
 
 
-@pytest.mark.parametrize(("shifted", "digest"), [(True, "75a6083c11d8270e"), (False, "7134edae07042e2c")])
+@pytest.mark.parametrize(("shifted", "digest"), [(True, "647395eafcb0808f"), (False, "0b27409078c775a5")])
 def test_selected_blocks_are_those_that_were_measured(shifted, digest):
     """Changes to the tables or to the fallback order change the digest: update it with new measurements only.
 
@@ -401,6 +407,11 @@ def test_selected_blocks_are_those_that_were_measured(shifted, digest):
     # A register limit of soft assignment is not used for hard assignment.
     (BlockKey("dq", tma=True, hard=True, capped=True), 32, 2, True, 2, BlockConfig(64, 128, 4, 3, None, True)),
     (BlockKey("dq", tma=True, capped=True), 32, 2, True, 2, BlockConfig(64, 64, 4, 3, 128, True)),
+    # Blocks of short sequences are those of the others where nothing else was measured.
+    (BlockKey("dq", tma=True, capped=True, short=True), 64, 2, True, 2, BlockConfig(64, 64, 4, 3, 168, True)),
+    (BlockKey("dq", tma=True, short=True), 64, 2, True, 2, BlockConfig(64, 128, 4, 3, None, True)),
+    (BlockKey("dkdv", tma=True, hard=True, capped=True, short=True), 64, 2, True, 2,
+     BlockConfig(64, 64, 4, 3, tma_rows=True)),
     # Wider than any entry of the key itself.
     (BlockKey("fwd", small=True), 32, 2, False, 2, BlockConfig(64, 64, 4, 3, None, True)),
     (BlockKey("dkdv", tma=True), 128, 2, False, 2, BlockConfig(64, 64, 4, 2, per_component=True, tma_rows=True)),

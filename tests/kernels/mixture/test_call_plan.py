@@ -14,7 +14,7 @@ from mgk import functional
 from mgk._core import call_keys
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import call_plan, launch, launch_config
-from mgk.kernels.mixture.block_sizes import BlockConfig
+from mgk.kernels.mixture.block_config import BlockConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -65,13 +65,13 @@ def by_address(monkeypatch):
     if not GPU:
 
         def keep(spec, device, tensors, floats, unaligned):
-            for path in spec.paths:
+            for path, grid in spec.path_grids():
                 kernel = Interpreted(spec, path, tensors)
                 if launches.runs_first:
                     constants = (*spec.scalars, *spec.unspecialized, *spec.constexprs.values())
                     constants += () if path is None else (path,)
                     addresses = [x if x is None else x.data_ptr() for x in tensors]
-                    kernel.run(*spec.grid, *(None,) * 6, *addresses, *floats, *constants)
+                    kernel.run(*grid, *(None,) * 6, *addresses, *floats, *constants)
                 jit_cache._compiled[path, jit_cache._key(spec, device, tensors, unaligned)] = kernel
 
         monkeypatch.setattr(jit_cache, "compile_and_launch", keep)
@@ -192,7 +192,11 @@ def test_tensors_that_are_not_aligned(by_address):
     by_address.clear()
     got = results(shifted, options)
     assert not by_address
-    assert all(map(torch.equal, got, want))
+    # On a GPU, kernels for tensors that are not aligned read them without TMA and sum in another order.
+    compare = torch.testing.assert_close if GPU else torch.equal
+    tolerances = {"atol": 2e-2, "rtol": 2**-7} if GPU else {}
+    for actual, expected in zip(got, want, strict=True):
+        assert compare(actual, expected, **tolerances) is not False
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,8 @@ def test_changed_arguments_change_the_result():
         for _ in range(2):
             got = attend(tensors, options, **more)
         want = attend(tensors, options, **{**more, "backend": "eager"})
-        torch.testing.assert_close(got, want, atol=5e-3, rtol=5e-3)
+        # One unit in the last place of bf16, in which both are rounded.
+        torch.testing.assert_close(got, want, atol=5e-3, rtol=2**-7)
     out, lse = attend(tensors, options, return_lse=True)
     assert out.shape[:-1] == lse.shape
 

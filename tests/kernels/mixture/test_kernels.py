@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from mgk._core.calls import MixtureCall, Packed
 from mgk.backends import triton
 from mgk.kernels.mixture import launch
-from mgk.kernels.mixture.block_sizes import BlockConfig
+from mgk.kernels.mixture.block_config import BlockConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mgk._core.calls import MixtureCall
 from mgk.backends import triton
 from mgk.kernels.mixture import launch, launch_config
-from mgk.kernels.mixture.block_sizes import BlockConfig
+from mgk.kernels.mixture.block_config import BlockConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -10,7 +10,7 @@ from mgk.kernels.jit_cache import launch
 from mgk.kernels.linear import ops
 from mgk.kernels.mixture import block_sizes, em_counts, launch_config
 from mgk.kernels.mixture import launch as triton_launch
-from mgk.kernels.mixture.block_sizes import BlockConfig
+from mgk.kernels.mixture.block_config import BlockConfig
 from tests.kernels.mixture.test_kernels import DEVICE, GPU, case, make_call, small_blocks  # noqa: F401  (for every test)
 
 pytestmark = [pytest.mark.gpu] if GPU else []

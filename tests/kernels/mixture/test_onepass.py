@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from mgk.backends import triton
 from mgk.kernels.mixture import experimental, launch, tile
-from mgk.kernels.mixture.block_sizes import BlockConfig
+from mgk.kernels.mixture.block_config import BlockConfig
 from tests.kernels.mixture import test_call_plan as plans
 from tests.kernels.mixture.test_block_sizes import UNEVEN, flagged
 from tests.kernels.mixture.test_call_plan import by_address  # noqa: F401

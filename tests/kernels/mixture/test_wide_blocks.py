@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from mgk.kernels.mixture import launch, launch_config
-from mgk.kernels.mixture.block_sizes import WIDE, BlockKey
+from mgk.kernels.mixture.block_config import BlockKey
+from mgk.kernels.mixture.block_tables import WIDE
 from tests.kernels.mixture.test_block_sizes import check_within
 from tests.kernels.mixture.test_kernels import (  # noqa: F401
     BLOCKS,
