@@ -172,9 +172,9 @@ def store_shift_sums(
 ):  # fmt: skip
     """Store this tile's part of d shift, lambda_r sum_i d a_ir q_i. OPPOSITE: d a_i0 = -d a_i1 for two components."""
     if OPPOSITE:
-        b_sum = lam[1] * tl.sum(das[1][:, None] * b_x, 0)
-        tl.store(p_sums + o_d, -b_sum, mask=o_d < D)
-        tl.store(p_sums + D + o_d, b_sum, mask=o_d < D)
+        b_sum = tl.sum(das[1][:, None] * b_x, 0)
+        tl.store(p_sums + o_d, -lam[0] * b_sum, mask=o_d < D)
+        tl.store(p_sums + D + o_d, lam[1] * b_sum, mask=o_d < D)
     else:
         for r in tl.static_range(M):
             tl.store(p_sums + r * D + o_d, lam[r] * tl.sum(das[r][:, None] * b_x, 0), mask=o_d < D)

@@ -96,15 +96,16 @@ def test_unused_lse_is_not_allocated(monkeypatch):
     assert lses == [None]
 
 
-@pytest.mark.parametrize(("hard", "no_component_gemm", "components", "expected"), [
-    (False, False, 2, True), (False, False, 1, False), (False, True, 2, False), (True, False, 2, False),
+@pytest.mark.parametrize(("length", "hard", "no_component_gemm", "components", "expected"), [
+    (2048, False, False, 2, True), (2048, False, False, 1, False), (2048, False, True, 2, False),
+    (2048, True, False, 2, False), (1024, False, False, 2, False),
 ])  # fmt: skip
-def test_component_gemm_operand_is_allocated(hard, no_component_gemm, components, expected):
-    """For two soft components at width 64, but not for chunks."""
+def test_component_gemm_operand_is_allocated(length, hard, no_component_gemm, components, expected):
+    """For two soft components at width 64, but not for chunks and short sequences."""
     call = make(1, 2, 2, D=64, M=components)
     tensors = (call.query, call.keys, call.value, call.shift, *(None,) * 7, call.query)
     flags = launch_config.LaunchFlags(
-        0, hard, False, 40, 40, 1, False, True, "ieee", launch.select_block, no_component_gemm
+        0, hard, False, length, length, 1, False, True, "ieee", launch.select_block, no_component_gemm
     )
     config = launch_config.forward_config(launch_config.layouts(*tensors), flags, False, True)
     assert (config.operand_keys > 0) == expected
