@@ -67,6 +67,7 @@ def gather(results: Path) -> Evidence:
         "shapes": front_page.shapes(rows),
         "groups": group_table.table(rows),
         "host": front_page.host_time(rows),
+        "decoder-steps": front_page.decoder_steps(rows),
         "summary": summary(experiments, analyses, rows),
         "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),
         "averages": lra_averages.table(experiments),

@@ -12,7 +12,9 @@ from experiments.paper.kernel_targets import Record
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
+from mgk.training import results as files
 from mgk.training.config import ModelSpec
+from mgk.training.equal_time import STEP_TIME
 from mgk.variants import VARIANTS
 
 # Models of the table, in pairs: softmax and sMGK with the same numbers of heads and key heads.
@@ -122,3 +124,25 @@ def host_time(rows: list[Record]) -> str:
         lines.append([task, *cells])
     versions = f"Commits {' → '.join(dict.fromkeys(commits))}, torch {measured[-1]['torch']}."
     return f"{markdown_table(lines)}\n\n{versions}"
+
+
+def decoder_steps(rows: list[Record]) -> str:
+    """Format the training step of the study's decoder, timed in isolation."""
+    measured = [row for row in rows if row["recipe"] == "study" and row["metric"] == STEP_TIME and "H200" in row["gpu"]]
+    latest = files.latest(measured, ["variant", "heads", "kv_heads", "key_heads"])
+    if not latest:
+        return MISSING
+    times = {_decoder_name(row): float(row["value"]) for row in latest}
+    lines = [["model", "training step, ms", "relative to softmax with the same heads", "peak memory, MB"]]
+    for row in latest:
+        name = _decoder_name(row)
+        softmax = times.get(_decoder_name({**row, "variant": "softmax"}))
+        share = "–" if softmax is None else f"{times[name] / softmax:.3f}"
+        lines.append([name, f"{times[name]:.1f}", share, f"{int(row['peak_mem_mb']):,}"])
+    commits = ", ".join(sorted({row["commit"] for row in latest}))
+    return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}."
+
+
+def _decoder_name(row: Record) -> str:
+    name = f"{row['variant']}, {row['heads']} heads"
+    return name if row["kv_heads"] == row["heads"] else f"{name}, {row['kv_heads']} key heads"

@@ -13,6 +13,7 @@ HEADER = [
     "group", "B × H × N × D", "sMGK, H/2 heads", "needed", "aim", "MGK, H/2 heads", "needed", "sMGK, H heads", "needed",
     "aim",
 ]  # fmt: skip
+EXCESS_HEADER = ["B × H × N × D", "variant, H/2 heads", "pass", "measured", "needed"]
 
 
 def table(rows: list[Record]) -> str:
@@ -29,12 +30,11 @@ def table(rows: list[Record]) -> str:
             _mean(group, measured, "smgk", 1, PASSES[1]) or NOT_MEASURED, _number(group.equal_needed),
             _number(group.equal_aim),
         ])  # fmt: skip
-    above = "; ".join(_excesses(measured)) or "none"
+    above = _excesses(measured)
     commits = ", ".join(sorted({row["commit"] for row in measured})) or "none"
-    return (
-        f"{markdown_table(lines)}\n\nMore than {MAX_EXCESS - 1:.0%} above the needed number of their group: {above}.\n"
-        f"Commits of the measurements: {commits}."
-    )
+    sentence = f"More than {MAX_EXCESS - 1:.0%} above the needed number of their group"
+    sentence += f":\n\n{markdown_table([EXCESS_HEADER, *above])}" if above else ": none."
+    return f"{markdown_table(lines)}\n\n{sentence}\n\nCommits of the measurements: {commits}."
 
 
 SHAPE_NAMES = {str(shape) for group in GROUPS for shape in group.shapes}
@@ -80,16 +80,16 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _excesses(rows: list[Record]) -> list[str]:
-    """Return the ratios that exceed the needed number of their group by more than MAX_EXCESS."""
-    messages = []
+def _excesses(rows: list[Record]) -> list[list[str]]:
+    """Return table lines of the ratios that exceed the needed number of their group by more than MAX_EXCESS."""
+    lines = []
     for group in GROUPS:
         for variant, needed in (("smgk", group.smgk_needed), ("mgk", group.mgk_needed)):
             for which, limit in zip(PASSES, needed, strict=True):
                 ratios = _ratios(group, rows, variant, 2, which)
-                messages += [
-                    f"{kernel_targets.NAMES[variant]} {shape} {which} {ratio:.2f} (needed {limit:.2f})"
+                lines += [
+                    [shape, kernel_targets.NAMES[variant], which, f"{ratio:.2f}", f"{limit:.2f}"]
                     for shape, ratio in ratios.items()
                     if ratio > MAX_EXCESS * limit
                 ]
-    return messages
+    return lines

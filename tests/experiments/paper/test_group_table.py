@@ -36,7 +36,9 @@ def test_groups_without_rows_are_not_measured():
     assert cells[2:] == [
         "not measured", "0.65 / 0.70", "0.55 / 0.60", "not measured", "0.95 / 0.95", "not measured", "1.30", "1.15"
     ]  # fmt: skip
-    assert len(group_table.table([]).splitlines()) == 2 + len(groups.GROUPS) + 3
+    text = group_table.table([])
+    assert len(text.splitlines()) == 2 + len(groups.GROUPS) + 4
+    assert "More than 15% above the needed number of their group: none." in text
 
 
 def test_geometric_mean_of_a_group_and_number_of_missing_shapes():
@@ -44,7 +46,7 @@ def test_geometric_mean_of_a_group_and_number_of_missing_shapes():
     assert line(rows, "D 32")[2] == "0.40 (1 of 2 shapes) / 0.50 (1 of 2 shapes)"
     rows += rows_of("32x8x4096x32", (0.9, 0.5))
     assert line(rows, "D 32")[2] == "0.60 / 0.50"
-    assert "sMGK 32x8x4096x32 forward 0.90 (needed 0.48)" in group_table.table(rows)
+    assert "| 32x8x4096x32 | sMGK | forward | 0.90 | 0.48 |" in group_table.table(rows)
 
 
 def test_latest_row_of_both_parts_is_used():

@@ -1,0 +1,38 @@
+"""Tables of the front pages."""
+
+from experiments.paper import front_page
+
+
+def row(variant, kv_heads, value, **more):
+    return {
+        "recipe": "study", "metric": "step_ms_alone", "variant": variant, "heads": "8", "kv_heads": kv_heads,
+        "key_heads": "", "value": value, "peak_mem_mb": "1200", "gpu": "NVIDIA H200", "commit": "abc", **more,
+    }  # fmt: skip
+
+
+def test_decoder_steps_are_relative_to_softmax_with_the_same_heads():
+    rows = [
+        row("softmax", "8", "50.0"),
+        row("softmax", "4", "40.0"),
+        row("smgk", "4", "44.0"),
+        row("smgk", "8", "70.0"),
+    ]
+    rows += [
+        row("smgk", "8", "60.0", commit="def"),
+        row("mgk", "2", "90.0"),
+        row("smgk", "8", "1.0", gpu="NVIDIA A100"),
+    ]
+    lines = front_page.decoder_steps(rows).splitlines()
+    assert lines[2:] == [
+        "| softmax, 8 heads | 50.0 | 1.000 | 1,200 |",
+        "| softmax, 8 heads, 4 key heads | 40.0 | 1.000 | 1,200 |",
+        "| smgk, 8 heads, 4 key heads | 44.0 | 1.100 | 1,200 |",
+        "| smgk, 8 heads | 60.0 | 1.200 | 1,200 |",
+        "| mgk, 8 heads, 2 key heads | 90.0 | – | 1,200 |",
+        "",
+        "Commits of the measurements: abc, def.",
+    ]
+
+
+def test_decoder_steps_without_measurements():
+    assert front_page.decoder_steps([]) == front_page.MISSING
