@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mgk._core.calls import Packed
 
 # Finite stand-in for -inf, which gives NaN in a row where all logits are masked. Far below any logit and far above the
-# lowest fp32 number. Values of an additive mask below it mask the pair. The kernels have a copy (MASK_VALUE as
-# tl.constexpr).
+# lowest fp32 number. Values of an additive mask below it mask the pair. The kernels have a copy,
+# `mgk.kernels.mixture.tile.MASK_VALUE`.
 MASK_VALUE = -1e30
 
 

@@ -1,4 +1,4 @@
-"""Tables of block sizes, measured on an H200 in bf16 (benchmarks/block_sizes.py, docs/kernels-log.md)."""
+"""Tables of block sizes: measured on an H200 in bf16 (benchmarks/block_sizes.py), and for wide heads compiled."""
 
 from mgk.kernels.architecture import HOPPER
 from mgk.kernels.mixture.block_config import BlockConfig, BlockKey, BlockTable, BlockTables
@@ -250,8 +250,8 @@ INDEPENDENT: BlockTable = {
 
 MEASURED = BlockTables(SHIFTED, SHIFTED_MANY, INDEPENDENT)
 
-# Widths above 128 with elements of 2 bytes; two components, or shifted keys. Chosen by the compiled kernels
-# (results/wide_blocks.csv); nothing was timed. Warp groups have 64 rows of their own each: eight warps compute the
+# Widths above 128 with elements of 2 bytes; two components, or shifted keys. Chosen by the resources of
+# the compiled kernels (results/wide_blocks.csv), not by times. A warp group needs 64 rows: eight warps compute the
 # scores of 64 rows twice, and 32 rows are too few for wgmma. Accumulators of dk and dv together do not fit the
 # registers. Passes that are missing use the tables above.
 WIDE_HOPPER = BlockTables(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.exp2 import accurate_exp2, accurate_weight
-from mgk.kernels.mixture.tile import INTERPRETED, LOG2E, elementwise_max, exponents, mixture_sum
+from mgk.kernels.mixture.tile import INTERPRETED, LOG2E, MASK_VALUE, elementwise_max, exponents, mixture_sum
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def tie_weights(xs, b_top, M: tl.constexpr):
         b_first = xs[0]
         if INTERPRETED:
             # If both are masked this is -inf - -inf. The hardware's maximum drops the NaN, numpy's keeps it.
-            b_first = tl.maximum(b_first, -1e30)
+            b_first = tl.maximum(b_first, MASK_VALUE)
         out = (tie_weight_2(xs[1] - b_first),)
     elif M > 2:
         ties = tl.zeros_like(b_top)

@@ -4,7 +4,8 @@ Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one pr
 bitwise reproducible, except those of `bwd_onepass`.
 """
 
-# ruff: noqa: RUF005, SIM102, SIM109  (Triton has neither starred tuples nor `in`, and compiles one condition of two)
+# ruff: noqa: RUF005, SIM102, SIM109  (Triton has neither starred tuples nor `in`, and drops the code under a false
+# constexpr only if the condition stands alone)
 import triton
 import triton.language as tl
 
@@ -51,7 +52,7 @@ def dkdv_tile(
     IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr, TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of key tile i_n of pair head i_bk of all batch entries."""
+    """Write the gradients of key tile i_n; i_bk is the index of batch entry and pair head."""
     UNEQUAL: tl.constexpr = SCALE > 1
     NS: tl.constexpr = 1 if SHIFTED else M
     # Components per loop over the queries: one where all dk of soft independent keys and dv do not fit the registers.

@@ -4,7 +4,8 @@ Fast form, fallback and PATH BOTH work as in `fwd`. Every sum is taken by one pr
 bitwise reproducible.
 """
 
-# ruff: noqa: RUF005, SIM102, SIM109  (Triton has neither starred tuples nor `in`, and compiles one condition of two)
+# ruff: noqa: RUF005, SIM102, SIM109  (Triton has neither starred tuples nor `in`, and drops the code under a false
+# constexpr only if the condition stands alone)
 import triton
 import triton.language as tl
 
@@ -150,7 +151,7 @@ def sum_over_keys(
         das = zeros_tuple(delta, M - FIRST)
     total = tl.zeros_like(delta)
     for MASKED in tl.static_range(2):
-        # Copies of an empty loop would be started and awaited.
+        # Skip an empty loop: its first copies still cost time.
         if full < last if MASKED else True:
             acc, das, total = walk_keys(
                 full if MASKED else 0, last if MASKED else full, b_q, b_do, b_row_operand, delta, alpha, rho, lam, acc,
@@ -194,7 +195,7 @@ def dq_tile(
     PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUE_GROUP: tl.constexpr, TMA: tl.constexpr,
     IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients and the inputs of dkdv of tile i_m of head i_bh of all batch entries."""
+    """Write the gradients of query tile i_m and what dkdv reads; i_bh is the index of batch entry and head."""
     UNEQUAL: tl.constexpr = SCALE > 1
     FIRST: tl.constexpr = 1 if SHIFTED or UNEQUAL else M
     # 2^(a_i0 - lse_i) is a factor, applied after the loop.

@@ -19,6 +19,7 @@ from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_widt
 from mgk.kernels.mixture.tile import (
     INTERPRETED,
     KEY_TILE,
+    MASK_VALUE,
     elementwise_max,
     elementwise_min,
     exponents,
@@ -96,8 +97,8 @@ def count_tile(
             if MASK == 1:
                 valid = valid & (tl.load(p_mask, mask=m_in, other=0) != 0)
             else:
-                # A bias below -1e30 masks the pair.
-                valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) >= -1e30)
+                # A bias below MASK_VALUE masks the pair.
+                valid = valid & (tl.load(p_mask, mask=m_in, other=0.0).to(tl.float32) >= MASK_VALUE)
         updated = ()
         if FACTORED:
             rows = load_vectors(rows_ptr + M * stride_rows, o_i, stride_rows, L, M, 0, True)
@@ -121,7 +122,7 @@ def count_tile(
                 xs = ()
                 for r in tl.static_range(M):
                     xs = xs + (rows[r] + c[r],)
-            b_top = tl.maximum(elementwise_max(xs, M), -1e30)
+            b_top = tl.maximum(elementwise_max(xs, M), MASK_VALUE)
             parts = ()
             b_sum = tl.zeros_like(b_top)
             for r in tl.static_range(M):
@@ -165,7 +166,7 @@ def count_components(
             keys = keys + (load_rows(k_ptr + r * stride_km, o_j, stride_ks, n_k, D, BD, True),)
     c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
     c = load_vectors(c_ptr, o_j, n_key_tiles * KEY_TILE, n_k, M, 1, False)
-    b_top = tl.maximum(elementwise_max(c, M), -1e30)
+    b_top = tl.maximum(elementwise_max(c, M), MASK_VALUE)
     factors = ()
     for r in tl.static_range(M):
         factors = factors + (tl.exp2(c[r] - b_top),)
@@ -196,7 +197,7 @@ def count_components(
                     SHIFTED, CAUSAL, MASK, PRECISION, part != 1, USE_SCORES, FACTORED,
                 )  # fmt: skip
     p_count = count_ptr + ((i_b * (H // GROUP) + i_k) * M).to(tl.int64) * S + start_k + o_j
-    empty = tl.sum(tl.where(b_top > -1e30, 0.0, 1.0), 1) > 0.0
+    empty = tl.sum(tl.where(b_top > MASK_VALUE, 0.0, 1.0), 1) > 0.0
     for r in tl.static_range(M):
         b_count = tl.sum(counts[r], 1)
         if not USE_SCORES:

@@ -1,4 +1,4 @@
-"""Switch of the experimental kernels, which have not been timed on a GPU and are off by default."""
+"""Switch of the experimental kernels, which are slower than the ordinary ones and off by default."""
 
 import contextlib
 import os

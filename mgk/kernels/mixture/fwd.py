@@ -6,7 +6,7 @@ exponential per component. PATH BOTH (small calls) compiles both forms into one 
 """
 
 # ruff: noqa: E741, RUF005, SIM102, SIM109  (l is the softmax's denominator; Triton has neither starred tuples nor `in`,
-# and compiles one condition of two)
+# and drops the code under a false constexpr only if the condition stands alone)
 import triton
 import triton.language as tl
 
@@ -187,7 +187,7 @@ def attend_tile(
     if COMPONENT_GEMM:
         b_row_operand = gemm_operand((tl.full([BM, 1], 1.0, tl.float32),) + rho, tl.arange(0, 16), M, True)
     for MASKED in tl.static_range(2):
-        # Copies of an empty loop would be started and awaited.
+        # Skip an empty loop: its first copies still cost time.
         if full < last if MASKED else True:
             acc, l, m = walk_keys(
                 full if MASKED else 0, last if MASKED else full, b_q, b_row_operand, row, rho, lam, acc, l, m, k_src,
@@ -212,7 +212,7 @@ def forward_tile(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Write the output and lse of tile i_m of head i_bh of all batch entries."""
+    """Write the output and lse of query tile i_m; i_bh is the index of batch entry and head."""
     UNEQUAL: tl.constexpr = SCALE > 1
     # With BN keys per step, the general form would need more registers than the fast form in the same kernel.
     GENERAL_BN: tl.constexpr = BN // 2 if PATH == BOTH and BN > 16 else BN
@@ -240,7 +240,7 @@ def forward_tile(
 
     o_i = i_m * BM + tl.arange(0, BM)
     b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
-    # Loads are issued in the order of the program: this one does not wait for the queries.
+    # Before the queries are used: the loads of both are then in flight together.
     high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     b_q = to_registers(b_q, BD, IN_REGISTERS)
     a, squared_norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.component_gemm import gemm_operand
-from mgk.kernels.mixture.tile import FP32_MAX, KEY_TILE, LOG2E, load_scales, sequence_bounds
+from mgk.kernels.mixture.tile import FP32_MAX, KEY_TILE, LOG2E, MASK_VALUE, load_scales, sequence_bounds
 
-# Keys that determine the reference of a head. Every program reads them: 128 of them took as long as its own keys.
+# Number of keys that determine the reference of a head. Every program reads them in addition to its tile of keys.
 SAMPLE = tl.constexpr(32)
 # Lowest reference if every sampled key is masked: their c may be any number.
 LOWEST_REFERENCE = tl.constexpr(-1024.0)
@@ -85,7 +85,7 @@ def prepare_tile(
         if BIAS:
             b_bias = tl.load(bias_ptr + r * stride_bm + o_sample * stride_bs, mask=o_sample < n_keys, other=0.0)
             b_masked = tl.maximum(b_masked, b_c)
-            b_c = tl.where(b_bias.to(tl.float32) < -1e30, -float("inf"), b_c)
+            b_c = tl.where(b_bias.to(tl.float32) < MASK_VALUE, -float("inf"), b_c)
         b_ref = tl.maximum(b_ref, b_c)
     ref = tl.max(b_ref, 0)
     ref = tl.where(ref > -float("inf"), ref, tl.max(b_masked, 0) if BIAS else LOWEST_REFERENCE)
@@ -104,7 +104,7 @@ def prepare_tile(
         tl.store(p_c + r * n_key_tiles * KEY_TILE, b_c)
         if r == 0:
             b_max = b_c
-            b_c0 = tl.maximum(b_c, -1e30)
+            b_c0 = tl.maximum(b_c, MASK_VALUE)
         else:
             b_max = tl.maximum(b_max, b_c)
         if not HARD:

@@ -2,7 +2,7 @@
 
 Exponents are in base 2. Row i is a query, column j a key, r a component. A score is s_ij = q_i.k_j (or q_i.k_jr) before
 scaling. Row terms and key terms are already expanded: to [rows, 1] and [1, keys], or to [1, rows] and [keys, 1] where
-the tile is transposed (`bwd_dkdv`). README.md of `mgk.kernels` has the formulas, the workspace layouts and a glossary.
+the tile is transposed (`query_walk`). README.md of `mgk.kernels` has the formulas, the workspaces and a glossary.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
@@ -20,10 +20,12 @@ KEY_TILE = tl.constexpr(128)
 # from an address that is not a multiple of 16 bytes, which would be a device error. Blocks read by TMA divide this and
 # have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
-# Tiles per program of a FALLBACK launch. With one each, the launch took 6 to 8 us for 3,072 tiles none of which was
-# flagged: programs with the registers and shared memory of the kernel wait for one number.
+# Tiles per program of a FALLBACK launch. With one tile each, a launch took 6 to 8 us for 3,072 tiles without a flag
+# (H200): a program occupies the kernel's registers and shared memory until its flag is loaded.
 FALLBACK_TILES = tl.constexpr(8)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Finite stand-in for -inf, as `mgk._core.masks.MASK_VALUE`: biases below it mask the pair.
+MASK_VALUE = tl.constexpr(-1e30)
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
 SAFE_RANGE = tl.constexpr(80.0)
