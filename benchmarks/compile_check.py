@@ -134,7 +134,7 @@ def table(rows: list[Row]) -> str:
     """Return the table of registers, spills and shared memory by kernel and architecture."""
     from mgk._core.io import markdown_table
 
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cells: dict[tuple[str, str], dict[str, tuple[int, str]]] = {}
     for row in rows:
         name, _, path = row["kernel"].partition(" ")
         feature = "" if row["feature"] == "causal" else f", {row['feature']}"
@@ -142,14 +142,15 @@ def table(rows: list[Row]) -> str:
         kernel = f"`{name}`" + (f" {PATHS[path]}" if path else "")
         resources = f"{row['registers']} / {row['spill_bytes']} / {int(row['shared_bytes'] or 0) / 1024:.0f}"
         # A call may launch a kernel twice, for dk and for dv: the table has the one with more spills.
-        previous = cells.setdefault((call, kernel), {}).get(row["arch"])
-        if previous is None or int(row["spill_bytes"]) > int(previous.split(" / ")[1]):
-            cells[call, kernel][row["arch"]] = row["failure"] or resources
+        by_arch = cells.setdefault((call, kernel), {})
+        spills = int(row["spill_bytes"])
+        if row["arch"] not in by_arch or spills > by_arch[row["arch"]][0]:
+            by_arch[row["arch"]] = spills, row["failure"] or resources
     architectures = [arch for arch in ARCHITECTURES if any(row["arch"] == arch for row in rows)]
     lines = [["call", "kernel", *map(architecture_name, architectures)]]
     calls = list(dict.fromkeys(call for call, _ in cells))
     for (call, kernel), by_arch in sorted(cells.items(), key=lambda item: calls.index(item[0][0])):
-        lines.append([call, kernel, *(by_arch.get(arch, "–") for arch in architectures)])
+        lines.append([call, kernel, *(by_arch[arch][1] if arch in by_arch else "–" for arch in architectures)])
     versions = sorted({f"Triton {row['triton']}, commit {row['commit']}, {row['date']}" for row in rows})
     note = f"Registers / bytes of spills per thread / KB of shared memory. Compiled, not run: {'; '.join(versions)}."
     return f"{note}\n\n{markdown_table(lines)}"

@@ -125,6 +125,11 @@ def test_table_has_a_column_per_architecture(check):
         check.fill_page("text", "table")
 
 
+def test_table_shows_the_failure_of_a_launch_with_more_spills(check):
+    rows = [row_of(check, spill_bytes=500, failure="500 bytes of spills"), row_of(check, spill_bytes=4)]
+    assert "| smgk D 64 | `mixture_forward` fast | 500 bytes of spills |" in check.table(rows)
+
+
 def test_page_has_the_table_of_the_results(check):
     rows = check.read_rows(ROOT / "results" / "compiled.csv")
     assert [row for row in rows if row["failure"]] == []

@@ -50,7 +50,7 @@ def dkdv_tile(
     TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr, TMA: tl.constexpr,
     IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr, TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PRIOR: tl.constexpr, PATH: tl.constexpr,
+    PRIOR: tl.constexpr, TILES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of key tile i_n; i_bk is the index of batch entry and pair head."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -69,7 +69,7 @@ def dkdv_tile(
     i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     p_flag = flags_ptr + i_bk * n_tiles + i_n
-    if PATH != FALLBACK:
+    if PATH != FALLBACK or TILES == 1:
         if i_n * BN >= n_k:
             return
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh + start_k.to(tl.int64) * stride_ks
@@ -226,7 +226,7 @@ def mixture_backward_dkdv(
     TAU: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, KEY_REPEAT: tl.constexpr, VALUE_REPEAT: tl.constexpr, TMA: tl.constexpr,
     IN_REGISTERS: tl.constexpr, PER_COMPONENT: tl.constexpr, TMA_ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PRIOR: tl.constexpr, PATH: tl.constexpr,
+    PRIOR: tl.constexpr, TILES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv, this tile's part of d shift, d tau and d scale, and d log pi.
 
@@ -235,8 +235,8 @@ def mixture_backward_dkdv(
     pair of them; dk, dv and d log pi are written per pair head, KEY_REPEAT of a key head, VALUE_REPEAT of a value head.
     Unless query_sums is None, gradients of the queries are added to it (`bwd_onepass`).
     """
-    if PATH == FALLBACK:
-        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads)
+    if PATH == FALLBACK and TILES > 1:
+        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads, TILES)
         for t in range(first, last):
             _, _, n_k, _ = sequence_bounds(cu_k_ptr, t // n_tiles // (H // GROUP), S, PACKED)
             # Flags of tiles beyond the end of a sequence are not written.
@@ -249,12 +249,15 @@ def mixture_backward_dkdv(
                     stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl, stride_rows, GROUP, H, L, S,
                     n_key_tiles, n_tiles, n_heads, n_query_tiles, n_query_sums, M, D, E, BD, BE, BM, BN, BQ, SHIFTED,
                     HARD, SCALE, TAU, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, KEY_REPEAT, VALUE_REPEAT, TMA,
-                    IN_REGISTERS, PER_COMPONENT, TMA_ROWS, OUTPUTS, PRIOR, PATH,
+                    IN_REGISTERS, PER_COMPONENT, TMA_ROWS, OUTPUTS, PRIOR, TILES, PATH,
                 )  # fmt: skip
     else:
         i_n, i_bk = schedule(n_tiles, n_heads, SECTION)
         if CAUSAL:
             i_n = n_tiles - 1 - i_n
+        if PATH == FALLBACK:
+            if tl.load(flags_ptr + i_bk * n_tiles + i_n) == 0.0:
+                return
         dkdv_tile(
             i_n, i_bk, q_src, k_ptr, v_ptr, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr,
             c_ptr, stats_ptr, do_src, rows_src, row_operand_src, query_sums, spread_ptr, flags_ptr, dk_ptr, dv_ptr,
@@ -262,5 +265,6 @@ def mixture_backward_dkdv(
             stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj,
             stride_gb, stride_gh, stride_gl, stride_rows, GROUP, H, L, S, n_key_tiles, n_tiles, n_heads, n_query_tiles,
             n_query_sums, M, D, E, BD, BE, BM, BN, BQ, SHIFTED, HARD, SCALE, TAU, CAUSAL, MASK, DROPOUT, PACKED,
-            PRECISION, KEY_REPEAT, VALUE_REPEAT, TMA, IN_REGISTERS, PER_COMPONENT, TMA_ROWS, OUTPUTS, PRIOR, PATH,
+            PRECISION, KEY_REPEAT, VALUE_REPEAT, TMA, IN_REGISTERS, PER_COMPONENT, TMA_ROWS, OUTPUTS, PRIOR, TILES,
+            PATH,
         )  # fmt: skip

@@ -193,7 +193,7 @@ def dq_tile(
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUE_GROUP: tl.constexpr, TMA: tl.constexpr,
-    IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, TILES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of query tile i_m and what dkdv reads; i_bh is the index of batch entry and head."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -209,7 +209,7 @@ def dq_tile(
     i_b, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_seq, L, PACKED)
     _, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_seq, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
-    if PATH != FALLBACK:
+    if PATH != FALLBACK or TILES == 1:
         if i_m * BM >= n_q:
             return
     o_row = (i_b * H + i_h).to(tl.int64) * L + start_q
@@ -386,7 +386,7 @@ def mixture_backward_dq(
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DMASK: tl.constexpr, DLSE: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUE_GROUP: tl.constexpr, TMA: tl.constexpr,
-    IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, PATH: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, PRIOR: tl.constexpr, TILES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write dq, the gradient of a float mask, and this tile's part of d shift, d tau and d scale.
 
@@ -394,8 +394,8 @@ def mixture_backward_dq(
     the component GEMM (unless row_operand_ptr is None) and the tile's spread.
     PATH PREPARE writes only these, FINISH only the gradients, from query_sums (`bwd_onepass`).
     """
-    if PATH == FALLBACK:
-        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads)
+    if PATH == FALLBACK and TILES > 1:
+        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads, TILES)
         for t in range(first, last):
             _, _, n_q, _ = sequence_bounds(cu_q_ptr, t // n_tiles // H, L, PACKED)
             # Flags of tiles beyond the end of a sequence are not written.
@@ -408,10 +408,13 @@ def mixture_backward_dq(
                     stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl,
                     stride_rows, GROUP, stride_ob, stride_oh, stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads, M, D,
                     E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU, CAUSAL, MASK, DMASK, DLSE, DROPOUT, PACKED, PRECISION,
-                    VALUE_GROUP, TMA, IN_REGISTERS, PRIOR, PATH,
+                    VALUE_GROUP, TMA, IN_REGISTERS, PRIOR, TILES, PATH,
                 )  # fmt: skip
     else:
         i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
+        if PATH == FALLBACK:
+            if tl.load(flags_ptr + i_bh * n_tiles + i_m) == 0.0:
+                return
         dq_tile(
             i_m, i_bh, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr,
             c_ptr, stats_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, dmask_ptr, rows_ptr, row_operand_ptr,
@@ -419,5 +422,5 @@ def mixture_backward_dq(
             stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb,
             stride_mh, stride_ml, stride_mj, stride_gb, stride_gh, stride_gl, stride_rows, GROUP, stride_ob, stride_oh,
             stride_ol, H, L, S, n_key_tiles, n_tiles, n_heads, M, D, E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU,
-            CAUSAL, MASK, DMASK, DLSE, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA, IN_REGISTERS, PRIOR, PATH,
+            CAUSAL, MASK, DMASK, DLSE, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA, IN_REGISTERS, PRIOR, TILES, PATH,
         )  # fmt: skip

@@ -210,7 +210,7 @@ def forward_tile(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, TILES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write the output and lse of query tile i_m; i_bh is the index of batch entry and head."""
     UNEQUAL: tl.constexpr = SCALE > 1
@@ -222,7 +222,7 @@ def forward_tile(
     i_bq, start_q, n_q, _ = sequence_bounds(cu_q_ptr, i_bh // H, L, PACKED)
     i_b, start_k, n_k, key_tile = sequence_bounds(cu_k_ptr, i_bh // H, S, PACKED)
     p_flag = flags_ptr + i_bh * n_tiles + i_m
-    if PATH != FALLBACK:
+    if PATH != FALLBACK or TILES == 1:
         if i_m * BM >= n_q:
             return
     q_ptr += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh + start_q.to(tl.int64) * stride_ql
@@ -298,11 +298,11 @@ def mixture_forward(
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, SCALE: tl.constexpr, TAU: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, PATH: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, TMA: tl.constexpr, IN_REGISTERS: tl.constexpr, TILES: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """Write the output [B, H, L, E] and the base-2 lse [B, H, L], +inf for fully masked rows."""
-    if PATH == FALLBACK:
-        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads)
+    if PATH == FALLBACK and TILES > 1:
+        first, last = fallback_tiles(flags_ptr, n_tiles * n_heads, TILES)
         for t in range(first, last):
             _, _, n_q, _ = sequence_bounds(cu_q_ptr, t // n_tiles // H, L, PACKED)
             # Flags of tiles beyond the end of a sequence are not written.
@@ -313,15 +313,18 @@ def mixture_forward(
                     dropout_p, stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb,
                     stride_vh, stride_vs, stride_mb, stride_mh, stride_ml, stride_mj, stride_ob, stride_oh, stride_ol,
                     GROUP, H, L, S, n_key_tiles, n_tiles, M, D, E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU, CAUSAL,
-                    MASK, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA, IN_REGISTERS, PATH,
+                    MASK, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA, IN_REGISTERS, TILES, PATH,
                 )  # fmt: skip
     else:
         i_m, i_bh = schedule(n_tiles, n_heads, SECTION)
+        if PATH == FALLBACK:
+            if tl.load(flags_ptr + i_bh * n_tiles + i_m) == 0.0:
+                return
         forward_tile(
             i_m, i_bh, q_ptr, k_src, v_src, shift_ptr, mask_ptr, seed_ptr, scale_ptr, tau_ptr, cu_q_ptr, cu_k_ptr,
             c_ptr, stats_ptr, flags_ptr, key_operand_src, out_ptr, lse_ptr, scale, tau, dropout_p, stride_qb, stride_qh,
             stride_ql, stride_kb, stride_kh, stride_km, stride_ks, stride_vb, stride_vh, stride_vs, stride_mb,
             stride_mh, stride_ml, stride_mj, stride_ob, stride_oh, stride_ol, GROUP, H, L, S, n_key_tiles, n_tiles, M,
             D, E, BD, BE, BM, BN, SHIFTED, HARD, SCALE, TAU, CAUSAL, MASK, DROPOUT, PACKED, PRECISION, VALUE_GROUP, TMA,
-            IN_REGISTERS, PATH,
+            IN_REGISTERS, TILES, PATH,
         )  # fmt: skip

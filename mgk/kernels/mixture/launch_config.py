@@ -23,7 +23,6 @@ from mgk.kernels.mixture.query_walk import DK_AND_DV, DK_ONLY, DV_ONLY
 from mgk.kernels.mixture.tile import (  # fmt: skip
     BOTH,
     FALLBACK,
-    FALLBACK_TILES,
     FAST,
     FINISH,
     GENERAL,
@@ -34,7 +33,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
 )
 
 KEYS_PER_TILE = KEY_TILE.value  # keys per tile of preprocessed keys
-FALLBACK_TILES_PER_PROGRAM = FALLBACK_TILES.value
+# Tiles per program of a FALLBACK launch on Hopper. With one tile each, a launch took 6 to 8 us for 3,072 tiles without
+# a flag (H200): a program occupies the kernel's registers and shared memory until its flag is loaded. On other GPUs and
+# at widths above 128 the loop over the tiles spills up to 2 KB (compiled).
+FALLBACK_TILES, MAX_FALLBACK_WIDTH = 8, 128
 ROWS_PER_TILE = ROW_ALIGNMENT.value  # a head's row vectors are padded to a multiple of this
 L2_BYTES = 24 << 20
 
@@ -179,8 +181,9 @@ def preprocess_spec(
     )  # fmt: skip
 
 
-def _fallback_grid(tiles: int) -> tuple[int, int, int]:
-    return ceil_div(tiles, FALLBACK_TILES_PER_PROGRAM), 1, 1
+def _fallback_tiles(flags: LaunchFlags, width: int) -> int:
+    """Return the number of tiles per program of a FALLBACK launch."""
+    return FALLBACK_TILES if flags.architecture == HOPPER and width <= MAX_FALLBACK_WIDTH else 1
 
 
 class ForwardConfig(NamedTuple):
@@ -219,10 +222,10 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
     )  # fmt: skip
     width = max(constexprs["BD"], constexprs["BE"])
     block = flags.select_block(key, width, M, shifted, size, flags.architecture)
-    tiles = ceil_div(args.max_q, block.block_m)
+    tiles, fallback = ceil_div(args.max_q, block.block_m), _fallback_tiles(flags, width)
     constexprs.update(
         BM=block.block_m, BN=block.block_n, VALUE_GROUP=args.value_group, TMA=tma,
-        IN_REGISTERS=block.operand_in_registers,
+        IN_REGISTERS=block.operand_in_registers, TILES=fallback,
     )  # fmt: skip
     component_gemm = _uses_component_gemm(block, fast and _is_factored(constexprs), M)
     # fp16 weights relative to a bound of their row underflow. With one component GENERAL takes one exponential too.
@@ -238,7 +241,7 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
         (*query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(args.mask),
         *out.strides[:3], H // HK),
         (H, L, S, key_tiles, tiles, heads, _heads_in_l2(heads, ((1 if shifted else M) * D + E) * size * S)),
-        constexprs, block.num_warps, block.num_stages, block.maxnreg, paths, _fallback_grid(tiles * heads),
+        constexprs, block.num_warps, block.num_stages, block.maxnreg, paths, (ceil_div(tiles * heads, fallback), 1, 1),
     )  # fmt: skip
     preprocess = preprocess_spec(
         (tensors[1], *tensors[3:7], tensors[10]), hard, num_sequences, args.max_k, key_tiles, component_gemm
@@ -296,6 +299,7 @@ def backward_config(
     (B, H, L, D), (S, E), M = query.shape, value.shape[2:], constexprs["M"]
     HK, HV, HP = args.head_counts
     width, size = max(constexprs["BD"], constexprs["BE"]), query.dtype.itemsize
+    fallback = _fallback_tiles(flags, width)
     # Blocks of small calls have one or two warps: the registers of masks, dropout and several scales would not fit.
     use_small_blocks = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
     # Packed sequences begin at arbitrary offsets in the row vectors, which TMA cannot read.
@@ -340,8 +344,9 @@ def backward_config(
         mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, H // HK, *out.strides[:3]),
         (H, L, S, key_tiles, q_tiles, heads, _heads_in_l2(heads, (D * (1 if shifted else M) + E) * size * S)),
         dict(constexprs, BM=dq_block.block_m, BN=dq_block.block_n, DMASK=mask_grad, DLSE=grad_lse is not None,
-        VALUE_GROUP=args.value_group, TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad),
-        dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths, _fallback_grid(q_tiles * heads),
+        VALUE_GROUP=args.value_group, TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad,
+        TILES=fallback),
+        dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths, (ceil_div(q_tiles * heads, fallback), 1, 1),
     )  # fmt: skip
     dkdv = []
     for (outputs, block), tiles in zip(passes, k_tiles, strict=True):
@@ -352,8 +357,9 @@ def backward_config(
             _heads_in_l2(all_pairs, (D + E) * size * L * H // HP)),
             dict(constexprs, BM=block.block_m, BN=block.block_n, BQ=dq_block.block_m, KEY_REPEAT=HP // HK,
             VALUE_REPEAT=HP // HV, TMA=tma_queries, IN_REGISTERS=block.operand_in_registers,
-            PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows, OUTPUTS=outputs.value, PRIOR=prior_grad),
-            block.num_warps, block.num_stages, block.maxnreg, dkdv_paths, _fallback_grid(tiles * all_pairs),
+            PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows, OUTPUTS=outputs.value, PRIOR=prior_grad,
+            TILES=fallback),
+            block.num_warps, block.num_stages, block.maxnreg, dkdv_paths, (ceil_div(tiles * all_pairs, fallback), 1, 1),
         )  # fmt: skip
         dkdv.append(DkdvLaunch(spec, block.block_m, tma_rows))
     # The GEMM operands are bf16, which has fewer digits than fp16 gradients.

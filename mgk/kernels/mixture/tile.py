@@ -20,9 +20,6 @@ KEY_TILE = tl.constexpr(128)
 # from an address that is not a multiple of 16 bytes, which would be a device error. Blocks read by TMA divide this and
 # have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
-# Tiles per program of a FALLBACK launch. With one tile each, a launch took 6 to 8 us for 3,072 tiles without a flag
-# (H200): a program occupies the kernel's registers and shared memory until its flag is loaded.
-FALLBACK_TILES = tl.constexpr(8)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Finite stand-in for -inf, as `mgk._core.masks.MASK_VALUE`: biases below it mask the pair.
 MASK_VALUE = tl.constexpr(-1e30)
@@ -349,15 +346,15 @@ def max_spread(spread_ptr, i_seq, i_k, n_query_tiles, n_q, GROUP, H, BQ: tl.cons
 
 
 @triton.jit
-def fallback_tiles(flags_ptr, n):
-    """Return the range of tiles of this program of a FALLBACK launch, empty if none of them is flagged.
+def fallback_tiles(flags_ptr, n, TILES: tl.constexpr):
+    """Return the range of the TILES tiles of this program of a FALLBACK launch, empty if none of them is flagged.
 
     n: Number of all tiles.
     """
-    first = tl.program_id(0) * FALLBACK_TILES
-    o_t = first + tl.arange(0, FALLBACK_TILES)
+    first = tl.program_id(0) * TILES
+    o_t = first + tl.arange(0, TILES)
     count = tl.sum((tl.load(flags_ptr + o_t, mask=o_t < n, other=0.0) != 0.0).to(tl.int32), 0)
-    return first, tl.where(count > 0, min(first + FALLBACK_TILES, n), first)
+    return first, tl.where(count > 0, min(first + TILES, n), first)
 
 
 @triton.jit
