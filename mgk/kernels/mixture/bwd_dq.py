@@ -232,14 +232,17 @@ def dq_tile(
 
     o_i = i_m * BM + tl.arange(0, BM)
     m_i = o_i < n_q
-    # All loads are issued before the first one is awaited.
+    # All loads are issued before the first one is awaited. Three tiles wider than 128 do not fit the registers.
     b_q = load_rows(q_ptr, o_i, stride_ql, n_q, D, BD, True)
     b_do = load_rows(do_ptr, o_i, stride_gl, n_q, E, BE, True)
-    b_out = load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True)
+    if BE <= 128:
+        b_out = load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True)
     lse = tl.load(lse_ptr + o_row + o_i, mask=m_i, other=float("inf"))
     high, low, longest, end, masked = key_range(stats_ptr, tl.cdiv(n_k, KEY_TILE))
     b_q = to_registers(b_q, BD, IN_REGISTERS)
     b_do = to_registers(b_do, BE, IN_REGISTERS)
+    if BE > 128:
+        b_out = load_rows(out_ptr, o_i, stride_ol, n_q, E, BE, True)
     # From the gradients in registers: the sum then has the layout of the scores' rows. With that of the loads, sm_90
     # spills 76 values in the loop.
     delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
