@@ -135,7 +135,8 @@ class CallPlan:
         launch_by_address(
             config.attend, self.device, stream,
             (at_query, at_keys, at_value, at_shift, None, None, None, None, None, None, prepared, stats,
-            base + offsets["flags"], operand_address, out.data_ptr(), lse_address if self.needs_gradients else None,
+            base + offsets["flags"] if config.num_flags else stats, operand_address, out.data_ptr(),
+            lse_address if self.needs_gradients else None,
             args.scale, args.tau, 0.0),
         )  # fmt: skip
         return out, memory
