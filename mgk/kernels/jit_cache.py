@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mgk.kernels.architecture import Architecture, compile_target
+from mgk.kernels.tma import encoding_properties, launcher_after_encoding
 
 try:
     from triton.runtime import _async_compile
@@ -42,6 +43,8 @@ class CompiledKernel(NamedTuple):
     function: Any
     metadata: Any
     arguments: tuple[Any, ...]
+    run_encoded: Callable[..., None]  # with encoded TMA descriptors
+    descriptors: tuple[Any, ...] | None  # properties by which TMA descriptors are encoded; None: unknown
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +76,9 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 # Arguments of `launch`.
 Launch = tuple[LaunchSpec, tuple[Any, ...], tuple[float, ...]]
+
+# Called with every launch before it runs, in all threads.
+_observers: list[Callable[[LaunchSpec, tuple[Any, ...], tuple[float, ...]], None]] = []
 
 
 class _Deferred(threading.local):
@@ -131,11 +137,13 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
     if deferred is not None and (kernels is None or deferred):
         deferred.append((spec, tensors, floats))
         return
+    for observe in _observers:
+        observe(spec, tensors, floats)
     if kernels is None:
         compile_and_launch(spec, device, tensors, floats, unaligned)
         return
     hooked = hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook)
-    for grid, compiled, run, function, metadata, arguments in kernels:
+    for grid, compiled, run, function, metadata, arguments, _, _ in kernels:
         if hooked:
             compiled[grid](*addresses, *floats, *arguments)
         else:
@@ -150,8 +158,8 @@ def current_stream(device: int) -> Any:
 def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple[LaunchSpec, ...]) -> bool:
     """Return whether the specs can be launched by `launch_by_address`.
 
-    Their kernels must be compiled for aligned tensors, `device` must be the current one, no launch hook installed, and
-    launches not collected.
+    Their kernels must be compiled for aligned tensors and take encoded TMA descriptors. `device` must be the current
+    device. No launch hook, `collected_launches` or `observed_launches` may be active.
 
     Args:
         device: Index of the tensors' device.
@@ -161,6 +169,8 @@ def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple
     current = current_device()
     if (device != current and not (device == NO_GPU and current == 0)) or _deferred.launches is not None:
         return False
+    if _observers:
+        return False
     bits = 0
     for address in addresses:
         if address is not None:
@@ -168,14 +178,15 @@ def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple
     if bits % 16:
         return False
     for spec in specs:
-        if current not in spec.compiled:
+        kernels = spec.compiled.get(current)
+        if kernels is None or kernels[0].descriptors is None:
             return False
     return not (hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook))
 
 
 def launch_by_address(spec: LaunchSpec, device: int, stream: Any, arguments: tuple[Any, ...]) -> None:
-    """Launch compiled kernels. arguments: addresses, tensor descriptors or None, followed by the floats."""
-    for grid, _, run, function, metadata, constants in spec.compiled[max(device, 0)]:
+    """Launch compiled kernels. arguments: addresses, encoded TMA descriptors or None, followed by the floats."""
+    for grid, _, _, function, metadata, constants, run, _ in spec.compiled[max(device, 0)]:
         run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
 
 
@@ -208,10 +219,12 @@ def lookup(
     if None in compiled:
         return None
     arguments = (*spec.scalars, *spec.unspecialized, *spec.constexprs.values())
+    descriptors = encoding_properties(compiled, tensors)
     spec.compiled[key] = tuple(
         CompiledKernel(
             grid, kernel, kernel.run, kernel.function, kernel.packed_metadata,
             arguments if path is None else (*arguments, path),
+            (launcher_after_encoding(kernel.run) if descriptors else None) or kernel.run, descriptors,
         )
         for kernel, (path, grid) in zip(compiled, spec.path_grids(), strict=True)
     )  # fmt: skip
@@ -252,6 +265,27 @@ def collected_launches() -> Iterator[list[Launch]]:
         _deferred.launches, _deferred.only_compile = previous
 
 
+@contextlib.contextmanager
+def observed_launches(observe: Callable[[LaunchSpec, tuple[Any, ...], tuple[float, ...]], None]) -> Iterator[None]:
+    """Call a function with the arguments of every launch before it runs, in all threads."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+
+
+def compile_kernel(
+    spec: LaunchSpec, path: int | None, tensors: tuple[Any, ...], floats: tuple[float, ...] = ()
+) -> Any:  # fmt: skip
+    """Compile a kernel for one of its paths. Does not store it for launches.
+
+    Returns:
+        The compiled kernel; in a context of compiler threads, a future; None if a hook of Triton prevented it.
+    """
+    return spec.kernel.warmup(*_arguments(spec, tensors, floats), grid=spec.grid, **compile_options(spec, path))
+
+
 def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> list[str]:
     """Compile the kernels of launches in parallel threads, and log the time if it is long.
 
@@ -285,10 +319,7 @@ def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> l
     kernels = {}
     with _compiler_threads(threads, device):
         for (path, cache_key), (spec, tensors, floats) in missing.items():
-            kernels[path, cache_key] = spec.kernel.warmup(
-                *_arguments(spec, tensors, floats), grid=spec.grid, **_options(spec, path)
-            )
-    # Triton returns a future in the threads, and None if a hook of its cache prevents the compilation.
+            kernels[path, cache_key] = compile_kernel(spec, path, tensors, floats)
     for cache_key, kernel in kernels.items():
         if kernel is not None:
             _compiled[cache_key] = kernel.result() if hasattr(kernel, "result") else kernel
@@ -296,7 +327,8 @@ def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> l
     names = [spec.kernel.__name__ for spec, _, _ in missing.values()]
     if seconds > SLOW_COMPILATION:
         logger.warning(
-            "compiled %d kernels in %.1f s (%s); mgk.warmup compiles ahead, and Triton's cache keeps them",
+            "compiled %d kernels in %.1f s (%s). Call mgk.warmup to compile them in advance; later processes load them "
+            "from Triton's cache.",
             len(names), seconds, ", ".join(sorted(set(names))),
         )  # fmt: skip
     return names
@@ -317,7 +349,7 @@ def _arguments(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, 
     return (*tensors, *floats, *spec.scalars, *spec.unspecialized)
 
 
-def _options(spec: LaunchSpec, path: int | None) -> dict[str, Any]:
+def compile_options(spec: LaunchSpec, path: int | None) -> dict[str, Any]:
     """Return the keyword arguments of a kernel: constexprs and options of the compiler."""
     options = {**spec.constexprs, "num_warps": spec.num_warps, "num_stages": spec.num_stages}
     if path is not None:
@@ -334,5 +366,6 @@ def compile_and_launch(
     if len(spec.paths) > 1:
         compile_kernels([(spec, tensors, floats)])
     cache_key = _key(spec, device, tensors, unaligned)
+    arguments = _arguments(spec, tensors, floats)
     for path, grid in spec.path_grids():
-        _compiled[path, cache_key] = spec.kernel[grid](*_arguments(spec, tensors, floats), **_options(spec, path))
+        _compiled[path, cache_key] = spec.kernel[grid](*arguments, **compile_options(spec, path))

@@ -30,6 +30,7 @@ from mgk.kernels.mixture.launch_config import (
     forward_config,
     layouts,
 )
+from mgk.kernels.tma import Layout, descriptor_arguments, encode
 
 ALIGNMENT = 128  # bytes; TMA needs 16
 unwrap = torch._C._functorch.unwrap_if_dead
@@ -51,6 +52,21 @@ class Workspace:
         """Return a buffer as a tensor."""
         shape, start = self.shapes[name], self.offsets[name] // 4
         return memory[start : start + torch.Size(shape).numel()].view(shape)
+
+
+def layout_of(x: Tensor) -> Layout:
+    """Return shape and strides of a tensor."""
+    return x.shape, x.stride()
+
+
+def matrix_layout(rows: int, columns: int) -> Layout:
+    """Return shape and strides of a contiguous matrix."""
+    return (rows, columns), (columns, 1)
+
+
+def operand_layout(rows: int) -> Layout | None:
+    """Return shape and strides of an operand of the component GEMM, None for 0 rows."""
+    return matrix_layout(rows, COMPONENT_GEMM_WIDTH) if rows else None
 
 
 class CallPlan:
@@ -89,6 +105,10 @@ class CallPlan:
         )  # fmt: skip
         config = self.forward_config
         self.forward_specs = config.preprocess, config.attend
+        self.descriptors = None
+        if self.tma:
+            operand = operand_layout(config.operand_keys)
+            self.descriptors = descriptor_arguments(config.attend, layout_of(args.keys), layout_of(value), operand)
         self.backward_plans: dict[Any, BackwardPlan | None] = {}
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
@@ -118,8 +138,10 @@ class CallPlan:
             args = self.full_args(query, keys, value, shift, prior)
             launch.forward_into(out, lse, view(memory, "prepared"), view(memory, "stats"), args)
             return out, memory
-        base, offsets = memory.data_ptr(), self.workspace.offsets
-        prepared, stats, lse_address = base + offsets["prepared"], base + offsets["stats"], base + offsets["lse"]
+        base = memory.data_ptr()
+        prepared, stats, lse_address, flags = [base + offset for offset in self.workspace.offsets.values()]
+        if not config.num_flags:
+            flags = stats
         operand = launch.empty_operand(memory, config.operand_keys)
         operand_address = None if operand is None else operand.data_ptr()
         at_query, at_keys, at_value, at_shift, at_prior = addresses
@@ -130,13 +152,11 @@ class CallPlan:
             (at_keys, at_shift, at_prior, None, None, None, prepared, stats, operand_address, args.scale, args.tau,
             args.constant),
         )  # fmt: skip
-        if self.tma:
-            at_keys, at_value, operand_address = launch.as_descriptors(True, config.block_n, keys, value, operand)
+        k, v, k_operand = encode(self.descriptors, self.device, at_keys, at_value, operand_address)
         launch_by_address(
             config.attend, self.device, stream,
-            (at_query, at_keys, at_value, at_shift, None, None, None, None, None, None, prepared, stats,
-            base + offsets["flags"] if config.num_flags else stats, operand_address, out.data_ptr(),
-            lse_address if self.needs_gradients else None,
+            (at_query, *k, *v, at_shift, None, None, None, None, None, None, prepared, stats,
+            flags, *k_operand, out.data_ptr(), lse_address if self.needs_gradients else None,
             args.scale, args.tau, 0.0),
         )  # fmt: skip
         return out, memory
@@ -175,7 +195,7 @@ class CallPlan:
         tensor_layouts = (*self.layouts[:4], None, *self.layouts[5:], *layouts(out, grad, None))
         config = backward_config(tensor_layouts, flags, tma_keys, tma_queries, False, prior_grad)
         prior_keys = args.value.shape[2] if prior_grad == FULL_PRIOR_GRAD else 0
-        return BackwardPlan(self, config, tma_keys, tma_queries, prior_keys)
+        return BackwardPlan(self, config, args, grad, tma_keys, tma_queries, prior_keys)
 
     def gradients(self, ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, keys, value, shift and log prior."""
@@ -202,10 +222,10 @@ class BackwardPlan:
     """The launches of the backward pass of a plan, for one layout of the output's gradient."""
 
     def __init__(
-        self, plan: CallPlan, config: BackwardConfig, tma_keys: bool, tma_queries: bool, prior_keys: int
+        self, plan: CallPlan, config: BackwardConfig, args: MixtureArgs, grad: Tensor, tma_keys: bool,
+        tma_queries: bool, prior_keys: int,
     ):  # fmt: skip
         self.plan, self.config, self.prior_keys = plan, config, prior_keys
-        self.tma_keys, self.tma_queries = tma_keys, tma_queries
         self.specs: tuple[LaunchSpec, ...] = (config.dq, *(spec for spec, _, _ in config.dkdv), config.add_parts)
         if config.finish is not None:
             self.specs += (config.finish,)
@@ -218,21 +238,38 @@ class BackwardPlan:
             query_sums=config.query_sums,
         )  # fmt: skip
         self.num_sums = config.parts[1] * config.parts[2]
+        self.gradients = [layout_of(launch.empty_like_bshd(x)) for x in (args.query, args.keys, args.value)]
+        self.dq_descriptors = None
+        self.dkdv_descriptors: list[Any] = [None] * len(config.dkdv)
+        if tma_keys:
+            self.dq_descriptors = descriptor_arguments(
+                config.dq, layout_of(args.keys), layout_of(args.value), operand_layout(config.key_operand_keys)
+            )
+        if tma_queries:
+            row_operand = operand_layout(config.row_operand_rows)
+            query_sums = None if config.finish is None else matrix_layout(*config.query_sums)
+            self.dkdv_descriptors = [
+                descriptor_arguments(
+                    spec, layout_of(args.query), layout_of(grad),
+                    matrix_layout(*config.row_vectors) if tma_rows else None, row_operand, query_sums,
+                )
+                for spec, _, tma_rows in config.dkdv
+            ]  # fmt: skip
 
     def run(
         self, grad: Tensor, out: Tensor, memory: Tensor, tensors: tuple[Any, ...], addresses: list[Any]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
         """Launch the kernels by address; arguments as `launch_backward` passes them."""
-        plan, config, space = self.plan, self.config, self.workspace
+        plan, config = self.plan, self.config
         query, keys, value, _ = tensors
-        dq, dk, dv = launch.empty_like_bshd(query), launch.empty_like_bshd(keys), launch.empty_like_bshd(value)
-        sums = memory.new_empty(self.num_sums)
-        buffers = memory.new_empty(space.numel)
+        dq, dk, dv = [x.new_empty_strided(*y) for x, y in zip((query, keys, value), self.gradients, strict=True)]
+        sums, buffers = memory.new_empty(self.num_sums), memory.new_empty(self.workspace.numel)
         at_query, at_keys, at_value, at_shift, at_grad, at_out = addresses
-        saved, saved_offsets = memory.data_ptr(), plan.workspace.offsets
-        prepared, stats, lse = (saved + saved_offsets[name] for name in ("prepared", "stats", "lse"))
-        base = buffers.data_ptr()
-        rows, spread, flags, parts, key_operand, row_operand, query_sums = (base + x for x in space.offsets.values())
+        saved, base = memory.data_ptr(), buffers.data_ptr()
+        prepared, stats, lse, _ = [saved + offset for offset in plan.workspace.offsets.values()]
+        rows, spread, flags, parts, key_operand, row_operand, query_sums = [
+            base + offset for offset in self.workspace.offsets.values()
+        ]
         dbias = dbias_address = None
         if self.prior_keys:
             B, _, S, _ = value.shape
@@ -242,45 +279,35 @@ class BackwardPlan:
         floats = plan.args.scale, plan.args.tau, 0.0
         inputs = (at_shift, None, None, None, None, None, None, prepared, stats)
         device, stream = plan.device, jit_cache.current_stream(plan.device)
-        key_source: Any = None
-        row_source: Any = row_operand if config.row_operand_rows else None
-        k_source, v_source = at_keys, at_value
         if config.key_operand_keys:
-            key_source = key_operand
             factors = prepared + 4 * (config.key_operand_keys * plan.sizes[2])
             launch_by_address(config.write_key_operand, device, stream, (factors, key_operand))
-        if self.tma_keys:
-            operand = self.operand(buffers, "key_operand", config.key_operand_keys)
-            k_source, v_source, key_source = launch.as_descriptors(True, config.dq_block_n, keys, value, operand)
-        sums_source: Any = None if config.finish is None else query_sums
+        if not config.num_flags:
+            flags = spread
+        row_source = row_operand if config.row_operand_rows else None
+        sums_source = None if config.finish is None else query_sums
+        k, v, k_operand = encode(
+            self.dq_descriptors, device, at_keys, at_value, key_operand if config.key_operand_keys else None
+        )
         dq_arguments = (
-            at_query, k_source, v_source, *inputs, at_out, lse, at_grad, None, dq.data_ptr(), parts, rows, row_source,
-            key_source, sums_source, spread, flags if config.num_flags else spread, parts, *floats,
+            at_query, *k, *v, *inputs, at_out, lse, at_grad, None, dq.data_ptr(), parts, rows, row_source, *k_operand,
+            sums_source, spread, flags, parts, *floats,
         )  # fmt: skip
         launch_by_address(config.dq, device, stream, dq_arguments)
-        for spec, block_m, tma_rows in config.dkdv:
-            q_source, grad_source, rows_source, row_source_m = at_query, at_grad, rows, row_source
-            if self.tma_queries:
-                operand = self.operand(buffers, "row_operand", config.row_operand_rows)
-                q_source, grad_source, row_source_m = launch.as_descriptors(True, block_m, query, grad, operand)
-                if tma_rows:
-                    rows_source = launch.row_descriptor(space.view(buffers, "row_vectors"), block_m)
-                if config.finish is not None:
-                    (sums_source,) = launch.as_descriptors(True, block_m, space.view(buffers, "query_sums"))
+        dk_address, dv_address = dk.data_ptr(), dv.data_ptr()
+        for (spec, _, _), descriptors in zip(config.dkdv, self.dkdv_descriptors, strict=True):
+            q, do, row_vectors, operand, q_sums = encode(
+                descriptors, device, at_query, at_grad, rows, row_source, sums_source
+            )
             launch_by_address(
                 spec, device, stream,
-                (q_source, at_keys, at_value, *inputs, grad_source, rows_source, row_source_m, sums_source,
-                spread, flags if config.num_flags else spread, dk.data_ptr(), dv.data_ptr(),
-                parts if dbias_address is None else dbias_address, parts, *floats),
+                (*q, at_keys, at_value, *inputs, *do, *row_vectors, *operand, *q_sums, spread, flags, dk_address,
+                dv_address, parts if dbias_address is None else dbias_address, parts, *floats),
             )  # fmt: skip
         if config.finish is not None:
             launch_by_address(config.finish, device, stream, dq_arguments)
         launch_by_address(config.add_parts, device, stream, (parts, sums.data_ptr()))
         return dq, dk, dv, dbias, sums
-
-    def operand(self, buffers: Tensor, name: str, rows: int) -> Tensor | None:
-        """Return an operand of the component GEMM as a tensor, for a TMA descriptor."""
-        return self.workspace.view(buffers, name).view(torch.bfloat16) if rows else None
 
 
 class PlannedAttention(torch.autograd.Function):

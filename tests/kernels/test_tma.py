@@ -1,0 +1,107 @@
+"""TMA descriptors that are encoded once per address. tests/benchmarks/test_host_time.py compares them with Triton's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mgk.kernels import tma
+
+PROPERTIES = {"block_size": [1, 16]}
+LAYOUT = (4, 16), (16, 1)
+
+
+def with_descriptors(launcher):
+    """Return the launch function of a kernel with TMA descriptors, as Triton makes it."""
+
+    def encode_and_launch(*args):
+        return launcher(*args)
+
+    return encode_and_launch
+
+
+ENCODES = with_descriptors(print)
+
+
+def kernel(*properties, launch=ENCODES):
+    return SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=properties), run=SimpleNamespace(launch=launch))
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Replace Triton's encoding; return the list of encoded descriptors."""
+    calls = []
+
+    def make_tensordesc_arg(arg, metadata):
+        calls.append(arg)
+        return [("map", arg.base.data_ptr(), metadata), *arg.shape, *arg.strides]
+
+    monkeypatch.setattr(tma, "make_tensordesc_arg", make_tensordesc_arg)
+    return calls
+
+
+def tensors(n=1):
+    return [None, torch.zeros(1), *[TensorDescriptor.from_tensor(torch.zeros(4, 16), [1, 16])] * n]
+
+
+def test_properties_are_those_of_all_kernels(encoded):
+    assert tma.encoding_properties([kernel(PROPERTIES)] * 2, tensors()) == (PROPERTIES,)
+    assert tma.encoding_properties([kernel(PROPERTIES), kernel({"block_size": [1, 32]})], tensors()) is None
+
+
+def test_launch_without_descriptors_has_no_properties(encoded):
+    assert tma.encoding_properties([SimpleNamespace()], tensors(0)) == ()
+
+
+@pytest.mark.parametrize(
+    "compiled, count",
+    [
+        (kernel(PROPERTIES), 2),
+        (kernel(None), 1),
+        (kernel(), 1),
+        (kernel(PROPERTIES, launch=lambda *args: None), 1),
+        (SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[PROPERTIES]), run=print), 1),
+    ],
+    ids=["other-number", "no-tma", "no-metadata", "other-launch", "no-launch"],
+)
+def test_unknown_encodings_are_left_to_triton(encoded, compiled, count):
+    assert tma.encoding_properties([compiled], tensors(count)) is None
+
+
+def test_other_signature_of_the_encoding_is_left_to_triton(monkeypatch):
+    for other in (None, lambda arg: [arg]):
+        monkeypatch.setattr(tma, "make_tensordesc_arg", other)
+        assert tma.encoding_properties([kernel(PROPERTIES)], tensors()) is None
+
+
+def test_launcher_skips_the_encoding_and_leaves_the_kernel_unchanged():
+    launches = []
+    run = SimpleNamespace(launch=with_descriptors(launches.append))
+    launcher = tma.launcher_after_encoding(run)
+    assert launcher.launch == launches.append
+    assert run.launch != launches.append
+
+
+def test_descriptors_are_encoded_once_per_address(encoded, monkeypatch):
+    spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=({}, PROPERTIES))]})
+    arguments = tma.DescriptorArguments(spec, 1, LAYOUT)
+    assert arguments.at(4096, -1) == (("map", 4096, PROPERTIES), 4, 16, 16, 1)
+    assert arguments.at(8192, 0)[0] == ("map", 8192, PROPERTIES)
+    assert arguments.at(4096, 0) is arguments.at(4096, 0)
+    assert len(encoded) == 2
+    monkeypatch.setattr(tma, "MAX_ENCODED", 2)
+    arguments.at(12288, 0)
+    assert list(arguments.encoded) == [12288]
+
+
+def test_arguments_that_are_no_descriptors_stay_addresses(encoded):
+    spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=(PROPERTIES, PROPERTIES))]})
+    descriptors = tma.descriptor_arguments(spec, LAYOUT, None, LAYOUT)
+    first, second, third = tma.encode(descriptors, 0, 4096, 8192, None)
+    assert (first[0], second, third) == (("map", 4096, PROPERTIES), (8192,), (None,))
+    assert [x if x is None else x.index for x in descriptors] == [0, None, 1]
+    assert tma.encode(None, 0, 4096, None) == [(4096,), (None,)]
