@@ -22,7 +22,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ KERNELS = {
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
 MAX_DIFFERENCE = 0.03  # maximum relative difference between the results of two blocks in bf16
-Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, int]]
+Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]  # kernel, grid, arguments, constexprs and compiler options
 
 
 class Case(NamedTuple):
@@ -135,14 +134,10 @@ def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list
     name, pass_ = KERNELS[case.kernel]
     recorded: list[Launch] = []
 
-    def record(spec: Any, tensors: Any, floats: Any = ()) -> None:
+    def record(spec: Any, tensors: Any, floats: Any) -> None:
         if spec.kernel.__name__ == name:
-            options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
-            options |= {} if spec.maxnreg is None else {"maxnreg": spec.maxnreg}
-            path = {} if spec.paths[0] is None else {"PATH": spec.paths[0]}
             arguments = (*tensors, *floats, *spec.scalars, *spec.unspecialized)
-            recorded.append((spec.kernel, spec.grid, arguments, spec.constexprs | path, options))
-        jit_cache.launch(spec, tensors, floats)
+            recorded.append((spec.kernel, spec.grid, arguments, jit_cache.compile_options(spec, spec.paths[0])))
 
     def select_block(key: BlockKey, *sizes: Any) -> Any:
         return block if block and key.pass_ == pass_ else block_sizes.select_block(key, *sizes)
@@ -150,10 +145,9 @@ def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list
     def select_decode_config(*sizes: Any) -> Any:
         return block or block_sizes.select_decode_config(*sizes)
 
-    replaced: dict[str, Any] = {
-        "select_block": select_block, "select_decode_config": select_decode_config, "launch": record
-    }  # fmt: skip
-    with mock.patch.multiple(launch, **replaced), experimental.one_pass_backward(case.kernel == "one-pass"):
+    selection = launch.block_selection(select_block, select_decode_config)
+    one_pass = experimental.one_pass_backward(case.kernel == "one-pass")
+    with selection, one_pass, jit_cache.observed_launches(record):
         results = run_passes(case, *map(int, case.shape.split(",")))
     return recorded, results
 
@@ -203,13 +197,13 @@ def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any
             f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {distance:.3g}", flush=True
         )
         return
-    for kernel, grid, arguments, constexprs, options in recorded:
-        part = constexprs.get("OUTPUTS", 0)
+    for kernel, grid, arguments, options in recorded:
+        part = options.get("OUTPUTS", 0)
         if compile_only or (part == DV_ONLY.value) != (case.kernel == "values"):
             continue
 
-        def run(k: Any = kernel, g: Any = grid, a: Any = arguments, c: Any = constexprs, o: Any = options) -> Any:
-            return k[g](*a, **c, **o)
+        def run(k: Any = kernel, g: Any = grid, a: Any = arguments, o: Any = options) -> Any:
+            return k[g](*a, **o)
 
         compiled, ms = run(), median_ms(run)
         print(

@@ -19,18 +19,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 import mgk
 from mgk._core.calls import mixture_call
 from mgk.backends import em_statistics
 from mgk.kernels import jit_cache
 from mgk.kernels.architecture import Architecture, is_amd
+from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture import launch
 from mgk.kernels.mixture.experimental import one_pass_backward
 from mgk.kernels.mixture.tile import FALLBACK
@@ -86,29 +85,38 @@ def kernels(call: Call, arch: Architecture, first_paths: bool = False) -> list[K
         first_paths: Skip the fallback, the second path of a kernel.
     """
     compiled_kernels: list[Kernel] = []
-    run = JITFunction.run
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        if first_paths and kwargs.get("PATH") == FALLBACK.value:
-            return
-        name = f"{kernel.__name__} {kwargs.get('PATH', '')}".strip()
-        try:
-            compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-            usage = _amd_usage(compiled.asm["amdgcn"]) if is_amd(arch) else _usage(compiled.asm["cubin"])
-            compiled_kernels.append(Kernel(name, *usage, compiled.metadata.shared))
-        except Exception as error:  # a compiler failure: continue with the other kernels
-            compiled_kernels.append(Kernel(name, failure=str(error).strip().splitlines()[-1][:150]))
-
-    # Each kernel is compiled at its launch, where a failure does not prevent the others.
-    launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, compile_kernels=lambda *_: [], _compiled={})
-    limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
-    one_pass = one_pass_backward(call.feature.startswith("one pass"))
-    with launcher, limit, one_pass, compiling_for(arch), mock.patch.object(JITFunction, "run", compile_only):
-        _attend(call)
+    for spec, path, kernel in compile_call(call, arch, first_paths):
+        name = spec.kernel.__name__ + ("" if path is None else f" {path}")
+        if isinstance(kernel, Exception):
+            compiled_kernels.append(Kernel(name, failure=str(kernel).strip().splitlines()[-1][:150]))
+        else:
+            usage = _amd_usage(kernel.asm["amdgcn"]) if is_amd(arch) else resource_usage(kernel.asm["cubin"])
+            compiled_kernels.append(Kernel(name, *usage, kernel.metadata.shared))
     return compiled_kernels
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def compile_call(
+    call: Call, arch: Architecture, first_paths: bool = False
+) -> Iterator[tuple[LaunchSpec, int | None, Any]]:
+    """Compile the kernels that a call launches. Yields each launch and path, with the kernel or the error."""
+    limit = launch.small_call_limit(1 << 20 if call.feature == "small" else 0)
+    one_pass = one_pass_backward(call.feature.startswith("one pass"))
+    with limit, one_pass, compiling_for(arch):
+        with jit_cache.collected_launches() as launches:
+            _attend(call)
+        for spec, tensors, floats in launches:
+            for path in spec.paths:
+                if first_paths and path == FALLBACK.value:
+                    continue
+                try:
+                    kernel = jit_cache.compile_kernel(spec, path, tensors, floats)
+                except Exception as error:  # continue with the other kernels
+                    kernel = error
+                yield spec, path, kernel
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Return the registers and the bytes of local memory per thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

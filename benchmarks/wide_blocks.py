@@ -16,17 +16,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import compiled
 import triton
-from triton.runtime.jit import JITFunction
 
-from mgk.kernels import jit_cache
-from mgk.kernels.mixture import block_sizes, launch
+from mgk.kernels.jit_cache import compile_options
+from mgk.kernels.mixture import launch
+from mgk.kernels.mixture.block_sizes import select_block, select_measured_block
 from mgk.kernels.mixture.block_tables import WIDE
 from mgk.kernels.mixture.tile import FALLBACK
-from mgk.kernels.offline import compiling_for
 from mgk.training import results
 
 OUTPUTS = {0: "", 1: " (dk)", 2: " (dv)"}
@@ -61,27 +59,23 @@ def count(code: list[str], pattern: str) -> int:
 def measure(operator: str, arch: int) -> list[dict[str, Any]]:
     """Compile the kernels of a causal call and return a row for each."""
     rows: list[dict[str, Any]] = []
-    run = JITFunction.run
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        if not kernel.__name__.startswith("mixture") or kwargs["PATH"] == FALLBACK.value:
-            return
-        binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        registers, local = compiled._usage(binary.asm["cubin"])
-        loop = shortest_loop(binary.asm["cubin"])
-        per_pair = 32 * kwargs["num_warps"] / (kwargs["BM"] * kwargs["BN"])
+    for spec, path, kernel in compiled.compile_call(compiled.Call(operator, "bf16", 256, 2, "causal"), arch):
+        options = compile_options(spec, path)
+        if not spec.kernel.__name__.startswith("mixture") or path == FALLBACK.value:
+            continue
+        if isinstance(kernel, Exception):
+            raise kernel
+        registers, local = compiled.resource_usage(kernel.asm["cubin"])
+        loop = shortest_loop(kernel.asm["cubin"])
+        per_pair = 32 * spec.num_warps / (options["BM"] * options["BN"])
         rows.append({
-            "arch": arch, "operator": operator, "kernel": kernel.__name__ + OUTPUTS[kwargs.get("OUTPUTS", 0)],
-            "block": " ".join(str(kwargs[name]) for name in ("BM", "BN", "num_warps", "num_stages")),
-            "registers": registers, "spill_bytes": local, "shared_bytes": binary.metadata.shared,
+            "arch": arch, "operator": operator, "kernel": spec.kernel.__name__ + OUTPUTS[options.get("OUTPUTS", 0)],
+            "block": " ".join(str(options[name]) for name in ("BM", "BN", "num_warps", "num_stages")),
+            "registers": registers, "spill_bytes": local, "shared_bytes": kernel.metadata.shared,
             "instructions_per_pair": round(len(loop) * per_pair, 1),
             "exponentials_per_pair": round(count(loop, EXPONENTIAL) * per_pair, 2),
             "spills_in_loop": count(loop, SPILL),
         })  # fmt: skip
-
-    launcher = mock.patch.multiple(jit_cache, lookup=lambda *_: None, compile_kernels=lambda *_: [], _compiled={})
-    with launcher, launch.small_call_limit(0), compiling_for(arch), mock.patch.object(JITFunction, "run", compile_only):
-        compiled._attend(compiled.Call(operator, "bf16", 256, 2, "causal"))
     return rows
 
 
@@ -93,10 +87,8 @@ def main() -> None:
     environment = {"triton": results.version_of("triton"), **results.environment()}
     environment = {name: environment[name] for name in ("triton", "torch", "date", "commit")}
     rows = []
-    for when, tables in (("before", {}), ("after", WIDE)):
-        # A new function: configurations are cached by it.
-        select = lambda *at: block_sizes.select_block.__wrapped__(*at)  # noqa: E731
-        with mock.patch.object(block_sizes, "WIDE", tables), mock.patch.object(launch, "select_block", select):
+    for when, select in (("before", select_measured_block), ("after", select_block)):
+        with launch.block_selection(select):
             for arch in args.arch:
                 for operator in ("smgk", "smgk-hard", "mgk", "mgk-hard"):
                     rows += [{"blocks": when} | row | environment for row in measure(operator, arch)]

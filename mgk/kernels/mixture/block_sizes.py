@@ -66,15 +66,26 @@ def select_block(
         itemsize: Bytes per element of the query.
         architecture: The GPU.
     """
-    full_tiles = itemsize <= 2 and (shifted or components <= 2)
-    if full_tiles and width > 128 and architecture in WIDE:
+    if has_full_tiles(components, shifted, itemsize) and width > 128 and architecture in WIDE:
         block = _look_up(WIDE[architecture], key, width, components, shifted)
         if block is not None:
             return block
+    return select_measured_block(key, width, components, shifted, itemsize, architecture)
+
+
+def has_full_tiles(components: int, shifted: bool, itemsize: int) -> bool:
+    """Return whether a call uses the blocks of the tables; others use smaller ones."""
+    return itemsize <= 2 and (shifted or components <= 2)
+
+
+def select_measured_block(
+    key: BlockKey, width: int, components: int, shifted: bool, itemsize: int, architecture: Architecture = HOPPER
+) -> BlockConfig:
+    """Return the block sizes of a launch without the tables of wide heads. Arguments as for `select_block`."""
     block = _look_up(MEASURED, key, width, components, shifted)
     assert block is not None
     block = _block_of_architecture(block, key, width, shifted, architecture)
-    if full_tiles:
+    if has_full_tiles(components, shifted, itemsize):
         return block
     # Wider elements or more GEMMs per tile: smaller tiles, to fit the registers and shared memory.
     narrow = width <= 64 or (width <= 128 and (shifted or itemsize == 2))

@@ -64,6 +64,26 @@ def small_call_limit(pairs: int) -> Iterator[None]:
         _small_pairs = previous
 
 
+# Block sizes of a launch, and of decoding.
+_select_block, _select_decode_config = select_block, select_decode_config
+
+
+@contextlib.contextmanager
+def block_selection(select: Any = None, select_decode: Any = None) -> Iterator[None]:
+    """Take block sizes from other functions than `select_block` and `select_decode_config`.
+
+    They are process-wide, as the limit of small calls. Configurations are cached by `select`: use a new function for
+    other blocks.
+    """
+    global _select_block, _select_decode_config
+    previous = _select_block, _select_decode_config
+    _select_block, _select_decode_config = select or _select_block, select_decode or _select_decode_config
+    try:
+        yield
+    finally:
+        _select_block, _select_decode_config = previous
+
+
 def view_as_int32_pairs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """View bf16 tensors as pairs in int32 if loads of 16 bytes remain aligned; else return them unchanged."""
     if tensors[0].dtype != torch.bfloat16 or any(
@@ -209,7 +229,7 @@ def forward_into(
 
 def settings() -> tuple[Any, ...]:
     """Return the process-wide settings that launch configurations depend on."""
-    return _small_pairs, select_block, BOUNDED, compile_target(), experimental.one_pass_allowed()
+    return _small_pairs, _select_block, BOUNDED, compile_target(), experimental.one_pass_allowed()
 
 
 def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = False) -> LaunchFlags:
@@ -218,7 +238,7 @@ def call_flags(args: MixtureArgs, num_key_tiles: int, no_component_gemm: bool = 
     small = pairs <= _small_pairs
     return LaunchFlags(
         args.causal, args.hard, args.dropout_p > 0, max_q, max_k, num_key_tiles, small,
-        query.dtype in BOUNDED, precision_of(query), select_block, no_component_gemm, architecture(query.device),
+        query.dtype in BOUNDED, precision_of(query), _select_block, no_component_gemm, architecture(query.device),
         not small and experimental.is_one_pass(args),
     )  # fmt: skip
 
@@ -235,7 +255,7 @@ def chunked_heads(args: MixtureArgs) -> int:
     # Not in chunks: packed sequences, which share a batch entry, and dropout, whose random numbers depend on the head.
     if query.numel() == 0 or value.numel() == 0 or args.cu_q is not None or args.dropout_p > 0:
         return B * HK
-    block = select_block(
+    block = _select_block(
         CHUNK_KEY, padded_width(max(D, E)), M, args.shift is not None, query.element_size(), architecture(query.device)
     )
     chunk_heads = key_heads_per_chunk(B, H, HK, L, S, M, block)
@@ -318,7 +338,7 @@ def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tenso
     by_rows = L == 1 and mask is None and group * shared["M"] <= MAX_ROW_SCORES
     width, size, tiles = max(shared["BD"], shared["BE"]), query.element_size(), 1 if shifted else shared["M"]
     if by_rows:
-        block_n, num_warps, stages, programs_per_sm = select_decode_config(width, tiles + value_heads[1], size)
+        block_n, num_warps, stages, programs_per_sm = _select_decode_config(width, tiles + value_heads[1], size)
     else:
         keys_in_shared = (1 << 15) // (width * size * tiles)
         block_n = min(128, max(16, 1 << (keys_in_shared.bit_length() - 1)))

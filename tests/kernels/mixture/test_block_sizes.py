@@ -110,7 +110,7 @@ BLOCK_VARIANTS = {
 def force_block(monkeypatch, **variants):
     """Give every launch the same small block with these variants of the code."""
     block = BlockConfig(32, 32, 4, 1, **variants)
-    monkeypatch.setattr(triton_launch, "select_block", lambda *_: block)
+    monkeypatch.setattr(triton_launch, "_select_block", lambda *_: block)
 
 
 @pytest.mark.parametrize("M", [2, 4, 5])

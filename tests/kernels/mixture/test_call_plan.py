@@ -78,7 +78,7 @@ def by_address(monkeypatch):
         monkeypatch.setattr(jit_cache, "_compiled", {})
         monkeypatch.setattr(jit_cache, "current_stream", lambda device: 0)
         monkeypatch.setattr(jit_cache.driver, "_active", type("Driver", (), {"get_current_stream": lambda *_: 0})())
-        monkeypatch.setattr(launch, "select_block", lambda *_: BlockConfig(16, 16, 4, 1))
+        monkeypatch.setattr(launch, "_select_block", lambda *_: BlockConfig(16, 16, 4, 1))
     yield launches
     clear_caches()
 
@@ -154,7 +154,7 @@ def test_component_gemm_operands(by_address, monkeypatch):
     monkeypatch.setattr(launch, "BOUNDED", (torch.bfloat16, torch.float16))
     monkeypatch.setattr(launch, "_small_pairs", 0)
     block = BlockConfig(32, 32, 4, 1, operand_in_registers=True, component_gemm=True)
-    monkeypatch.setattr(launch, "select_block", lambda *_: block)
+    monkeypatch.setattr(launch, "_select_block", lambda *_: block)
     for _ in range(2):
         results(*inputs(M=3, seed=1))
     tensors, options = inputs(M=3)

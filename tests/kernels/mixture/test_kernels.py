@@ -33,7 +33,7 @@ def small_blocks(monkeypatch):
     if not GPU:
         monkeypatch.setattr(
             launch,
-            "select_block",
+            "_select_block",
             lambda key, *_: (
                 BlockConfig(32, 16, 4, 1)
                 if key.pass_ in ("dkdv", "dv")

@@ -111,7 +111,7 @@ def test_different_settings_get_different_specs(specs, tf32, monkeypatch):
     gradients(x)
     assert [spec.paths for spec in specs] == [(None,), (0,), (0,), (0,), (None,)]
     specs.clear()
-    monkeypatch.setattr(triton_launch, "select_block", lambda *_: BlockConfig(32, 32, 2, 1))
+    monkeypatch.setattr(triton_launch, "_select_block", lambda *_: BlockConfig(32, 32, 2, 1))
     gradients(x)
     assert [spec.num_warps for spec in specs] == [4, 2, 2, 2, 8]
 
@@ -180,7 +180,7 @@ def test_preprocessing_with_an_operand_has_another_spec(monkeypatch):
     monkeypatch.setattr(triton_launch, "launch", lambda spec, tensors, floats=(): specs.append((spec, tensors[-1])))
     for component_gemm in (False, True):
         block = BlockConfig(32, 32, 4, 1, operand_in_registers=True, component_gemm=component_gemm)
-        monkeypatch.setattr(triton_launch, "select_block", lambda *_, block=block: block)
+        monkeypatch.setattr(triton_launch, "_select_block", lambda *_, block=block: block)
         triton.run_mixture(make_call(tensors()))
     (plain, nothing), _, (writing, operand), _ = specs
     assert nothing is None

@@ -37,7 +37,7 @@ def one_pass(monkeypatch):
         interpreted_bf16.enable(monkeypatch)
         keys, other = BlockConfig(32, 16, 4, 1), BlockConfig(16, 32, 4, 1, operand_in_registers=True)
         by_keys = ("dkdv", "dv", "onepass")
-        monkeypatch.setattr(launch, "select_block", lambda key, *_: keys if key.pass_ in by_keys else other)
+        monkeypatch.setattr(launch, "_select_block", lambda key, *_: keys if key.pass_ in by_keys else other)
     with experimental.one_pass_backward():
         yield
 
@@ -193,7 +193,7 @@ def test_default_is_off():
 def test_repeated_calls(prior, by_address, monkeypatch):  # noqa: F811
     """Launches by address give the results of ordinary launches; the two forms have configurations of their own."""
     if not GPU:
-        monkeypatch.setattr(launch, "select_block", lambda *_: BlockConfig(32, 16, 4, 1))
+        monkeypatch.setattr(launch, "_select_block", lambda *_: BlockConfig(32, 16, 4, 1))
     for _ in range(2):
         plans.results(*plans.inputs(prior=prior, seed=1))  # the second call stores compiled kernels in the launches
     tensors, options = plans.inputs(prior=prior)

@@ -41,7 +41,7 @@ def wide_blocks(monkeypatch):
 
     def select(architecture):
         blocks = lambda key, width, M, shifted, *_: BLOCKS(key, width, M, shifted, 2, architecture)  # noqa: E731
-        monkeypatch.setattr(launch, "select_block", blocks)
+        monkeypatch.setattr(launch, "_select_block", blocks)
 
     return select
 
