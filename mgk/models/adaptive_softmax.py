@@ -232,14 +232,17 @@ class _CrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target, lse = ctx.saved_tensors
         logits_gradient = _compile_on_gpu(hidden, _logits_gradient)
         # Accumulated over chunks in the dtype of the parameters.
-        d_weight, d_bias, d_hidden = torch.zeros_like(weight), torch.zeros_like(bias), []
+        d_weight, d_hidden = torch.zeros_like(weight), []
+        # Without gradient if the model has no bias: the sum would read all logits again.
+        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         cast_parameters = weight.to(ctx.dtype), bias.to(ctx.dtype)
         for rows, *columns in zip(*_in_chunks(weight.shape[0], hidden, lse, target, grad), strict=True):
             rows = rows.to(ctx.dtype)
             d_logits = logits_gradient(F.linear(rows, *cast_parameters), *columns)
             d_hidden.append((d_logits @ cast_parameters[0]).to(hidden.dtype))
             d_weight += d_logits.T @ rows
-            d_bias += d_logits.sum(0, dtype=torch.promote_types(bias.dtype, torch.float32))
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.promote_types(bias.dtype, torch.float32))
         return torch.cat(d_hidden), d_weight, d_bias, None, None
 
 
