@@ -13,7 +13,9 @@ from mgk.bench.implementations import BenchmarkCase
 
 PASSES = ("forward", "forward+backward")
 # Time budget for the repeats of one median, and limits on their number.
-BUDGET_MS, MIN_REPEATS, MAX_REPEATS = 100.0, 5, 30
+BUDGET_MS, MIN_REPEATS, MAX_REPEATS = 100.0, 5, 200
+# Share of the repeats that precede them on a GPU: the first calls compile kernels, and the caches of the host are cold.
+WARM_UP_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def time_on_gpu(function: Callable[[], object]) -> float:
         return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
     run(2)
-    return run(_repeats(run(1)))
+    repeats = _repeats(run(1))
+    run(max(1, int(WARM_UP_SHARE * repeats)))
+    return run(repeats)
 
 
 def capture_graph(function: Callable[[], object]) -> Callable[[], None]:
