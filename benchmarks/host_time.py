@@ -8,20 +8,24 @@ that runs nothing (`stub_cuda.py`). So the time is that of validation, selection
 workspaces, TMA descriptors, Triton's launcher and autograd, without the CUDA driver. Every call is timed by itself; the
 result is the minimum, which other processes disturb least.
 
-Before a call is timed, the kernels that it launches and the values of their parameters are compared with those of
-launches through Triton's tensor descriptors. Addresses are compared by the order in which they occur first.
+Before a call is timed, the kernels that it launches by address and the values of their parameters are compared with
+those of launches through Triton's tensor descriptors. Addresses are compared by the tensor of the call and the offset
+in it; those of workspaces by the order in which they occur first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -36,8 +40,8 @@ from mgk.training import results
 sys.path.insert(0, str(Path(__file__).parent))
 from stub_cuda import TENSOR_MAP_BYTES, Launch, StubDriver, stub_cuda
 
-B, H, N, D, M = 2, 4, 128, 64, 2
-CALLS = ("smgk", "smgk, large call", "smgk, prior", "mgk", "mgk, large call")
+B, H, N, D, COMPONENTS = 2, 4, 128, 64, 2
+CALLS = ("smgk", "smgk, large call", "smgk, four components, large call", "smgk, prior", "mgk", "mgk, large call")
 EXTRA_COLUMNS = ("triton", "python", "system")
 PASSES = ("forward, no gradients", "forward", "forward and backward")
 DRIVER = "stub CUDA driver"
@@ -51,6 +55,7 @@ def make_call(name: str, gradients: bool) -> tuple[Callable[[], Tensor], list[Te
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype).requires_grad_(gradients)
 
+    M = 4 if "four components" in name else COMPONENTS
     query, value, shift = tensor(B, H, N, D), tensor(B, H, N, D), tensor(H, M, D, dtype=torch.float32)
     key = tensor(B, H, M, N, D) if name.startswith("mgk") else tensor(B, H, N, D)
     if name.startswith("mgk"):
@@ -78,41 +83,80 @@ def measure(name: str, pass_: str, repeats: int, stub: StubDriver) -> float:
     """Return the microseconds of one call.
 
     Raises:
-        SystemExit: The launches differ from those through Triton's tensor descriptors.
+        SystemExit: The call is not launched by address, or its launches differ from those through Triton.
     """
     call, tensors = make_call(name, gradients=pass_ != "forward, no gradients")
     with launch.small_call_limit(0 if "large call" in name else launch.SMALL_PAIRS):
         grad = torch.ones_like(call())
 
-        def step() -> None:
+        def step() -> list[Tensor]:
             out = call()
-            if pass_ == "forward and backward":
-                torch.autograd.grad(out, tensors, grad)
+            gradients = torch.autograd.grad(out, tensors, grad) if pass_ == "forward and backward" else ()
+            return [out, *gradients]
 
         for _ in range(3):  # compiles the kernels, and stores them in the plan of the call
             step()
-        with stub.recorded() as by_address:
-            step()
-        with jit_cache.observed_launches(lambda *_: None), stub.recorded() as ordinary:  # no launches by address
-            step()
-        if without_addresses(by_address) != without_addresses(ordinary):
+        by_address = recorded_launches(step, [*tensors, grad], stub)
+        if not by_address.by_address:
+            raise SystemExit(f"{name}, {pass_}: the kernels are not launched by address")
+        with jit_cache.observed_launches(lambda *_: None):  # no launches by address
+            ordinary = recorded_launches(step, [*tensors, grad], stub)
+        if by_address.launches != ordinary.launches:
             raise SystemExit(f"{name}, {pass_}: launches by address differ from those of Triton")
         return microseconds(step, repeats)
 
 
-def without_addresses(launches: Sequence[Launch]) -> list[Launch]:
-    """Replace the addresses of launches by their numbers in the order of their first occurrence."""
+class Recording(NamedTuple):
+    """The launches of a call, with names in place of addresses, and the number of those by address."""
+
+    launches: list[Launch]
+    by_address: int
+
+
+def recorded_launches(step: Callable[[], list[Tensor]], inputs: list[Tensor], stub: StubDriver) -> Recording:
+    """Run a call and return its launches."""
+    buffers: list[Tensor] = []
+    count = 0
+
+    def keeping(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # A buffer that is freed within the call could have the address of another one.
+        def make_and_keep(*args: Any, **kwargs: Any) -> Tensor:
+            buffers.append(make(*args, **kwargs))
+            return buffers[-1]
+
+        return make_and_keep
+
+    def count_launches(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code is jit_cache.launch_by_address.__code__
+
+    with contextlib.ExitStack() as stack:
+        for name in ("new_empty", "new_empty_strided"):
+            stack.enter_context(mock.patch.object(Tensor, name, keeping(getattr(Tensor, name))))
+        launches = stack.enter_context(stub.recorded())
+        stack.callback(sys.setprofile, sys.getprofile())
+        sys.setprofile(count_launches)
+        outputs = step()
+    return Recording(without_addresses(launches, [*inputs, *outputs]), count)
+
+
+def without_addresses(launches: Sequence[Launch], tensors: Sequence[Tensor]) -> list[Launch]:
+    """Replace the addresses of launches by tensor and offset, or by their number in the order of first occurrence."""
     numbers: dict[bytes, int] = {}
 
-    def numbered(parameter: bytes) -> bytes:
-        address = parameter[:ADDRESS_BYTES]
-        is_address = len(parameter) in (ADDRESS_BYTES, TENSOR_MAP_BYTES)
-        if not is_address or int.from_bytes(address, "little") < MIN_ADDRESS:
+    def named(parameter: bytes) -> bytes:
+        data = parameter[:ADDRESS_BYTES]
+        address = int.from_bytes(data, "little")
+        if len(parameter) not in (ADDRESS_BYTES, TENSOR_MAP_BYTES) or address < MIN_ADDRESS:
             return parameter
-        number = numbers.setdefault(address, len(numbers))
+        for index, tensor in enumerate(tensors):
+            offset = address - tensor.data_ptr()
+            if 0 <= offset < tensor.untyped_storage().nbytes():
+                return f"tensor {index} + {offset}".encode() + parameter[ADDRESS_BYTES:]
+        number = numbers.setdefault(data, len(numbers))
         return number.to_bytes(ADDRESS_BYTES, "little") + parameter[ADDRESS_BYTES:]
 
-    return [item._replace(parameters=tuple(map(numbered, item.parameters))) for item in launches]
+    return [item._replace(parameters=tuple(map(named, item.parameters))) for item in launches]
 
 
 def main() -> None:
@@ -135,7 +179,8 @@ def main() -> None:
             records.append(
                 {
                     "recipe": "host-time", "task": name, "dataset": DRIVER, "backend": "triton",
-                    "batch": B, "heads": H, "length": N, "components": M, "dtype": "bfloat16", "split": pass_,
+                    "batch": B, "heads": H, "length": N,
+                    "components": 4 if "four components" in name else COMPONENTS, "dtype": "bfloat16", "split": pass_,
                     "metric": "host_us", "value": f"{value:.1f}", "n_examples": args.repeats,
                     "command": shlex.join(["python", *sys.argv]), **results.environment(),
                     "triton": triton.__version__, "python": platform.python_version(), "system": platform.platform(),

@@ -43,8 +43,8 @@ class CompiledKernel(NamedTuple):
     function: Any
     metadata: Any
     arguments: tuple[Any, ...]
-    run_encoded: Callable[..., None]  # with encoded TMA descriptors
-    descriptors: tuple[Any, ...] | None  # properties by which TMA descriptors are encoded; None: unknown
+    run_by_address: Callable[..., None]  # with encoded TMA descriptors, unless `descriptors` is None
+    descriptors: tuple[Any, ...] | None  # properties by which TMA descriptors are encoded; None: Triton encodes them
 
 
 @dataclass(slots=True, eq=False)
@@ -158,8 +158,8 @@ def current_stream(device: int) -> Any:
 def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple[LaunchSpec, ...]) -> bool:
     """Return whether the specs can be launched by `launch_by_address`.
 
-    Their kernels must be compiled for aligned tensors and take encoded TMA descriptors. `device` must be the current
-    device. No launch hook, `collected_launches` or `observed_launches` may be active.
+    Their kernels must be compiled for aligned tensors, and `device` must be the current device. No launch hook,
+    `collected_launches` or `observed_launches` may be active.
 
     Args:
         device: Index of the tensors' device.
@@ -178,14 +178,13 @@ def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple
     if bits % 16:
         return False
     for spec in specs:
-        kernels = spec.compiled.get(current)
-        if kernels is None or kernels[0].descriptors is None:
+        if current not in spec.compiled:
             return False
     return not (hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook))
 
 
 def launch_by_address(spec: LaunchSpec, device: int, stream: Any, arguments: tuple[Any, ...]) -> None:
-    """Launch compiled kernels. arguments: addresses, encoded TMA descriptors or None, followed by the floats."""
+    """Launch compiled kernels. arguments: addresses, TMA descriptors (`tma.encode`) or None, followed by the floats."""
     for grid, _, _, function, metadata, constants, run, _ in spec.compiled[max(device, 0)]:
         run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
 
@@ -224,7 +223,7 @@ def lookup(
         CompiledKernel(
             grid, kernel, kernel.run, kernel.function, kernel.packed_metadata,
             arguments if path is None else (*arguments, path),
-            (launcher_after_encoding(kernel.run) if descriptors else None) or kernel.run, descriptors,
+            launcher_after_encoding(kernel.run) if descriptors else kernel.run, descriptors,
         )
         for kernel, (path, grid) in zip(compiled, spec.path_grids(), strict=True)
     )  # fmt: skip

@@ -6,9 +6,10 @@ Triton encodes each descriptor in Python at every launch. results/host_time.csv 
 from __future__ import annotations
 
 import copy
-import inspect
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -21,10 +22,18 @@ try:
 except ImportError:
     make_tensordesc_arg = None
 
-Layout = tuple[Sequence[int], Sequence[int]]  # shape and strides of a tensor
-
 # Encoded descriptors per argument. A training step reuses the addresses of its tensors, so that there are few.
-MAX_ENCODED = 1 << 10
+MAX_ENCODED = 1 << 8
+
+logger = logging.getLogger("mgk")
+
+
+class Layout(NamedTuple):
+    """Shape, strides and block of a TMA descriptor."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block: Sequence[int]
 
 
 class Address(int):
@@ -34,14 +43,14 @@ class Address(int):
         return self
 
 
-class Descriptor(NamedTuple):
-    """A TMA descriptor as Triton encodes it, without a tensor. The blocks are those of the compiled kernel."""
-
-    base: Address
-    shape: Sequence[int]
-    strides: Sequence[int]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
+def descriptor_at(address: int, layout: Layout) -> TensorDescriptor:
+    """Return a TMA descriptor of memory at an address, without Triton's checks of the tensor."""
+    descriptor = object.__new__(TensorDescriptor)
+    values = {"base": Address(address), "shape": layout.shape, "strides": layout.strides, "block_shape": layout.block}
+    defaults = {x.name: x.default for x in dataclasses.fields(TensorDescriptor)}
+    for name, default in defaults.items():
+        setattr(descriptor, name, values.get(name, default))
+    return descriptor
 
 
 def encoding_properties(kernels: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -55,18 +64,35 @@ def encoding_properties(kernels: Sequence[Any], tensors: Sequence[Any]) -> tuple
         One element per descriptor. None if the kernels differ in one, or if this version of Triton encodes descriptors
         in another way: then they have to be passed to Triton.
     """
-    num_descriptors = sum(isinstance(x, TensorDescriptor) for x in tensors)
-    if num_descriptors == 0:
+    descriptors = [x for x in tensors if isinstance(x, TensorDescriptor)]
+    if not descriptors:
         return ()
-    if make_tensordesc_arg is None or list(inspect.signature(make_tensordesc_arg).parameters) != ["arg", "metadata"]:
+    metadata = [tuple(getattr(kernel.metadata, "tensordesc_meta", None) or ()) for kernel in kernels]
+    is_known = (
+        make_tensordesc_arg is not None
+        and len(metadata[0]) == len(descriptors)
+        and None not in metadata[0]
+        and all(x == metadata[0] for x in metadata)
+        and None not in [launcher_after_encoding(kernel.run) for kernel in kernels]
+        and all(map(_can_encode, descriptors, metadata[0]))
+    )
+    if not is_known:
+        logger.debug("TMA descriptors of %s are encoded at every launch", kernels[0].metadata.name)
         return None
-    properties = [tuple(getattr(kernel.metadata, "tensordesc_meta", None) or ()) for kernel in kernels]
-    if len(properties[0]) != num_descriptors or None in properties[0] or any(x != properties[0] for x in properties):
-        return None
-    return None if None in [launcher_after_encoding(kernel.run) for kernel in kernels] else properties[0]
+    return metadata[0]
 
 
-def launcher_after_encoding(run: Any) -> Callable[..., None] | None:
+def _can_encode(descriptor: TensorDescriptor, properties: Any) -> bool:
+    """Return whether a descriptor by address is encoded as that of the tensor; the encoded objects are not compared."""
+    layout = Layout(descriptor.shape, descriptor.strides, descriptor.block_shape)
+    try:
+        encoded = make_tensordesc_arg(descriptor_at(descriptor.base.data_ptr(), layout), properties)
+        return list(encoded[1:]) == list(make_tensordesc_arg(descriptor, properties)[1:])
+    except Exception:  # another version of Triton
+        return False
+
+
+def launcher_after_encoding(run: Any) -> Any:
     """Return a copy of a compiled kernel's launcher that takes encoded descriptors, or None."""
     # Triton 3.6 and 3.7: `run.launch` is a closure of `launcher`, which takes encoded descriptors.
     encode = getattr(run, "launch", None)
@@ -87,14 +113,20 @@ class DescriptorArguments:
         self.encoded: dict[int, tuple[Any, ...]] = {}
 
     def at(self, address: int, device: int) -> tuple[Any, ...]:
-        """Return the arguments for a tensor at an address. The kernels of the launch are compiled for the device."""
+        """Return the arguments for a tensor at an address: encoded, or a descriptor that Triton encodes.
+
+        The kernels of the launch are compiled for the device. Its properties do not change, and a spec has one device.
+        """
         arguments = self.encoded.get(address)
         if arguments is None:
             if len(self.encoded) >= MAX_ENCODED:
                 self.encoded.clear()
-            properties: Any = self.spec.compiled[max(device, 0)][0].descriptors
-            descriptor = Descriptor(Address(address), *self.layout)
-            arguments = self.encoded[address] = tuple(make_tensordesc_arg(descriptor, properties[self.index]))
+            properties = self.spec.compiled[max(device, 0)][0].descriptors
+            descriptor = descriptor_at(address, self.layout)
+            arguments = (
+                (descriptor,) if properties is None else tuple(make_tensordesc_arg(descriptor, properties[self.index]))
+            )
+            self.encoded[address] = arguments
         return arguments
 
 

@@ -35,7 +35,8 @@ def test_launches_by_address_pass_the_parameters_of_ordinary_launches():
 def test_other_parameters_are_found():
     result = run(
         "from mgk.kernels.mixture import call_plan\n"
-        "call_plan.matrix_layout = lambda rows, columns: ((rows - 1, columns), (columns, 1))"
+        "from mgk.kernels.tma import Layout\n"
+        "call_plan.matrix_layout = lambda shape, block: Layout((shape[0] - 1, shape[1]), (shape[1], 1), block)"
     )
     assert result.returncode != 0
     assert "differ from those of Triton" in result.stderr

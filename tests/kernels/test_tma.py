@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mgk.kernels import tma
 
 PROPERTIES = {"block_size": [1, 16]}
-LAYOUT = (4, 16), (16, 1)
+LAYOUT = tma.Layout((4, 16), (16, 1), (1, 16))
 
 
 def with_descriptors(launcher):
@@ -28,7 +28,8 @@ ENCODES = with_descriptors(print)
 
 
 def kernel(*properties, launch=ENCODES):
-    return SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=properties), run=SimpleNamespace(launch=launch))
+    metadata = SimpleNamespace(tensordesc_meta=properties, name="kernel")
+    return SimpleNamespace(metadata=metadata, run=SimpleNamespace(launch=launch))
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_launch_without_descriptors_has_no_properties(encoded):
         (kernel(None), 1),
         (kernel(), 1),
         (kernel(PROPERTIES, launch=lambda *args: None), 1),
-        (SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[PROPERTIES]), run=print), 1),
+        (SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[PROPERTIES], name="kernel"), run=print), 1),
     ],
     ids=["other-number", "no-tma", "no-metadata", "other-launch", "no-launch"],
 )
@@ -72,10 +73,23 @@ def test_unknown_encodings_are_left_to_triton(encoded, compiled, count):
     assert tma.encoding_properties([compiled], tensors(count)) is None
 
 
-def test_other_signature_of_the_encoding_is_left_to_triton(monkeypatch):
-    for other in (None, lambda arg: [arg]):
-        monkeypatch.setattr(tma, "make_tensordesc_arg", other)
-        assert tma.encoding_properties([kernel(PROPERTIES)], tensors()) is None
+def other_values(arg, metadata):
+    return [("map",), *arg.shape, *arg.strides, type(arg.base) is tma.Address]
+
+
+@pytest.mark.parametrize("other", [None, lambda arg: [arg], lambda arg, metadata, _: [arg], other_values])
+def test_other_encodings_of_triton_are_left_to_triton(monkeypatch, other):
+    monkeypatch.setattr(tma, "make_tensordesc_arg", other)
+    assert tma.encoding_properties([kernel(PROPERTIES)], tensors()) is None
+
+
+def test_unknown_encoding_passes_descriptors_by_address(encoded):
+    spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=None)]})
+    (descriptor,) = tma.DescriptorArguments(spec, 0, LAYOUT).at(4096, 0)
+    assert isinstance(descriptor, TensorDescriptor)
+    fields = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides, descriptor.block_shape
+    assert fields == (4096, *LAYOUT)
+    assert not encoded
 
 
 def test_launcher_skips_the_encoding_and_leaves_the_kernel_unchanged():

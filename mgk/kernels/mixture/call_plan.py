@@ -29,10 +29,12 @@ from mgk.kernels.mixture.launch_config import (
     backward_config,
     forward_config,
     layouts,
+    padded_width,
 )
 from mgk.kernels.tma import Layout, descriptor_arguments, encode
 
 ALIGNMENT = 128  # bytes; TMA needs 16
+MAX_BACKWARD_PLANS = 32  # per plan: one for each layout of the output's gradient
 unwrap = torch._C._functorch.unwrap_if_dead
 
 
@@ -54,19 +56,25 @@ class Workspace:
         return memory[start : start + torch.Size(shape).numel()].view(shape)
 
 
-def layout_of(x: Tensor) -> Layout:
-    """Return shape and strides of a tensor."""
-    return x.shape, x.stride()
+def strides_of(*tensors: Tensor | None) -> list[Any]:
+    """Return the strides of tensors."""
+    return [None if x is None else x.stride() for x in tensors]
 
 
-def matrix_layout(rows: int, columns: int) -> Layout:
-    """Return shape and strides of a contiguous matrix."""
-    return (rows, columns), (columns, 1)
+def tensor_layout(x: Tensor, rows: int) -> Layout:
+    """Return the layout of a descriptor of a tensor with blocks of `rows` rows."""
+    return Layout(x.shape, x.stride(), (*[1] * (x.dim() - 2), rows, padded_width(x.shape[-1])))
 
 
-def operand_layout(rows: int) -> Layout | None:
-    """Return shape and strides of an operand of the component GEMM, None for 0 rows."""
-    return matrix_layout(rows, COMPONENT_GEMM_WIDTH) if rows else None
+def matrix_layout(shape: tuple[int, int], block: tuple[int, int]) -> Layout:
+    """Return the layout of a descriptor of a contiguous matrix."""
+    return Layout(shape, (shape[1], 1), block)
+
+
+def operand_layout(num_rows: int, rows: int) -> Layout | None:
+    """Return the layout of a descriptor of an operand of the component GEMM, None without one (0 rows)."""
+    width = COMPONENT_GEMM_WIDTH
+    return matrix_layout((num_rows, width), (rows, width)) if num_rows else None
 
 
 class CallPlan:
@@ -92,6 +100,7 @@ class CallPlan:
         self.shifted = args.shift is not None
         out = launch.empty_like_bshd(query, E)
         self.out_shape, self.out_strides = out.shape, out.stride()
+        self.saved_strides = strides_of(query, args.keys, value, args.shift, out)
         tiles = launch.count_key_tiles(None, B, S)
         stats_shape = (HK, tiles, 4)
         flags = launch.call_flags(args, tiles)
@@ -107,8 +116,11 @@ class CallPlan:
         self.forward_specs = config.preprocess, config.attend
         self.descriptors = None
         if self.tma:
-            operand = operand_layout(config.operand_keys)
-            self.descriptors = descriptor_arguments(config.attend, layout_of(args.keys), layout_of(value), operand)
+            rows = config.block_n
+            self.descriptors = descriptor_arguments(
+                config.attend, tensor_layout(args.keys, rows), tensor_layout(value, rows),
+                operand_layout(config.operand_keys, rows),
+            )  # fmt: skip
         self.backward_plans: dict[Any, BackwardPlan | None] = {}
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
@@ -167,11 +179,16 @@ class CallPlan:
         """Return dq, dk, dv, d log prior per key or None, and the summed gradients, as `launch_backward` does."""
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        # Deterministic algorithms may have been switched on since the forward pass.
-        key = grad.stride(), prior_grad, experimental.one_pass_allowed()
-        plan = self.backward_plans.get(key)
-        if plan is None and key not in self.backward_plans:
-            plan = self.backward_plans[key] = self.plan_backward(grad, out, tensors, prior_grad)
+        plan = None
+        # Hooks of saved tensors may change strides: `torch.autograd.graph.save_on_cpu`, for example.
+        if strides_of(*tensors, out) == self.saved_strides:
+            # Deterministic algorithms may have been switched on since the forward pass.
+            key = grad.stride(), prior_grad, experimental.one_pass_allowed()
+            plan = self.backward_plans.get(key)
+            if plan is None and key not in self.backward_plans:
+                if len(self.backward_plans) >= MAX_BACKWARD_PLANS:
+                    self.backward_plans.clear()
+                plan = self.backward_plans[key] = self.plan_backward(grad, out, tensors, prior_grad)
         addresses = [x if x is None else x.data_ptr() for x in (*tensors, grad, out)]
         if plan is None or not can_launch_by_address(self.device, addresses, plan.specs):
             lse, prepared, stats = (self.workspace.view(memory, name) for name in ("lse", "prepared", "stats"))
@@ -238,22 +255,26 @@ class BackwardPlan:
             query_sums=config.query_sums,
         )  # fmt: skip
         self.num_sums = config.parts[1] * config.parts[2]
-        self.gradients = [layout_of(launch.empty_like_bshd(x)) for x in (args.query, args.keys, args.value)]
+        gradients = [launch.empty_like_bshd(x) for x in (args.query, args.keys, args.value)]
+        self.gradient_layouts = [(x.shape, x.stride()) for x in gradients]
         self.dq_descriptors = None
         self.dkdv_descriptors: list[Any] = [None] * len(config.dkdv)
         if tma_keys:
+            rows = config.dq_block_n
             self.dq_descriptors = descriptor_arguments(
-                config.dq, layout_of(args.keys), layout_of(args.value), operand_layout(config.key_operand_keys)
-            )
+                config.dq, tensor_layout(args.keys, rows), tensor_layout(args.value, rows),
+                operand_layout(config.key_operand_keys, rows),
+            )  # fmt: skip
         if tma_queries:
-            row_operand = operand_layout(config.row_operand_rows)
-            query_sums = None if config.finish is None else matrix_layout(*config.query_sums)
             self.dkdv_descriptors = [
                 descriptor_arguments(
-                    spec, layout_of(args.query), layout_of(grad),
-                    matrix_layout(*config.row_vectors) if tma_rows else None, row_operand, query_sums,
+                    spec, tensor_layout(args.query, rows), tensor_layout(grad, rows),
+                    matrix_layout(config.row_vectors, (1, rows)) if tma_rows else None,
+                    operand_layout(config.row_operand_rows, rows),
+                    None if config.finish is None
+                    else matrix_layout(config.query_sums, (rows, padded_width(config.query_sums[1]))),
                 )
-                for spec, _, tma_rows in config.dkdv
+                for spec, rows, tma_rows in config.dkdv
             ]  # fmt: skip
 
     def run(
@@ -262,7 +283,7 @@ class BackwardPlan:
         """Launch the kernels by address; arguments as `launch_backward` passes them."""
         plan, config = self.plan, self.config
         query, keys, value, _ = tensors
-        dq, dk, dv = [x.new_empty_strided(*y) for x, y in zip((query, keys, value), self.gradients, strict=True)]
+        dq, dk, dv = [x.new_empty_strided(*y) for x, y in zip((query, keys, value), self.gradient_layouts, strict=True)]
         sums, buffers = memory.new_empty(self.num_sums), memory.new_empty(self.workspace.numel)
         at_query, at_keys, at_value, at_shift, at_grad, at_out = addresses
         saved, base = memory.data_ptr(), buffers.data_ptr()

@@ -165,6 +165,34 @@ def test_component_gemm_operands(by_address, monkeypatch):
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first backward", "later backward"])
+def test_hooks_of_saved_tensors_may_change_strides(first, by_address):
+    """Saved outputs are [B, L, H, D] in memory; hooks that offload tensors may return them contiguous."""
+
+    def fused(seed):
+        """Return query, keys and value as slices of one projection."""
+        (query, _, _, shift), _ = inputs(seed=seed)
+        both = torch.cat([query, query.flip(2), -query], -1).detach().requires_grad_()
+        return [*both.split(16, -1), shift], both
+
+    def gradients(seed, hooks=False):
+        (query, keys, value, shift), both = fused(seed)
+        offload = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous())
+        with offload if hooks else contextlib.nullcontext():
+            out = attend([query, keys, value, shift], {})
+        grad = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out.dtype)
+        return torch.autograd.grad(out, [both, shift], grad)
+
+    for hooks in (True, True, False) if first else (False, False, True):
+        gradients(1, hooks)
+    with without_plans():
+        want = gradients(0)
+    for hooks in (True, False):
+        by_address.clear()
+        assert all(map(torch.equal, gradients(0, hooks), want))
+        assert ("mixture_backward_dkdv" in by_address) == (not hooks)
+
+
 def test_inference_has_a_plan_of_its_own(by_address):
     tensors, options = inputs()
     for _ in range(3):
