@@ -131,6 +131,30 @@ def test_kernels_are_compiled_in_threads_and_once(caplog, monkeypatch, tmp_path)
     assert mgk.warmup(*arguments, backward=False, arch=80, threads=1).kernels == result.kernels
 
 
+@pytest.mark.slow
+def test_parser_errors_of_threads_are_retried(monkeypatch, tmp_path):
+    """Python up to 3.11 raises them at random if several threads parse: python/cpython#106905."""
+    from triton.runtime.jit import JITFunction
+
+    errors = [SystemError("AST constructor recursion depth mismatch (before=33, after=202)"), RecursionError()]
+    parse = JITFunction.parse
+
+    def failing(self):
+        if errors:
+            raise errors.pop()
+        return parse(self)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(jit_cache, "_compiled", {})
+    monkeypatch.setattr(JITFunction, "parse", failing)
+    _, key, value, shift = smgk_inputs(64)
+    # The width of no other test: Triton keeps kernels of a process.
+    arguments = ("smgk_attention", meta(2, 4, 1, 48), key[..., :48], value[..., :48], shift[..., :48])
+    result = mgk.warmup(*arguments, backward=False, arch=90, threads=2)
+    assert result.kernels == ("decode_row", "decode_merge")
+    assert not errors
+
+
 def test_fast_compilations_are_not_logged(caplog, monkeypatch):
     monkeypatch.setattr(jit_cache, "JITFunction", StubKernel)
     monkeypatch.setattr(jit_cache, "_compiled", {})

@@ -31,6 +31,7 @@ except ImportError:  # before Triton 3.5
 
 logger = logging.getLogger("mgk")
 SLOW_COMPILATION = 2.0  # seconds; a longer compilation is logged
+PARSER_RETRIES = 4
 NO_GPU = -1  # the device index of a CPU tensor
 
 
@@ -333,13 +334,32 @@ def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> l
     return names
 
 
+class _CompilerPool(concurrent.futures.ThreadPoolExecutor):
+    """Threads for Triton's compiler, which compile again if `ast.parse` failed because it runs in several of them.
+
+    Up to Python 3.11, the garbage collector can run within `ast.parse` and let other threads run, and all threads share
+    one counter of its recursion: https://github.com/python/cpython/issues/106905.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function in a thread."""
+        return super().submit(_retry_parser_errors, fn, *args, **kwargs)
+
+
+def _retry_parser_errors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for _ in range(PARSER_RETRIES):
+        with contextlib.suppress(SystemError, RecursionError):
+            return fn(*args, **kwargs)
+    return fn(*args, **kwargs)
+
+
 def _compiler_threads(threads: int, device: int) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which Triton compiles in threads; without effect for one thread or a Triton before 3.5."""
     stack = contextlib.ExitStack()
     if threads > 1 and AsyncCompileMode is not None and _async_compile.active_mode.get() is None:
         # The target of a thread is that of its current device.
         select_device: Any = (torch.cuda.set_device, (device,)) if torch.cuda.is_initialized() else (None, ())
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(threads, "mgk-compile", *select_device))
+        pool = stack.enter_context(_CompilerPool(threads, "mgk-compile", *select_device))
         stack.enter_context(AsyncCompileMode(pool))
     return stack
 
