@@ -364,6 +364,7 @@ def backward_config(
         dkdv.append(DkdvLaunch(spec, block.block_m, tma_rows))
     # The GEMM operands are bf16, which has fewer digits than fp16 gradients.
     key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, dkdv_block))
+    key_gemm &= not flags.one_pass  # dq has no loop over the keys
     shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0] * (HP // HK)
     entries = summed_entries(M, shift_entries, prior_grad == SUMMED_PRIOR_GRAD)
     max_tiles = max(H * q_tiles, *(HP * n for n in k_tiles))  # the kernels reuse one buffer of flags

@@ -117,7 +117,7 @@ def walk_queries(
                 alpha = alpha + (alpha[0],)
         rho = (
             ()
-            if COMPONENT_GEMM
+            if COMPONENT_GEMM and query_sums is None
             else load_row_vectors(
                 rows_src, o_row, m, stride_rows, L, ALL, 2 * ALL - 1 if SHIFTED else ALL, BM, MASKED, TMA_ROWS
             )
@@ -131,6 +131,7 @@ def walk_queries(
             b_row_operand = load_operand(row_operand_src, o_row + m, L - m, BM, MASKED, TMA_OPERAND)
             b_p, b_ds, b_ge = factored_gradients(scores, b_g, alpha, component_gemm(b_key_operand, b_row_operand), lam)
             dcs = (accumulate_gemm(b_ge, b_row_operand, dcs[0]),)
+            parts = (b_ge,)  # for `add_query_gradients`, which adds the terms of all components in one GEMM
         elif SHIFTED or EXACT:
             b_p, b_ds, parts = score_gradients(
                 scores, b_g, alpha, rho, coef, lam, M, SHIFTED, HARD, EXACT, UNEQUAL, 0, ACCURATE, DEFER_FACTOR

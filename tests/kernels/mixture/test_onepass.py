@@ -106,6 +106,15 @@ def test_two_times_rule(name, dtype, launches):
     assert launches == ONE_PASS * (len(launches) // len(ONE_PASS))
 
 
+@pytest.mark.skipif(GPU, reason="test_two_times_rule has the blocks of the tables, which use it")
+@pytest.mark.parametrize("name", ["plain", "causal-gqa", "m3-no-prior", "m4-tau-scale", "padding"])
+def test_two_times_rule_with_component_gemm(name, launches, monkeypatch):
+    keys, other = BlockConfig(32, 16, 4, 1, component_gemm=True), BlockConfig(16, 32, 4, 1)
+    monkeypatch.setattr(launch, "_select_block", lambda key, *_: keys if key.pass_ == "onepass" else other)
+    check(torch.bfloat16, **CASES[name])
+    assert launches == ONE_PASS * (len(launches) // len(ONE_PASS))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M", [2, 4])
 def test_tiles_beyond_the_range_of_the_factored_form(M, dtype, monkeypatch):
