@@ -84,11 +84,13 @@ def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[obj
 def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
     planned, finished = sum(plan.arms.values()), sum(len(summary.values) for summary in summaries.values())
     return [
-        f"{len(plan.arms)} arms; {finished} of {planned} planned runs have results. `python -m "
-        f"experiments.cost_quality{plan.option}` writes this page from `results/`.\n",
-        "An interval is a 95 % interval over seeds and text. The deviation over seeds is pooled over the arms of a "
-        "recipe; the",
-        f"deviation over text is that of blocks of 4,096 tokens of `{plan.judged_split}`, which selects nothing.\n",
+        f"{len(plan.arms)} arms; {finished} of {planned} planned runs have results. This page is written from the "
+        f"results by\n`python -m experiments.cost_quality{plan.option}`.\n",
+        "The interval of a difference is a 95 % interval over seeds and text. The deviation over seeds is pooled over "
+        "the arms of a",
+        f"recipe; the deviation over text is that of blocks of 4,096 tokens of `{plan.judged_split}`, which selects "
+        "nothing.",
+        "± of a perplexity or an accuracy is a 95 % interval over seeds alone.\n",
     ]
 
 

@@ -153,7 +153,7 @@ class Answer:
         if math.isnan(self.interval.half_width):
             return "undecided: the error is unknown with one seed per arm"
         if not self.interval.excludes_zero:
-            return "no difference found"
+            return "undecided"
         lower_is_better = self.unit != "points"
         return "better" if (self.interval.difference < 0) == lower_is_better else "worse"
 

@@ -10,6 +10,7 @@ from experiments.paper.claims import cost, heads, quality
 from experiments.paper.claims.quality import ExperimentResults, Verdict
 from experiments.paper.intervals import Difference
 from experiments.paper.kernel_targets import Record
+from experiments.paper.text import wrap
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
@@ -294,7 +295,7 @@ def advice(experiments: list[ExperimentResults], rows: list[Record], equal_time:
     )
     titles = {verdicts.HOLDS: "Use it when", verdicts.FAILS: "Do not use it when", verdicts.OPEN: "Not decided yet"}
     return "\n\n".join(
-        f"**{title}**\n\n" + "\n".join(f"- {sentence}" for sentence in uses[kind])
+        f"**{title}**\n\n" + "\n".join(wrap(f"- {sentence}", indent="  ") for sentence in uses[kind])
         for kind, title in titles.items()
         if uses[kind]
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.figures import Picture
 from experiments.paper.peerread import probe_table
 from experiments.paper.recipe_results import read_recipe, split_by_settings
+from experiments.paper.text import wrap
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.validation import fail
 from mgk.training import results as files
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MARKED = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 STUDY_PICTURE = "cost-quality"
-WIDTH = 132  # characters per line of generated sentences
 
 Record = dict[str, str]
 
@@ -62,12 +61,13 @@ def gather(results: Path) -> Evidence:
         "headline": headline(experiments[0], rows),
         "gain": front_page.language_model(experiments[-1], rows),
         "perplexities": front_page.perplexities(experiments[-1]),
-        "fast": speed_table.sentence(rows),
+        "fast": "\n\n".join(filter(None, [speed_table.sentence(rows), front_page.equal_heads(experiments[-1], rows)])),
         "speed": speed_table.table(rows),
         "shapes": front_page.shapes(rows),
         "groups": group_table.table(rows),
         "host": front_page.host_time(rows),
         "decoder-steps": front_page.decoder_steps(rows),
+        "inference": front_page.inference(experiments[-1], rows),
         "summary": summary(experiments, analyses, rows),
         "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),
         "averages": lra_averages.table(experiments),
@@ -113,7 +113,7 @@ def _describe_excluded(names: list[str]) -> list[str]:
 def _join(texts: Iterable[str]) -> str:
     """Join texts with blank lines; sentences are wrapped, tables are not."""
     lines = "\n\n".join(texts).splitlines()
-    wrapped = [line if line.startswith("|") else textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in lines]
+    wrapped = [line if line.startswith("|") else wrap(line) for line in lines]
     return "\n".join(wrapped) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
 
 

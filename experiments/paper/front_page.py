@@ -1,20 +1,25 @@
-"""Short tables for the README, docs/performance.md and docs/language-model.md: quality, cache and times."""
+"""Short tables for the README, the FAQ, docs/performance.md and docs/language-model.md: quality, cache and times."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterable
 
-from experiments.paper import kernel_targets, speed_table, verdicts
+from experiments.paper import group_table, kernel_targets, speed_table, verdicts
 from experiments.paper.claims import cost
 from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.intervals import compare
 from experiments.paper.kernel_targets import Record
+from experiments.paper.recipe_results import PRESET
+from experiments.paper.text import wrap
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 from mgk.training import results as files
 from mgk.training.config import ModelSpec
 from mgk.training.equal_time import STEP_TIME
+from mgk.training.sweep import SOLO_METRICS, filter_rows
 from mgk.variants import VARIANTS
 
 # Models of the table, in pairs: softmax and sMGK with the same numbers of heads and key heads.
@@ -41,14 +46,78 @@ def language_model(item: ExperimentResults, rows: list[Record]) -> str:
     if full not in measured:
         return MISSING
     steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(item, rows)}
-    lines = [["model", "perplexity", "difference from the first row", "cache", "training step", "seeds"]]
+    lines = [
+        [
+            "model", "perplexity", "difference from the first row", "from softmax with the same heads", "cache",
+            "training step", "seeds",
+        ]
+    ]  # fmt: skip
     for row in measured:
         step, reference = steps.get(row), steps.get(full)
         share = "–" if step is None or reference is None else f"{step / reference:.2f}"
-        perplexity = format_number(results.mean(row), 1)
-        cells = [_name(row), perplexity, _change(item, row, full), f"{cache_share(row, full):.2f}", share]
+        changes = [_change(item, row, other) for other in (full, _softmax(row))]
+        cells = [_name(row), format_number(results.mean(row), 1), *changes, f"{cache_share(row, full):.2f}", share]
         lines.append([*cells, str(len(results.runs_of(row)))])
     return markdown_table(lines)
+
+
+def _softmax(row: ModelSpec) -> ModelSpec:
+    """Return the softmax model with the same heads."""
+    return dataclasses.replace(row, variant="softmax")
+
+
+def _timed(item: ExperimentResults, rows: list[Record]) -> list[Record]:
+    """Return the latest times in isolation of MODELS in an experiment."""
+    timed = []
+    for row in MODELS:
+        if runs := item.results.runs_of(row):
+            measured = filter_rows(rows, item.results.recipe, row, PRESET, None, runs[0].setup)
+            timed += files.latest([line for line in measured if line["metric"] in SOLO_METRICS], ["metric"])
+    return timed
+
+
+def equal_heads(item: ExperimentResults, rows: list[Record]) -> str:
+    """State the cost of sMGK with the same number of heads: the operator, and steps of language models; "" if none."""
+    times = group_table.equal_ratios(rows)
+    steps = step_ratios(item, rows)
+    if not times or not steps:
+        return ""
+    lengths, widths = ([getattr(Shape.parse(shape), name) for shape in times] for name in ("length", "width"))
+    operator, step = (f"{min(values):.2f} to {max(values):.2f}" for values in (times.values(), steps))
+    return wrap(
+        f"With the same heads, sMGK's operator takes **{operator}** times as long as softmax with all gradients "
+        f"(lengths of {min(lengths):,} to {max(lengths):,}, widths of {min(widths)} to {max(widths)}). "
+        f"A training step of the language models measured with {MODELS[0].heads} heads takes {step} times as long."
+    )
+
+
+def step_ratios(item: ExperimentResults, rows: list[Record]) -> list[float]:
+    """Return the training steps of sMGK over softmax with the same heads, of the language models with all heads."""
+    timed = [row for row in [*_timed(item, rows), *_decoders(rows)] if row["metric"] == STEP_TIME]
+    return [ratio for row, ratio in _against_softmax(timed) if row["heads"] == str(MODELS[0].heads)]
+
+
+def _against_softmax(timed: list[Record]) -> Iterable[tuple[Record, float]]:
+    """Yield the rows of sMGK with their time over that of softmax with the same heads."""
+    key = ("recipe", "metric", "variant", "heads", "kv_heads")
+    times = {tuple(row[column] for column in key): float(row["value"]) for row in timed}
+    for row in timed:
+        softmax = times.get(tuple({**row, "variant": "softmax"}[column] for column in key))
+        if row["variant"] == "smgk" and softmax is not None:
+            yield row, float(row["value"]) / softmax
+
+
+def inference(item: ExperimentResults, rows: list[Record]) -> str:
+    """Format the inference of sMGK over softmax with the same heads, of language models timed in isolation."""
+    timed = [row for row in [*_timed(item, rows), *_decoders(rows)] if row["metric"] == SOLO_METRICS[1]]
+    lines = [["model", "length", "softmax, ms", "sMGK, ms", "ratio", "commit"]]
+    for row, ratio in _against_softmax(timed):
+        value = float(row["value"])
+        size = f"{int(row['params']) / 1e6:.0f} M parameters, {_heads(row['heads'], row['kv_heads'])}"
+        lines.append(
+            [size, f"{int(row['length']):,}", f"{value / ratio:.1f}", f"{value:.1f}", f"{ratio:.2f}", row["commit"]]
+        )
+    return markdown_table(lines) if len(lines) > 1 else MISSING
 
 
 def perplexities(item: ExperimentResults) -> str:
@@ -79,8 +148,12 @@ def _change(item: ExperimentResults, row: ModelSpec, full: ModelSpec) -> str:
 
 def _name(row: ModelSpec) -> str:
     name = {"softmax": "softmax", "smgk": "sMGK"}[row.variant]
-    heads = f"{row.heads} heads" if row.kv_heads is None else f"{row.heads} heads, {row.kv_heads} key heads"
+    heads = _heads(str(row.heads), str(row.kv_heads or row.heads))
     return f"{name}, {heads}" if name == "softmax" else f"**{name}**, {heads}"
+
+
+def _heads(heads: str, kv_heads: str) -> str:
+    return f"{heads} heads" if heads == kv_heads else f"{heads} heads, {kv_heads} key and value heads"
 
 
 def shapes(rows: list[Record]) -> str:
@@ -105,7 +178,9 @@ def shapes(rows: list[Record]) -> str:
         ]
         cells = [" / ".join(format_number(values[which].get(name)) for which in PASSES) for values in by_pass]
         lines.append([*sizes, "yes" if shape.causal else "no", *cells])
-    return markdown_table(lines)
+    ours = kernel_targets.select(measured, "speed", variant="smgk", components="2", backend="triton")
+    commits = ", ".join(sorted({row["commit"] for row in ours}))
+    return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}."
 
 
 def host_time(rows: list[Record]) -> str:
@@ -128,8 +203,7 @@ def host_time(rows: list[Record]) -> str:
 
 def decoder_steps(rows: list[Record]) -> str:
     """Format the training step of the study's decoder, timed in isolation."""
-    measured = [row for row in rows if row["recipe"] == "study" and row["metric"] == STEP_TIME and "H200" in row["gpu"]]
-    latest = files.latest(measured, ["variant", "heads", "kv_heads", "key_heads"])
+    latest = [row for row in _decoders(rows) if row["metric"] == STEP_TIME]
     if not latest:
         return MISSING
     times = {_decoder_name(row): float(row["value"]) for row in latest}
@@ -143,6 +217,12 @@ def decoder_steps(rows: list[Record]) -> str:
     return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}."
 
 
+def _decoders(rows: list[Record]) -> list[Record]:
+    """Return the latest times in isolation of the study's decoder."""
+    measured = [row for row in rows if row["recipe"] == "study" and row["metric"] in SOLO_METRICS]
+    measured = [row for row in measured if "H200" in row["gpu"]]
+    return files.latest(measured, ["metric", "variant", "heads", "kv_heads", "key_heads"])
+
+
 def _decoder_name(row: Record) -> str:
-    name = f"{row['variant']}, {row['heads']} heads"
-    return name if row["kv_heads"] == row["heads"] else f"{name}, {row['kv_heads']} key heads"
+    return f"{row['variant']}, {_heads(row['heads'], row['kv_heads'])}"

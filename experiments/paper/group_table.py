@@ -1,6 +1,6 @@
 """Table of the groups of shapes: geometric means of the ratios beside their targets.
 
-A ratio is the time of an operator over that of the best SDPA with H heads, forward and with all gradients.
+A ratio is the time of an operator over that of the best SDPA with H heads, forward / with all gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from experiments.paper import kernel_targets
 from mgk._core.io import markdown_table
 from mgk.bench.groups import GROUPS, Group
+from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 
 Record = dict[str, str]
@@ -37,21 +38,21 @@ TARGETS = {
     "D 80 and 96": Targets((0.68, 0.74), None, (1.0, 1.05)),
     "D 256": Targets((0.80, 0.85), None, (1.1, 1.2)),
 }
+# Shapes of the sentence about equal heads: at least this length, and these widths.
+USUAL_LENGTH, USUAL_WIDTHS = 512, (32, 128)
 # No shape may exceed the target of its group by more than this factor.
 MAX_EXCESS = 1.15
 NOT_MEASURED = "not measured"
 HEADER = [
     "group", "B × H × N × D", "sMGK, H/2 heads", "needed", "aim", "MGK, H/2 heads", "needed", "sMGK, H heads", "needed",
-    "aim",
+    "aim", "commit",
 ]  # fmt: skip
 EXCESS_HEADER = ["B × H × N × D", "variant, H/2 heads", "pass", "measured", "needed"]
 
 
 def table(rows: list[Record]) -> str:
-    """Return the table, the shapes that exceed a target by too much, and the commits of the measurements."""
-    measured = sorted(kernel_targets.on_gpu(rows), key=lambda row: row["date"])
-    measured = [row for row in measured if row["task"] in ("speed", "groups") and row["backend"] == "triton"]
-    measured = [row for row in measured if _is_shown(row)]
+    """Return the table with the commits of the measurements, and the shapes that exceed a target by too much."""
+    measured = _shown(rows)
     lines = [HEADER]
     for group in GROUPS:
         targets = TARGETS[group.name]
@@ -59,14 +60,31 @@ def table(rows: list[Record]) -> str:
             group.name, " · ".join(map(str, group.shapes)),
             _measured(group, measured, "smgk"), _target(targets.smgk_needed), _target(targets.smgk_aim),
             _measured(group, measured, "mgk"), _target(targets.mgk_needed),
-            _mean(group, measured, "smgk", 1, PASSES[1]) or NOT_MEASURED, _number(targets.equal_needed),
-            _number(targets.equal_aim),
+            _measured(group, measured, "smgk", 1), _gradients(targets.equal_needed), _gradients(targets.equal_aim),
+            _commits(group, measured),
         ])  # fmt: skip
     above = _excesses(measured)
-    commits = ", ".join(sorted({row["commit"] for row in measured})) or "none"
     sentence = f"More than {MAX_EXCESS - 1:.0%} above the needed number of their group"
     sentence += f":\n\n{markdown_table([EXCESS_HEADER, *above])}" if above else ": none."
-    return f"{markdown_table(lines)}\n\n{sentence}\n\nCommits of the measurements: {commits}."
+    return f"{markdown_table(lines)}\n\n{sentence}"
+
+
+def equal_ratios(rows: list[Record]) -> dict[str, float]:
+    """Return the latest ratios of sMGK with H heads and all gradients, of the shapes of usual lengths and widths."""
+    measured = _shown(rows)
+    groups = [_ratios(group, measured, "smgk", 1, PASSES[1]) for group in GROUPS]
+    return {shape: ratio for ratios in groups for shape, ratio in ratios.items() if _is_usual(Shape.parse(shape))}
+
+
+def _is_usual(shape: Shape) -> bool:
+    return shape.length >= USUAL_LENGTH and USUAL_WIDTHS[0] <= shape.width <= USUAL_WIDTHS[1]
+
+
+def _shown(rows: list[Record]) -> list[Record]:
+    """Return the rows of the table, the latest of each measurement, by date."""
+    measured = sorted(kernel_targets.on_gpu(rows), key=lambda row: row["date"])
+    measured = [row for row in measured if row["task"] in ("speed", "groups") and row["backend"] == "triton"]
+    return [row for row in measured if _is_shown(row)]
 
 
 SHAPE_NAMES = {str(shape) for group in GROUPS for shape in group.shapes}
@@ -99,8 +117,8 @@ def _mean(group: Group, rows: list[Record], variant: str, share: int, which: str
     return mean if len(ratios) == len(group.shapes) else f"{mean} ({len(ratios)} of {len(group.shapes)} shapes)"
 
 
-def _measured(group: Group, rows: list[Record], variant: str) -> str:
-    means = [_mean(group, rows, variant, 2, which) for which in PASSES]
+def _measured(group: Group, rows: list[Record], variant: str, share: int = 2) -> str:
+    means = [_mean(group, rows, variant, share, which) for which in PASSES]
     return NOT_MEASURED if None in means else " / ".join(str(mean) for mean in means)
 
 
@@ -108,8 +126,20 @@ def _target(pair: Pair | None) -> str:
     return "–" if pair is None else f"{pair[0]:.2f} / {pair[1]:.2f}"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _gradients(value: float | None) -> str:
+    """Format a target that only the time with all gradients has."""
+    return "–" if value is None else f"– / {value:.2f}"
+
+
+def _commits(group: Group, rows: list[Record]) -> str:
+    """Return the commits of the latest measurements of a group."""
+    shapes = set(map(str, group.shapes))
+    latest = {
+        (row["variant"], row["heads"], row["pass"], shape): row["commit"]
+        for row in rows
+        if row["ratio"] and (shape := kernel_targets.shape_of(row)) in shapes
+    }
+    return ", ".join(sorted(set(latest.values()))) or "–"
 
 
 def _excesses(rows: list[Record]) -> list[list[str]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.paper.recipe_results import PRESET
+from experiments.paper.text import wrap
 from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
@@ -160,6 +161,33 @@ def trained_models(rows: list[dict[str, str]], experiment: Experiment) -> list[M
     return [row for row in experiment.seeds if is_trained(rows, recipe, row, PRESET, 0)]
 
 
+def unplanned_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
+    """Return the seeds of an experiment's models that have results and are not planned, by model."""
+    recipe = config.load_recipe(experiment.recipe)
+    seeds = {
+        row: sorted({int(line["seed"]) for line in filter_rows(rows, recipe, row, PRESET, None)})
+        for row in experiment.seeds
+    }
+    unplanned = {
+        row: [seed for seed in found if seed >= experiment.seeds[row] and is_trained(rows, recipe, row, PRESET, seed)]
+        for row, found in seeds.items()
+    }
+    return {row: found for row, found in unplanned.items() if found}
+
+
+def _describe_unplanned(rows: list[dict[str, str]]) -> str:
+    """List the runs of planned models that are not planned, with their number; "" if there are none."""
+    count, parts = 0, []
+    for experiment in EXPERIMENTS:
+        unplanned = unplanned_seeds(rows, experiment)
+        count += sum(map(len, unplanned.values()))
+        names = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in unplanned.items()]
+        parts += [f"{experiment.title}: {', '.join(names)}"] if names else []
+    if not parts:
+        return ""
+    return f"{count} more runs of these models are not in the plan; all intervals include them. {'; '.join(parts)}."
+
+
 def _describe_remaining(rows: list[dict[str, str]], experiment: Experiment) -> str:
     missing = missing_seeds(rows, experiment)
     runs = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
@@ -190,4 +218,5 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
     for number, subject, files in FIGURES:
         figures.append([number, subject, "yes" if all((results / path).exists() for path in files) else "no"])
     command = "`python -m experiments.paper --run` trains, times and analyses the remaining ones."
-    return f"{markdown_table(lines)}\n\n{command}\n\n{markdown_table(figures)}"
+    unplanned = wrap(_describe_unplanned(rows))
+    return "\n\n".join(filter(None, [markdown_table(lines), unplanned, command, markdown_table(figures)]))

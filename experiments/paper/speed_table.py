@@ -60,9 +60,10 @@ def table(rows: list[Record]) -> str:
         *_models(rows),
     ]
     header = ["", "device time", "plain calls, with Python overhead", "commit"]
-    return markdown_table(
+    text = markdown_table(
         [header, *([line.title, _cell(line.device), _cell(line.plain), _commits(line.commits)] for line in lines)]
     )
+    return f"{text}\n\n**Bold**: below 1."
 
 
 def _cell(values: tuple[Ratio, ...]) -> str:
@@ -168,6 +169,7 @@ def _models(rows: list[Record]) -> list[SpeedRow]:
     for length in LENGTHS:
         ratios: dict[str, float] = {}
         commits: set[str] = set()
+        size = ""
         for metric in (CAPTURED, PLAIN):
             columns = {"recipe": "language-model", "metric": metric, "length": length}
             steps = latest([row for row in rows if columns.items() <= row.items()], ("variant", "heads", "kv_heads"))
@@ -176,8 +178,10 @@ def _models(rows: list[Record]) -> list[SpeedRow]:
                 ours, theirs = last["smgk", "4", "4"], last["softmax", "8", "8"]
                 ratios[metric] = float(theirs["value"]) / float(ours["value"])
                 commits |= {ours["commit"], theirs["commit"]}
+                size = f" of {int(theirs['params']) / 1e6:.1f} M parameters"
         title = (
-            f"a training step of its language model at length {int(length):,} (with CUDA graphs, the default; without)"
+            f"a training step of its language model{size} at length {int(length):,} (with CUDA graphs, the default; "
+            "without)"
         )
         lines.append(SpeedRow(title, (ratios.get(CAPTURED),), (ratios.get(PLAIN),), commits))
     return lines

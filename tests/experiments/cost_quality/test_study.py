@@ -157,7 +157,7 @@ def test_page_answers_the_questions(study):
     assert equal.endswith("| better |")
     assert "−1.9" in equal or "−2.0" in equal
     one = answers["One Gaussian against softmax (`gaussian:8`, `softmax:8`)"]
-    assert one.endswith("| no difference found |")
+    assert one.endswith("| undecided |")
     assert answers["sMGK against softmax, half of all heads (`smgk:4`, `softmax:4`)"].endswith("| no runs yet |")
     row = answers["`smgk:8`"].split(" | ")
     assert row[1] == "5"

@@ -25,10 +25,10 @@ def test_decoder_steps_are_relative_to_softmax_with_the_same_heads():
     lines = front_page.decoder_steps(rows).splitlines()
     assert lines[2:] == [
         "| softmax, 8 heads | 50.0 | 1.000 | 1,200 |",
-        "| softmax, 8 heads, 4 key heads | 40.0 | 1.000 | 1,200 |",
-        "| smgk, 8 heads, 4 key heads | 44.0 | 1.100 | 1,200 |",
+        "| softmax, 8 heads, 4 key and value heads | 40.0 | 1.000 | 1,200 |",
+        "| smgk, 8 heads, 4 key and value heads | 44.0 | 1.100 | 1,200 |",
         "| smgk, 8 heads | 60.0 | 1.200 | 1,200 |",
-        "| mgk, 8 heads, 2 key heads | 90.0 | – | 1,200 |",
+        "| mgk, 8 heads, 2 key and value heads | 90.0 | – | 1,200 |",
         "",
         "Commits of the measurements: abc, def.",
     ]
