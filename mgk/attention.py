@@ -159,8 +159,11 @@ class Attention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reinitialise all parameters and buffers of the layer and its submodules."""
-        for module in [*self.modules()][:0:-1]:
-            getattr(module, "reset_parameters", lambda: None)()
+        # Children before their parents, which initialise some of them in another way.
+        for module in reversed(list(self.modules())[1:]):
+            reset_parameters = getattr(module, "reset_parameters", None)
+            if reset_parameters is not None:
+                reset_parameters()
         self._reset_projections()
 
     def _reset_projections(self) -> None:
@@ -207,7 +210,13 @@ class Attention(nn.Module):
         """
         flag("need_weights", need_weights)
         args = AttentionArgs(
-            self.is_causal, key_padding_mask, None, attn_mask, cu_seqlens, cache, need_weights, max_seqlen
+            self.is_causal,
+            key_padding_mask,
+            attn_mask=attn_mask,
+            cu_seqlens=cu_seqlens,
+            cache=cache,
+            need_weights=need_weights,
+            max_seqlen=max_seqlen,
         )
         return self.attend(query, key, value, args, position_ids)
 
@@ -312,9 +321,8 @@ class Attention(nn.Module):
         if modules and not is_recomputed_forward():
             # The padding mask covers the keys: it applies to the queries only in self-attention.
             real_queries = args.real_tokens() if is_self and args.cache is None else None
-            statistics, positions = self._em_statistics(
-                call, positions, real_queries, isinstance(self.variance, EMVariance)
-            )
+            with_spread = isinstance(self.variance, EMVariance)
+            statistics, positions = self._em_statistics(call, positions, real_queries, with_spread)
             for module in modules:
                 module.update(statistics, positions)
 
@@ -389,7 +397,6 @@ class Attention(nn.Module):
         # Projections may have been replaced by quantised modules. If all were, they compute in the default dtype.
         tensors = (*self.parameters(), *self.buffers(), torch.empty(0))
         like = local_tensor(next(x for x in tensors if x.is_floating_point()))
-        key_heads, value_heads = (batch_size, self.num_key_heads), (batch_size, self.num_kv_heads)
         if self.is_linear:
             empty = like.new_zeros(batch_size, self.num_heads, 0, self.head_dim).detach()
             _, state = functional.mlk_attention(
@@ -401,10 +408,9 @@ class Attention(nn.Module):
             )
             return StateCache(batch_size, max_length, state)
         components = () if self.keys.shift is not None else (self.num_components,)
-        keys = like.new_zeros(*key_heads, *components, max_length, self.head_dim).detach()
-        value = like.new_zeros(*value_heads, max_length, self.head_dim).detach()
-        with_positions = getattr(self.prior, "positions", None) is not None
-        return KeyValueCache(max_length, keys, value, with_positions=with_positions)
+        keys = like.new_zeros(batch_size, self.num_key_heads, *components, max_length, self.head_dim).detach()
+        value = like.new_zeros(batch_size, self.num_kv_heads, max_length, self.head_dim).detach()
+        return KeyValueCache(max_length, keys, value, with_positions=getattr(self.prior, "positions", None) is not None)
 
     @classmethod
     def from_softmax(
@@ -431,7 +437,9 @@ class Attention(nn.Module):
         Returns:
             The layer. Its inputs are [B, L, embed_dim], regardless of the source's ``batch_first``.
         """
-        layer: Attention = from_softmax(cls, source, variant, num_components, is_causal, noise, backend)
+        layer: Attention = from_softmax(
+            cls, source, variant, num_components=num_components, is_causal=is_causal, noise=noise, backend=backend
+        )
         if not source.batch_first:
             message = "source takes [L, B, E] (batch_first=False), but this layer takes [B, L, E]: for a drop-in "
             warnings.warn(f"{message}replacement, use mgk.MultiheadAttention.from_softmax", stacklevel=2)

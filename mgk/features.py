@@ -91,9 +91,7 @@ class FAVOR(nn.Module):
 
     def _log_features(self, x: Tensor, norm_weight: float) -> Tensor:
         if x.shape[-1] != self.directions.shape[1]:
-            raise ValueError(
-                f"feature_map has head_dim {self.directions.shape[1]}, but the heads have dimension {x.shape[-1]}"
-            )
+            fail("feature_map", f"has head_dim {self.directions.shape[1]}, but the heads have dimension {x.shape[-1]}")
         x = x * math.sqrt(self.scale)
         projected = x @ self.directions.to(x.dtype).T
         return projected - norm_weight * x.square().sum(-1, keepdim=True) - 0.5 * math.log(self.directions.shape[0])

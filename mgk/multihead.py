@@ -130,7 +130,9 @@ class MultiheadAttention(nn.Module):
 
         See `Attention.from_softmax` for the arguments.
         """
-        attention = from_softmax(Attention, source, variant, num_components, False, noise, backend)
+        attention = from_softmax(
+            Attention, source, variant, num_components=num_components, is_causal=False, noise=noise, backend=backend
+        )
         layer = cls(source.embed_dim, source.num_heads, batch_first=source.batch_first, device="meta")
         layer.attention = attention
         return layer.train(source.training)
@@ -191,14 +193,19 @@ class MultiheadAttention(nn.Module):
         padding = bias = mask = None
         if key_padding_mask is not None:
             key_mask = check_torch_padding_mask(key_padding_mask, batched, query, key)
-            padding, bias = (key_mask, None) if key_mask.dtype == torch.bool else (None, key_mask)
+            if key_mask.dtype == torch.bool:
+                padding = key_mask
+            else:
+                bias = key_mask
         if attn_mask is not None:
             mask = check_torch_attn_mask(attn_mask, query, key, self.num_heads)
             mask = ~mask if mask.dtype == torch.bool else mask
         # With is_causal the mask is redundant, and linear attention supports only is_causal.
         if is_causal and mask is not None:
-            ignores_mask = not need_weights or self.attention.is_linear
-            is_causal, mask = (True, None) if ignores_mask else (False, mask)
+            if need_weights and not self.attention.is_linear:
+                is_causal = False
+            else:
+                mask = None
         args = AttentionArgs(is_causal, padding, bias, mask, need_weights=need_weights)
         result = self.attention.attend(query, key, value, args)
         output, weights = result if need_weights else (result, None)
@@ -207,7 +214,7 @@ class MultiheadAttention(nn.Module):
             weights = weights.mean(1)
         if not batched:
             output = output.squeeze(0 if self.batch_first else 1)
-            weights = weights if weights is None else weights.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
         return output, weights
 
     def _to_batch_first(self, x: Tensor, batched: bool) -> Tensor:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from mgk._core.validation import fail
 from mgk.backends.triton import NO_TRITON
-from mgk.functional import explain_backend, mgk_attention, mlk_attention, smgk_attention, smlk_attention
+from mgk.functional import OPERATORS, explain_backend
 from mgk.kernels.architecture import Architecture
 
-OPERATORS = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
 # Arguments of the operators that have gradients in training.
 DIFFERENTIABLE = ("query", "keys", "key", "value", "shift", "log_prior")
 
@@ -99,8 +98,8 @@ def warmup(
             choice = explain_backend(op, *args, **kwargs)
             if choice.backend != "triton":
                 return Warmup((), 0.0, choice.reasons.get("triton", f"the call runs on {choice.backend!r}"))
+        run = _run_module if is_module else _run_operator
         with collected_launches() as launches, _restored(op, device):
-            run = _run_module if is_module else _run_operator
             run(op, args, kwargs, backward)
         kernels = compile_kernels(launches, threads)
     reason = None
@@ -150,8 +149,7 @@ def _restored(op: Any, device: torch.device) -> Iterator[None]:
 
 def _run_operator(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
     name = op if isinstance(op, str) else op.__name__
-    arguments = dict(kwargs)
-    arguments |= dict(zip(inspect.signature(OPERATORS[name]).parameters, args, strict=False))
+    arguments = inspect.signature(OPERATORS[name]).bind(*args, **kwargs).arguments
     if backward:
         for key in DIFFERENTIABLE:
             if isinstance(arguments.get(key), Tensor):

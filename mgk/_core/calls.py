@@ -120,10 +120,9 @@ class MixtureCall(AttentionCall):
         """
         if self.attn_mask is None:
             return self
-        masked, masked_values = (
-            ~attended_keys(self.attn_mask, group).unsqueeze(-1) for group in (self.group, self.value_group)
-        )
-        keys = self.keys.masked_fill(masked if self.shift is not None else masked.unsqueeze(2), 0)
+        masked_keys = ~attended_keys(self.attn_mask, self.group).unsqueeze(-1)
+        masked_values = ~attended_keys(self.attn_mask, self.value_group).unsqueeze(-1)
+        keys = self.keys.masked_fill(masked_keys if self.shift is not None else masked_keys.unsqueeze(2), 0)
         return replace(self, keys=keys, value=self.value.masked_fill(masked_values, 0))
 
     @property
@@ -173,9 +172,7 @@ class AttentionArgs:
     def real_tokens(self) -> Tensor | None:
         """Return the tokens of self-attention that are not padding, bool [B, L]; None if all are real."""
         real = None if self.key_bias is None else as_bool(self.key_bias)
-        if self.key_padding_mask is None:
-            return real
-        return ~self.key_padding_mask if real is None else real & ~self.key_padding_mask
+        return real if self.key_padding_mask is None else and_mask(~self.key_padding_mask, real)
 
 
 def mixture_call(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mgk import equations
 from mgk._core.calls import MixtureCall
-from mgk._core.masks import allowed_pairs, as_bool, block_of_rows
+from mgk._core.masks import allowed_pairs, and_mask, as_bool, block_of_rows
 from mgk._core.precision import without_autocast
 from mgk._core.query_blocks import expand_inputs, query_blocks
 
@@ -34,9 +34,8 @@ def statistics_by_equations(call: MixtureCall, real_queries: Tensor | None = Non
     call = call.with_zeroed_padding()
     with without_autocast(call.query):
         query, keys, _, log_prior, scale, tau = expand_inputs(call)
-        batch, heads, queries, _ = query.shape
+        batch, heads = query.shape[:2]
         length = keys.shape[-2]
-        bias = call.attn_mask
         count = query.new_zeros(batch, heads, call.components, length)
         pairs = query.new_zeros(batch, heads, length)
         spread = torch.zeros_like(count)
@@ -44,13 +43,7 @@ def statistics_by_equations(call: MixtureCall, real_queries: Tensor | None = Non
         for rows in query_blocks(call):
             block = query[:, :, rows]
             gamma = equations.responsibilities(block, keys, log_prior, scale=scale, tau=tau)  # [B, H, l, M, S]
-            allowed = allowed_pairs(rows, queries, length, bias, call.causal, call.packed, query)
-            if bias is not None and bias.dtype != torch.bool:
-                unmasked = as_bool(block_of_rows(bias, rows))
-                allowed = unmasked if allowed is None else unmasked & allowed
-            if real_queries is not None:
-                real = real_queries[:, None, rows, None]
-                allowed = real if allowed is None else real & allowed
+            allowed = _attended_pairs(call, rows, real_queries)
             if allowed is None:
                 pairs += rows.stop - rows.start
             else:
@@ -63,8 +56,18 @@ def statistics_by_equations(call: MixtureCall, real_queries: Tensor | None = Non
             query_norm = (weighted @ block.square().sum(-1)[:, :, None, :, None]).squeeze(-1)
             cross = ((weighted @ block.unsqueeze(2)) * keys).sum(-1)
             spread += query_norm - 2 * cross + block_count * key_norm
-        per_key_head = (
-            x.unflatten(1, (-1, call.group)).sum(2) if call.group > 1 else x
-            for x in (count, pairs, spread.clamp(min=0))
-        )
-        return EMStatistics(*per_key_head)
+        spread = spread.clamp(min=0)
+        if call.group > 1:
+            count, pairs, spread = (x.unflatten(1, (-1, call.group)).sum(2) for x in (count, pairs, spread))
+        return EMStatistics(count, pairs, spread)
+
+
+def _attended_pairs(call: MixtureCall, rows: slice, real_queries: Tensor | None) -> Tensor | None:
+    """Return which pairs of a block of queries count, bool and broadcastable to [B, H, rows, S]; None if all do."""
+    mask = call.attn_mask
+    allowed = allowed_pairs(rows, call.query.shape[2], call.keys.shape[-2], mask, call.causal, call.packed, call.query)
+    if mask is not None and mask.dtype != torch.bool:
+        allowed = and_mask(as_bool(block_of_rows(mask, rows)), allowed)
+    if real_queries is not None:
+        allowed = and_mask(real_queries[:, None, rows, None], allowed)
+    return allowed

@@ -17,6 +17,7 @@ def from_softmax(
     layer_class: Callable[..., Any],
     source: nn.MultiheadAttention,
     variant: str | Variant,
+    *,
     num_components: int,
     is_causal: bool,
     noise: float,

@@ -124,8 +124,9 @@ def temporary_of(path: Path) -> Path:
 
 
 def check_writable(directory: Path) -> None:
-    """Raise an OSError if no file can be created in a directory. os.access grants root everything, also in /proc."""
+    """Raise an OSError if no file can be created in a directory."""
     remove_stale_temporaries(directory)
+    # os.access is not an alternative: it grants root everything, also in /proc.
     probe = temporary_of(directory / "probe")
     probe.touch()
     probe.unlink()
@@ -141,8 +142,11 @@ def remove_stale_temporaries(directory: Path) -> None:
         if match is None:
             continue
         with contextlib.suppress(OSError):
-            is_old = time.time() - path.stat().st_mtime > ABANDONED
-            if is_old if match[1] != _host() else not _is_running(int(match[2])):
+            if match[1] == _host():
+                is_abandoned = not _is_running(int(match[2]))
+            else:
+                is_abandoned = time.time() - path.stat().st_mtime > ABANDONED
+            if is_abandoned:
                 path.unlink()
 
 

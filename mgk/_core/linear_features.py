@@ -18,6 +18,7 @@ from mgk._core.calls import LinearCall
 from mgk._core.heads import pair_key_and_value, repeat_heads
 from mgk._core.masks import MASK_VALUE
 from mgk._core.precision import compute_dtype, without_autocast
+from mgk._core.validation import fail
 
 # Log weight of an empty sum. Finite, so that the difference of two of them is not NaN.
 EMPTY_LOG_WEIGHT = MASK_VALUE
@@ -56,7 +57,7 @@ def map_features(call: LinearCall) -> Features:
             key = key.masked_fill(masked.unsqueeze(-1), 0)
             log_weight = None if log_weight is None else log_weight.masked_fill(masked, -math.inf)
         if query.shape[:-1] != call.query.shape[:-1] or key.shape[-1] != query.shape[-1]:
-            raise ValueError(f"feature_map must map [..., D] to [..., F], got {list(query.shape)}, {list(key.shape)}")
+            fail("feature_map", f"must map [..., D] to [..., F], got {list(query.shape)}, {list(key.shape)}")
         return Features(query, key, log_weight, value)
 
 
@@ -139,4 +140,4 @@ def initial_state(call: LinearCall, features: Features) -> State | None:
 def check_state_features(state: State, num_tensors: int, num_features: int) -> None:
     """Check that a state was returned by a call with the same feature map."""
     if len(state) != num_tensors or state[1].shape[-1] != num_features:
-        raise ValueError("initial_state comes from another feature_map: use a state returned with the same one")
+        fail("initial_state", "comes from another feature_map: use a state returned with the same one")

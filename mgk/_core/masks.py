@@ -102,8 +102,7 @@ def allowed_pairs(
             last = last + (keys - queries)
         allowed = torch.arange(keys, device=like.device) <= last
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        mask = block_of_rows(attn_mask, rows)
-        allowed = mask if allowed is None else mask & allowed
+        allowed = and_mask(block_of_rows(attn_mask, rows), allowed)
     return allowed
 
 

@@ -14,20 +14,22 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def is_autocast_enabled(device_type: str) -> bool:
+    """Return whether autocast is on for a type of device; the meta device has no autocast."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     """Return a context manager that disables autocast on the device of `like`."""
     device_type = like.device.type
-    # The meta device has no autocast. The region is opened only if autocast is on: torch 2.6 cannot save an exported
-    # program that contains one.
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    # The region is opened only if autocast is on: torch 2.6 cannot save an exported program that contains one.
+    return torch.autocast(device_type, enabled=False) if is_autocast_enabled(device_type) else nullcontext()
 
 
 def autocast_inputs(query: Tensor, keys: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert query, keys and value to the autocast dtype if autocast is on."""
     device_type = query.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+    if not is_autocast_enabled(device_type):
         return query, keys, value
     dtype = torch.get_autocast_dtype(device_type)
     return query.to(dtype), keys.to(dtype), value.to(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,19 @@ from mgk._core.precision import compute_dtype
 BLOCK_ELEMENTS = 1 << 24
 
 
-def expand_inputs(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float | Tensor, float | Tensor]:
-    """Return query, keys [B, H, M, S, D], value, log_prior, scale and tau per query head, in the compute dtype."""
+class EquationInputs(NamedTuple):
+    """Inputs of the equations in the compute dtype, with heads repeated for the query heads; one head broadcasts."""
+
+    query: Tensor  # [B, H, L, D]
+    keys: Tensor  # [B, H or 1, M, S, D]
+    value: Tensor  # [B, H or 1, S, E]
+    log_prior: Tensor  # broadcastable to [B, H, M, S]
+    scale: float | Tensor  # a number, or broadcastable to [B, H, M, S]
+    tau: float | Tensor  # a number, or [H]
+
+
+def expand_inputs(call: MixtureCall) -> EquationInputs:
+    """Convert a call to inputs of the equations."""
     dtype = compute_dtype(call.query.dtype)
     group = call.group
     scale, tau, log_prior = call.scale, call.tau, call.log_prior
@@ -27,7 +40,7 @@ def expand_inputs(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor, Tensor | N
     log_prior = repeat_heads(log_prior.to(dtype), group)
     keys = repeat_heads(call.component_keys(dtype), group)
     value = repeat_heads(call.value.to(dtype), call.value_group)
-    return call.query.to(dtype), keys, value, log_prior, scale, tau
+    return EquationInputs(call.query.to(dtype), keys, value, log_prior, scale, tau)
 
 
 def query_blocks(call: MixtureCall) -> list[slice]:

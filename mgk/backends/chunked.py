@@ -100,6 +100,7 @@ def _attend_bidirectional(
 def _attend_causal(features: Features, state: State | None, reference: Tensor | None, call: LinearCall) -> Tensor:
     length = features.query.shape[2]
     if length == 0:
+        # There are no chunks; products of empty tensors keep the autograd graph connected to the inputs.
         value = repeat_heads(features.value, call.value_group)
         return (features.query @ repeat_heads(features.key, call.group).mT) @ value
     # torch.compile specialises on sizes 0 and 1: for an empty padding (a length that is a multiple of CHUNK) or few

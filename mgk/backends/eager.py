@@ -30,12 +30,7 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None
     call = call.with_zeroed_padding()
     with without_autocast(call.query):
         query, keys, value, log_prior, scale, tau = expand_inputs(call)
-        bias = call.attn_mask
-        if bias is not None:
-            # Values below MASK_VALUE mask a pair, as in the kernels: other libraries mask with the lowest finite
-            # number, and a row without any other value must count as fully masked.
-            bias = None if bias.dtype == torch.bool else bias.to(query.dtype)
-            bias = None if bias is None else bias.masked_fill(bias < MASK_VALUE, -math.inf)
+        bias = _additive_bias(call.attn_mask, query.dtype)
 
         def run_block(rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
             output, weights, lse = equations.mixture_attention(
@@ -66,6 +61,16 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, Tensor | None
             weights = torch.cat(parts, dim=2) if call.return_weights else None
     dtype = call.query.dtype
     return output.to(dtype), lse, None if weights is None else weights.to(dtype)
+
+
+def _additive_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return an additive mask with -inf at masked pairs; None for a bool mask, which `allowed_pairs` applies."""
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    # Values below MASK_VALUE mask a pair, as in the kernels: other libraries mask with the lowest finite number, and a
+    # row without any other value must count as fully masked.
+    bias = mask.to(dtype)
+    return bias.masked_fill(bias < MASK_VALUE, -math.inf)
 
 
 def run_linear(call: LinearCall) -> tuple[Tensor, State | None, Tensor | None]:

@@ -180,8 +180,8 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
 
     query, keys, value = map(_ensure_last_dim_contiguous, (call.query, call.keys, call.value))
     needs_gradients = _needs_gradients(call)
-    bias = None if call.hard or call.log_prior is None else call.log_prior
-    constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
+    bias = None if call.hard else call.log_prior
+    constant = _constant_log_prior(call)
     mask = call.attn_mask
     if mask is not None and _is_key_only_mask(mask, call):
         bias, mask = _fold_mask_into_bias(bias, mask), None
@@ -194,11 +194,9 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         )  # fmt: skip
         return out, _to_natural_log(lse2, query, call) if call.return_lse else None, None
     seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
-    packed = call.packed
     arguments = (
-        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, *_contiguous_offsets(packed),
-        scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard,
-        (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or value.shape[2],
+        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, *_contiguous_offsets(call.packed),
+        scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard, *_longest_sequences(call),
     )  # fmt: skip
     if not needs_gradients:
         out, optional_lse2 = ops.infer(call.return_lse, *arguments)
@@ -231,10 +229,12 @@ def plan_mixture(call: MixtureCall, prior_shape: tuple[int, ...] | None) -> Call
     from mgk.kernels.mixture.args import MixtureArgs
     from mgk.kernels.mixture.call_plan import plan_call
 
-    constant = 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
+    max_q, max_k = _longest_sequences(call)
     args = MixtureArgs(
-        call.query, call.keys, call.value, call.shift, call.log_prior, *(None,) * 6, float(call.scale), float(call.tau),
-        constant, 0.0, CAUSAL[call.causal], call.hard, call.query.shape[2], call.value.shape[2],
+        query=call.query, keys=call.keys, value=call.value, shift=call.shift, bias=call.log_prior, scale_t=None,
+        tau_t=None, mask=None, seed=None, cu_q=None, cu_k=None, scale=float(call.scale), tau=float(call.tau),
+        constant=_constant_log_prior(call), dropout_p=0.0, causal=CAUSAL[call.causal], hard=call.hard, max_q=max_q,
+        max_k=max_k,
     )  # fmt: skip
     return plan_call(args, prior_shape, needs_gradients)
 
@@ -319,7 +319,7 @@ def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> t
 
     query, keys = _ensure_last_dim_contiguous(call.query), _ensure_last_dim_contiguous(call.keys)
     scale, scale_t, tau, tau_t = _split_scale_and_tau(call)
-    mask, packed, attendable = call.attn_mask, call.packed, None
+    mask, attendable = call.attn_mask, None
     # A key-only mask is applied to the result: joined with `real_queries` it would take L·S elements.
     if mask is not None and _is_key_only_mask(mask, call):
         attendable, mask = as_bool(mask[:, :, 0]), None
@@ -327,8 +327,7 @@ def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> t
         mask = and_mask(real_queries[:, None, :, None].expand(-1, -1, -1, call.value.shape[2]), mask)
     count, pairs = em_counts.component_counts(
         query, keys, None if call.shift is None else call.shift.contiguous(), call.log_prior, scale_t, tau_t, mask,
-        *_contiguous_offsets(packed), scale, tau, CAUSAL[call.causal],
-        (packed and packed.max_seqlen_q) or query.shape[2], (packed and packed.max_seqlen_k) or call.value.shape[2],
+        *_contiguous_offsets(call.packed), scale, tau, CAUSAL[call.causal], *_longest_sequences(call),
     )  # fmt: skip
     if attendable is None:
         return count, pairs
@@ -344,6 +343,19 @@ def _split_scale_and_tau(call: MixtureCall) -> tuple[float, Tensor | None, float
     scale_t = scale.float()[0, :, :, 0].expand(key_heads, -1).contiguous() if isinstance(scale, Tensor) else None
     tau_t = tau.float().expand(key_heads).contiguous() if isinstance(tau, Tensor) else None
     return 1.0 if scale_t is not None else float(scale), scale_t, 0.0 if tau_t is not None else float(tau), tau_t
+
+
+def _constant_log_prior(call: MixtureCall) -> float:
+    """Return the logarithm of a uniform prior; 0 if the call has a log prior or ignores it."""
+    return 0.0 if call.hard or call.log_prior is not None else -math.log(call.components)
+
+
+def _longest_sequences(call: MixtureCall) -> tuple[int, int]:
+    """Return upper bounds of the lengths of packed query and key sequences; without packing, L and S."""
+    queries, keys = call.query.shape[2], call.value.shape[2]
+    if call.packed is None:
+        return queries, keys
+    return call.packed.max_seqlen_q or queries, call.packed.max_seqlen_k or keys
 
 
 def _contiguous_offsets(packed: Packed | None) -> tuple[Tensor | None, Tensor | None]:
