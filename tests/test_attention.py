@@ -102,6 +102,13 @@ def test_settings_of_presets():
         Attention(64, 4, preset="ref-lm", num_components=3)
 
 
+@pytest.mark.parametrize("factors", [(3.0, 3.0), (3.0, 5.0)])
+def test_component_scales_of_a_preset(monkeypatch, factors):
+    monkeypatch.setitem(mgk.PRESETS, "scaled", mgk.Preset(component_scales=factors))
+    scale, _ = Attention(64, 4, preset="scaled").variance()
+    close(torch.as_tensor(scale).expand(2), torch.tensor(factors) / 4, 1e-6)
+
+
 def test_keys_of_components_start_different():
     for layer in (Attention(EMBED, H, variant="mgk"), Attention(EMBED, H, variant="smgk")):
         keys = component_keys(layer, torch.randn(1, 3, EMBED))

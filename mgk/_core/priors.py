@@ -192,7 +192,10 @@ class FixedVariance(nn.Module):
             factors = factors[:1]
         if factors is not None and len(factors) != components:
             fail("num_components", f"must be {len(factors)} with this preset, which sets each component's variance")
-        self.factors = factors if factors is not None and len(set(factors)) > 1 else None
+        if factors is not None and len(set(factors)) == 1:
+            self.scale *= factors[0]
+            factors = None
+        self.factors = factors
         self.register_buffer("scales", None if self.factors is None else torch.empty(components, **factory))
         self.reset_parameters()
 
