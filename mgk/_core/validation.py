@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mgk._core.heads import pair_heads
-from mgk._core.precision import autocast_inputs
+from mgk._core.precision import autocast_inputs, is_autocast_enabled
 
 NESTED = "is a nested tensor: concatenate its sequences to [1, T, ...] and pass cu_seqlens"
 # Names of τ, which interpolates between Eq. 8 (0) and Eq. 9 (1).
@@ -395,11 +395,9 @@ def check_dtype(name: str, x: Tensor, projection: torch.nn.Module) -> None:
         return
     if x.device.type == "meta" and weight.device.type != "meta":
         fail(name, f"is on the meta device, but the layer's weights are on {weight.device}: move one of them")
-    if x.dtype != weight.dtype and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)):
-        fail(
-            name,
-            f"has dtype {x.dtype}, but the layer's weights have {weight.dtype}: convert one of them, or use autocast",
-        )
+    if x.dtype != weight.dtype and not is_autocast_enabled(x.device.type):
+        remedy = "convert one of them, or use autocast"
+        fail(name, f"has dtype {x.dtype}, but the layer's weights have {weight.dtype}: {remedy}")
 
 
 def check_positions(position_ids: Any, query: Tensor) -> Tensor:
@@ -432,11 +430,12 @@ def check_layer_packing(query: Tensor, cu_seqlens: Any, max_seqlen: Any, *, supp
         fail("max_seqlen", "requires cu_seqlens, which is not given")
 
 
-def check_tokens(tokens: Any, dims: str) -> None:
-    """Check token ids with the dimensions `dims` ("B L")."""
+def check_tokens(tokens: Any, *dims: str | int) -> None:
+    """Check token ids with the dimensions `dims`: names, or fixed sizes ("B", 2, "L")."""
     is_integer = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
-    if not is_integer or tokens.dim() != len(dims.split()):
-        fail("tokens", f"must be an int32 or int64 tensor [{dims.replace(' ', ', ')}], got {describe(tokens)}")
+    sizes = tokens.shape if is_integer else ()
+    if len(sizes) != len(dims) or any(isinstance(n, int) and n != size for n, size in zip(dims, sizes, strict=True)):
+        fail("tokens", f"must be an int32 or int64 tensor [{', '.join(map(str, dims))}], got {describe(tokens)}")
 
 
 def check_factory_kwargs(device: Any, dtype: Any) -> dict[str, Any]:

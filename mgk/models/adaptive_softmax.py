@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mgk._core.precision import is_autocast_enabled
 from mgk._core.validation import fail, positive_integer
 
 # Maximum number of logits in memory.
@@ -112,6 +113,7 @@ class TiedEmbedding(nn.Module):
             if not capacity:
                 losses = torch.where(clusters == n, math.nan, losses)
                 continue
+            # A fixed number of rows: first those of the cluster, then others, whose losses are replaced by 0.
             slots = torch.arange(capacity, device=targets.device)
             count = (clusters == n).sum()
             rows = order[(slots + (clusters < n).sum()).clamp(max=len(targets) - 1)]
@@ -199,9 +201,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     Returns:
         Losses [N] in fp32, or in fp64 for fp64 inputs.
     """
-    kind = hidden.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+    device_type = hidden.device.type
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else hidden.dtype
     bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
     # Pad with classes of probability 0, so that the GEMMs are aligned.
     padding = -weight.shape[0] % ALIGNMENT

@@ -10,7 +10,7 @@ from torch import nn
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.features import FEATURE_MAP_FACTORIES
-from mgk.variants import VARIANTS
+from mgk.variants import PRESETS, VARIANTS
 
 if TYPE_CHECKING:
     from mgk.models.decoder import DecoderConfig
@@ -22,7 +22,15 @@ REGISTERED_LAYERS: dict[str, Callable[..., nn.Module]] = {}
 
 
 def check_attention_fields(config: DecoderConfig | EncoderConfig | VisionConfig) -> None:
-    """Check the fields of a configuration that all models pass to their attention layers."""
+    """Check the fields of a configuration that describe the attention layers, which all models have."""
+    variants = config.layer_variants
+    for name in variants:
+        one_of("variant", name, known_variants())
+    if len(variants) != config.num_layers:
+        choices = f"one name for all layers or one for each of {config.num_layers}"
+        fail("variant", f"must have {choices}, got {len(variants)} names")
+    one_of("preset", config.preset, PRESETS)
+    one_of("feature_map", config.feature_map, FEATURE_MAP_FACTORIES)
     positive_integer("num_components", config.num_components)
     for name in ("num_kv_heads", "num_key_heads"):
         if getattr(config, name) is not None:
@@ -33,7 +41,7 @@ def check_attention_fields(config: DecoderConfig | EncoderConfig | VisionConfig)
 
 
 def register_attention(name: str, make: Callable[..., nn.Module]) -> None:
-    """Make another attention layer known to the models, under a name for `variant`.
+    """Register another attention layer for the models, under a name for `variant`.
 
     Args:
         name: Name of the layer in configurations and recipes.
@@ -51,14 +59,6 @@ def known_variants() -> list[str]:
     return [*VARIANTS, *REGISTERED_LAYERS]
 
 
-def check_variants(layers: tuple[str, ...], num_layers: int) -> None:
-    """Check the names and the number of the variants of a model's layers."""
-    for name in layers:
-        one_of("variant", name, known_variants())
-    if len(layers) != num_layers:
-        fail("variant", f"must have one name for all layers or one for each of {num_layers}, got {len(layers)} names")
-
-
 def make_attention(
     config: DecoderConfig | EncoderConfig | VisionConfig, variant: str, layer_index: int = 0, **options: Any
 ) -> Any:
@@ -71,8 +71,8 @@ def make_attention(
         **options: Further arguments of Attention.
     """
     if variant in REGISTERED_LAYERS:
-        defaults = {"is_causal": False, "rotary": None}
-        return REGISTERED_LAYERS[variant](config, layer_index=layer_index, **{**defaults, **options})
+        options = {"is_causal": False, "rotary": None, **options}
+        return REGISTERED_LAYERS[variant](config, layer_index=layer_index, **options)
     return Attention(
         config.embed_dim,
         config.num_heads,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mgk._core.checksums import replacing_verified, verify, write_verified
 from mgk._core.io import DataError, make_directory
+from mgk._core.validation import fail
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 from mgk.models.vision import VisionConfig, VisionTransformer
@@ -43,9 +44,11 @@ def save_model(model: nn.Module, directory: str | Path, weights: dict[str, Tenso
         ...     mgk.models.save_model(model, folder)
         ...     again = mgk.models.load_model(folder)
     """
+    kind = next((name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class)), None)
+    if kind is None:
+        fail("model", f"must be a LanguageModel, Classifier or VisionTransformer, got {type(model).__name__}")
     directory = Path(directory)
     make_directory(directory)
-    kind = next(name for name, (_, model_class) in KINDS.items() if isinstance(model, model_class))
     config: Any = model.config
     write_verified(directory / "config.json", json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2))
     with replacing_verified(directory / "model.safetensors") as temporary:
@@ -95,7 +98,7 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
 
 
 def _check_weights(weights: dict[str, Tensor], model: nn.Module) -> None:
-    """Raise a ValueError for weights that would load, and give wrong outputs: NaN, and integers for numbers."""
+    """Raise a ValueError for weights that load but give wrong outputs: NaN, and integers in place of numbers."""
     for name, expected in model.state_dict().items():
         tensor = weights.get(name, expected)
         if tensor.is_floating_point() != expected.is_floating_point():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +33,12 @@ class CaptureError(Exception):
     def __init__(self, reason: str, output: Any) -> None:
         super().__init__(reason)
         self.output = output
+
+
+def uncached_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context manager that disables autocast's cache: a replay would reuse weights cast at the capture."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), enabled, cache_enabled=False)
 
 
 def capture_graph(
@@ -118,14 +125,13 @@ class GraphedForward:
         return self.captured[key].replay(inputs) if key in self.captured else self._run(inputs, sizes)
 
     def _run(self, inputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> Means:
-        kind = inputs[0].device.type
-        # Without autocast's cache: a replay would reuse the weights that were cast at the capture.
-        with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
+        with uncached_autocast(inputs[0].device.type):
             return self.measure(*inputs, *sizes)
 
     def _capture(self, key: tuple[Any, ...], inputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
         static_inputs = tuple(x.clone() for x in inputs)
-        rng_state, saved_buffers = torch.cuda.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.buffers()]
+        rng_state = torch.cuda.get_rng_state()
+        saved_buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         # One stream for all captures: autograd keeps the first stream of each parameter while any part of that pass is
         # alive, and synchronizes passes on other streams with it.
         self._stream = self._stream or torch.cuda.Stream()

@@ -18,20 +18,16 @@ from mgk._core.calls import AttentionArgs
 from mgk._core.validation import check_tokens, fail, flag, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
-from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
-from mgk.models.attention_layer import check_attention_fields, check_variants, make_attention
-from mgk.variants import PRESETS, VARIANTS, variants_per_layer
+from mgk.models.attention_layer import check_attention_fields, make_attention
+from mgk.variants import VARIANTS, variants_per_layer
 
 # Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
 # 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
 GROUP_SIZE = 4
 
-# Norms before and after a sublayer f: x + f(norm(x)), or norm(x + f(x)) as in the original Transformer.
-NORM_PLACES: dict[str, Callable[[Callable[[], nn.Module]], tuple[nn.Module | None, nn.Module | None]]] = {
-    "pre": lambda norm: (norm(), None),
-    "post": lambda norm: (None, norm()),
-}
+# Place of the norm of a sublayer f: x + f(norm(x)), or norm(x + f(x)) as in the original Transformer.
+NORM_PLACES = ("pre", "post")
 NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": lambda width: nn.RMSNorm(width, eps=1e-6)}
 
 
@@ -157,12 +153,13 @@ class DecoderConfig:
         for name in ("variant", "cutoffs"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_variants(self.layer_variants, self.num_layers)
-        for name, table in CHOICES.items():
-            one_of(name, getattr(self, name), table)
+        check_attention_fields(self)
+        one_of("norm", self.norm, NORMS)
+        one_of("norm_place", self.norm_place, NORM_PLACES)
+        one_of("positions", self.positions, POSITIONS)
+        one_of("mlp", self.mlp, MLPS)
         check_cutoffs(self.cutoffs, self.vocab_size)
         flag("head_bias", self.head_bias)
-        check_attention_fields(self)
 
     @property
     def layer_variants(self) -> tuple[str, ...]:
@@ -170,14 +167,10 @@ class DecoderConfig:
         return variants_per_layer(self.variant, self.num_layers)
 
 
-CHOICES: dict[str, dict[str, Any]] = {
-    "preset": PRESETS,
-    "feature_map": FEATURE_MAP_FACTORIES,
-    "norm": NORMS,
-    "norm_place": NORM_PLACES,
-    "positions": POSITIONS,
-    "mlp": MLPS,
-}
+def make_norms(config: DecoderConfig) -> tuple[nn.Module | None, nn.Module | None]:
+    """Make the norms before and after a sublayer; the one that the configuration does not place is None."""
+    norm = NORMS[config.norm](config.embed_dim)
+    return (norm, None) if config.norm_place == "pre" else (None, norm)
 
 
 class DecoderLayer(nn.Module):
@@ -185,13 +178,11 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, variant: str, layer_index: int = 0) -> None:
         super().__init__()
-        width = config.embed_dim
         rotary = POSITIONS[config.positions].rotary
         self.attention = make_attention(config, variant, layer_index, is_causal=True, rotary=rotary)
-        self.mlp = MLPS[config.mlp](width, config.ffn_dim, config.dropout)
-        make_norms = NORM_PLACES[config.norm_place]
-        self.before_attention, self.after_attention = make_norms(lambda: NORMS[config.norm](width))
-        self.before_mlp, self.after_mlp = make_norms(lambda: NORMS[config.norm](width))
+        self.mlp = MLPS[config.mlp](config.embed_dim, config.ffn_dim, config.dropout)
+        self.before_attention, self.after_attention = make_norms(config)
+        self.before_mlp, self.after_mlp = make_norms(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -262,7 +253,7 @@ class LanguageModel(nn.Module):
             DecoderLayer(config, variant, index) for index, variant in enumerate(config.layer_variants)
         )
         # Only pre-norm models have a final norm: the output of a post-norm layer is already normalized.
-        self.norm, _ = NORM_PLACES[config.norm_place](lambda: NORMS[config.norm](config.embed_dim))
+        self.norm, _ = make_norms(config)
         self._run_group: Callable[..., Tensor] = run_group
         # As in the paper's code; small weights keep post-norm layers close to the identity at the start of training.
         for module in self.layers.modules():
@@ -311,7 +302,7 @@ class LanguageModel(nn.Module):
             caches: Caches of `make_caches`; the tokens are appended.
             inputs: Precomputed output of `embed`, [B, L, d].
         """
-        self._check_tokens(tokens)
+        check_tokens(tokens, "B", "L")
         if caches is not None and len(caches) != len(self.layers):
             fail("caches", f"must have {len(self.layers)} entries, one for each layer, got {len(caches)}")
         start = caches[0].length if caches else 0
@@ -320,7 +311,7 @@ class LanguageModel(nn.Module):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """Compute `hidden` of the last position, [B, d]; the last layer runs for that position only."""
-        self._check_tokens(tokens)
+        check_tokens(tokens, "B", "L")
         *layers, last = self._layers()
         return _apply(self.norm, last.forward_last(self._run(layers, self.embed(tokens))))[:, 0]
 
@@ -369,10 +360,8 @@ class LanguageModel(nn.Module):
         return self.table.logits(hidden)
 
     def _layers(self) -> list[Any]:
+        # A list: a slice of a ModuleList would be a new module.
         return list(self.layers)
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        check_tokens(tokens, "B L")
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

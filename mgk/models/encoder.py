@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.validation import check_tokens, fail, number, one_of, positive_integer
-from mgk.features import FEATURE_MAP_FACTORIES
+from mgk._core.validation import check_max_seqlen, check_tokens, fail, number, one_of, positive_integer
 from mgk.models.adaptive_softmax import embed_tokens
-from mgk.models.attention_layer import check_attention_fields, check_variants, make_attention
-from mgk.variants import PRESETS, VARIANTS, variants_per_layer
+from mgk.models.attention_layer import check_attention_fields, make_attention
+from mgk.variants import VARIANTS, variants_per_layer
 
 if TYPE_CHECKING:
     from mgk.models.vision import VisionConfig
@@ -87,11 +86,8 @@ class EncoderConfig:
             fail("documents", f"must be 1 or 2, got {self.documents!r}")
         if isinstance(self.variant, list):
             object.__setattr__(self, "variant", tuple(self.variant))
-        check_variants(self.layer_variants, self.num_layers)
-        one_of("preset", self.preset, PRESETS)
-        one_of("feature_map", self.feature_map, FEATURE_MAP_FACTORIES)
-        one_of("pooling", self.pooling, POOLINGS)
         check_attention_fields(self)
+        one_of("pooling", self.pooling, POOLINGS)
         number("token_std", self.token_std, 0, above=True)
 
     @property
@@ -182,9 +178,13 @@ class Classifier(nn.Module):
         return total / (lengths.clamp(min=1)[:, None] if denominator is None else denominator)
 
     def encode_packed(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Encode N packed sequences [T] as [N, d]; tokens after the last sequence are padding."""
+        """Encode N packed sequences [T] as [N, d]; tokens after the last sequence are padding.
+
+        The padding, too, has at most max_length tokens.
+        """
         # The padding becomes a separate sequence, so that no document attends to it.
         edges = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens.shape[0])])
+        check_max_seqlen("max_length", self.config.max_length, edges)
         sequence, position = cu_seqlens_to_segments(edges, tokens.shape[0])
         positions = nn.functional.embedding(position, self.positions)
         x = self.dropout(embed_tokens(tokens, self.tokens.weight) + positions)[None]
@@ -208,17 +208,25 @@ class Classifier(nn.Module):
             lengths: Padded: number of tokens of each document, [B] or [B, 2]. Default: no padding.
             cu_seqlens: Packed: offsets of N documents, int32 [N + 1].
         """
-        check_tokens(tokens, "T" if cu_seqlens is not None else "B L" if self.config.documents == 1 else "B 2 L")
+        documents = self.config.documents
+        if cu_seqlens is not None:
+            check_tokens(tokens, "T")
+        elif documents == 1:
+            check_tokens(tokens, "B", "L")
+        else:
+            check_tokens(tokens, "B", documents, "L")
         if tokens.shape[-1] == 0:
             fail("tokens", f"must have at least one token, got {list(tokens.shape)}")
         if cu_seqlens is not None:
+            if (cu_seqlens.shape[0] - 1) % documents:
+                fail("cu_seqlens", f"must have two documents for each example, got {cu_seqlens.shape[0] - 1} documents")
             encoded = self.encode_packed(tokens, cu_seqlens)
-        elif self.config.documents == 1:
+        elif documents == 1:
             encoded = self.encode(tokens, lengths)
         else:
             # Both documents in one batch: half the kernel launches.
             encoded = self.encode(tokens.flatten(0, 1), None if lengths is None else lengths.flatten())
-        if self.config.documents == 2:
+        if documents == 2:
             x, y = encoded.unflatten(0, (-1, 2)).unbind(1)
             encoded = torch.cat([x, y, x * y, x - y], dim=-1)
         logits: Tensor = self.head(encoded)

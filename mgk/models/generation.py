@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mgk._core.validation import fail, number, positive_integer
 from mgk.cache import Cache, DevicePosition
-from mgk.models.cuda_graphs import CaptureError, capture_graph
+from mgk.models.cuda_graphs import CaptureError, capture_graph, uncached_autocast
 from mgk.models.decoder import LanguageModel
 
 
@@ -33,7 +33,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         number("temperature", self.temperature, 0)
-        number("seed", self.seed, -(2**63), 2**63)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            fail("seed", f"must be an integer from -2^63 to 2^63 - 1, got {self.seed!r}")
         if self.top_k is not None:
             positive_integer("top_k", self.top_k)
         if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
@@ -47,7 +48,11 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         # On the CPU, so that a seed gives the same tokens on every device.
-        ordered, tokens = (logits.float().cpu() / self.temperature).sort(descending=True, stable=True)
+        scaled = logits.float().cpu() / self.temperature
+        # The quotients overflow at temperatures close to 0.
+        if not scaled.max().isfinite():
+            return int(logits.argmax())
+        ordered, tokens = scaled.sort(descending=True, stable=True)
         ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
         probabilities = ordered.softmax(-1)
         if self.top_p is not None:
@@ -179,10 +184,8 @@ class DecodingStep:
         self.device_position.length.copy_(self.device_position.index).add_(1)
         for cache in self.caches:
             cache.device_position = self.device_position
-        kind = self._tokens.device.type
         try:
-            # Without autocast's cache: a replay would reuse the weights that were cast at the capture.
-            with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
+            with uncached_autocast(self._tokens.device.type):
                 hidden = self.model.hidden(self._tokens, position_ids=self.device_position.index, caches=self.caches)
                 return self.model.table.logits(hidden[:, -1])
         finally:

@@ -15,13 +15,21 @@ from mgk._core.io import DataError
 from mgk.models.checkpoint import REMEDY, load_model
 from mgk.models.decoder import LanguageModel
 
-# Types of the entries of run.json, and their names in messages.
-DESCRIPTION_TYPES: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("task", "recipe", "row", "preset", "data", "data_dir"), (str, "text")),
-    **dict.fromkeys(("model", "training"), (dict, "a mapping")),
-    "seed": (int, "an integer"),
-    "layers": (list, "a list"),
+# Types of the entries of run.json.
+DESCRIPTION_TYPES: dict[str, type] = {
+    "task": str,
+    "recipe": str,
+    "row": str,
+    "preset": str,
+    "data": str,
+    "data_dir": str,
+    "model": dict,
+    "training": dict,
+    "seed": int,
+    "layers": list,
 }
+# Names of the types in messages.
+TYPE_NAMES = {str: "text", dict: "a mapping", int: "an integer", list: "a list"}
 
 
 def _is_result(row: Any) -> bool:
@@ -107,9 +115,9 @@ class RunDirectory:
         missing = [key for key in ("task", *required) if not isinstance(description, dict) or key not in description]
         if missing:
             raise ValueError(f"{self.description} is damaged: it has no {', '.join(missing)}; {REMEDY}")
-        for key, (field_type, kind) in DESCRIPTION_TYPES.items():
-            if key in description and not isinstance(description[key], field_type):
-                raise ValueError(f"{self.description} is damaged: {key} must be {kind}; {REMEDY}")
+        for key, entry_type in DESCRIPTION_TYPES.items():
+            if key in description and not isinstance(description[key], entry_type):
+                raise ValueError(f"{self.description} is damaged: {key} must be {TYPE_NAMES[entry_type]}; {REMEDY}")
         return dict(description)
 
     def read_result(self) -> list[dict[str, Any]]:

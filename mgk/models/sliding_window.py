@@ -55,7 +55,8 @@ def sliding_losses(
     size = min(batch_size, len(ends))
     for begin in range(0, len(ends), max(1, size)):
         # The last batch repeats some windows, so that all batches have one shape and compile once.
-        batch = slice(min(begin, len(ends) - size), min(begin, len(ends) - size) + size)
+        first_window = min(begin, len(ends) - size)
+        batch = slice(first_window, first_window + size)
         positions = ends[batch, None] + torch.arange(1 - window, 1, device=tokens.device)
         if stride == 1:
             hidden[ends[batch]] = model.last_hidden(inputs[positions])

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mgk._core.validation import fail, one_of, positive_integer
-from mgk.features import FEATURE_MAP_FACTORIES
-from mgk.models.attention_layer import check_attention_fields, check_variants
+from mgk._core.validation import fail, positive_integer
+from mgk.models.attention_layer import check_attention_fields
 from mgk.models.encoder import EncoderLayer
-from mgk.variants import PRESETS, variants_per_layer
+from mgk.variants import variants_per_layer
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,6 @@ class VisionConfig:
             fail("patch_size", f"= {self.patch_size} must divide image_size = {self.image_size}")
         if isinstance(self.variant, list):
             object.__setattr__(self, "variant", tuple(self.variant))
-        check_variants(self.layer_variants, self.num_layers)
-        one_of("preset", self.preset, PRESETS)
-        one_of("feature_map", self.feature_map, FEATURE_MAP_FACTORIES)
         check_attention_fields(self)
 
     @property

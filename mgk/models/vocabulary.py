@@ -29,9 +29,11 @@ class Vocabulary(ABC):
 
     Attributes:
         spaced: Whether decoded tokens end with a space.
+        file_name: Name of the file that `save` writes, or None.
     """
 
     spaced: bool
+    file_name: str | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -60,6 +62,7 @@ class WordVocabulary(Vocabulary):
     """
 
     spaced = True
+    file_name = FILE
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
@@ -148,6 +151,7 @@ class SubwordVocabulary(Vocabulary):
     """
 
     spaced = False
+    file_name = SUBWORD_FILE
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -183,7 +187,8 @@ class SubwordVocabulary(Vocabulary):
         try:
             tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # `tokenizers` raises plain Exceptions
-            raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+            first_line = str(error).partition("\n")[0]
+            raise DataError(f"{path} cannot be read: {first_line}") from error
         if not isinstance(tokenizer.model, tokenizers.models.BPE):
             raise DataError(f"{path} is damaged: it must be a byte-level BPE")
         return cls(tokenizer)
@@ -245,6 +250,9 @@ def load_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
 
 def check_size(vocabulary: Vocabulary, folder: Path, vocab_size: int) -> None:
     """Raise a DataError if the vocabulary of a folder does not have the size of the model's."""
-    if len(vocabulary) != vocab_size:
-        sizes = f"{len(vocabulary)} words, and the model's vocabulary has {vocab_size}"
-        raise DataError(f"{folder / FILE} is damaged: it has {sizes}; restore it, or train again")
+    if len(vocabulary) == vocab_size:
+        return
+    if vocabulary.file_name is None:
+        raise DataError(f"the model in {folder} must have a vocabulary of {len(vocabulary)} bytes, got {vocab_size}")
+    sizes = f"{len(vocabulary)} tokens, and the model's vocabulary has {vocab_size}"
+    raise DataError(f"{folder / vocabulary.file_name} is damaged: it has {sizes}; restore it, or train again")

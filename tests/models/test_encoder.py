@@ -98,6 +98,7 @@ def test_variants_that_support_packing():
         (1, torch.zeros(2, 4), r"an int32 or int64 tensor \[B, L\], got torch.float32 \[2, 4\]"),
         (1, torch.zeros(4).long(), r"an int32 or int64 tensor \[B, L\], got torch.int64 \[4\]"),
         (2, torch.zeros(2, 4).long(), r"an int32 or int64 tensor \[B, 2, L\]"),
+        (2, torch.zeros(2, 4, 8).long(), r"an int32 or int64 tensor \[B, 2, L\], got torch.int64 \[2, 4, 8\]"),
         (1, [[1, 2]], "got list"),
         (1, torch.tensor([[1, 16]]), "tokens must hold ids from 0 to vocab_size - 1 = 15"),
         (1, torch.tensor([[1, -1]]), "tokens must hold ids from 0 to vocab_size - 1 = 15"),
@@ -106,3 +107,17 @@ def test_variants_that_support_packing():
 def test_invalid_tokens_raise(documents, tokens, message):
     with pytest.raises(ValueError, match=message):
         classifier("smgk", documents=documents)(tokens)
+
+
+@pytest.mark.parametrize(
+    ("documents", "ends", "message"),
+    [
+        (2, [0, 10, 20, 30], "cu_seqlens must have two documents for each example, got 3 documents"),
+        (1, [0, 35, 40], "max_length = 32 is less than the longest packed sequence, 35"),
+    ],
+)
+def test_invalid_packed_documents_raise(documents, ends, message):
+    with pytest.raises(ValueError, match=message):
+        classifier("smgk", documents=documents)(
+            torch.ones(ends[-1]).long(), cu_seqlens=torch.tensor(ends, dtype=torch.int32)
+        )

@@ -55,11 +55,22 @@ def test_draws_follow_probabilities():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=lambda s: next(iter(s))
+    "settings",
+    [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": 1.5}, {"seed": 2**63}],
+    ids=lambda s: next(iter(s)),
 )
 def test_invalid_sampling_raises(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0], [-3.0, -1.0, -2.0]])
+def test_tiny_temperature_draws_the_most_probable_token(logits):
+    assert Sampling(temperature=1e-40).draw(torch.tensor(logits), torch.Generator()) == 1
+
+
+def test_largest_seed():
+    torch.Generator().manual_seed(Sampling(seed=2**63 - 1).seed)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

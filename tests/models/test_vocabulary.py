@@ -3,7 +3,14 @@
 import pytest
 
 from mgk._core.io import DataError
-from mgk.models.vocabulary import ByteVocabulary, SubwordVocabulary, WordVocabulary, cut_long_words, load_vocabulary
+from mgk.models.vocabulary import (
+    ByteVocabulary,
+    SubwordVocabulary,
+    WordVocabulary,
+    check_size,
+    cut_long_words,
+    load_vocabulary,
+)
 
 
 def test_save_and_load_round_trip_with_unusual_words(tmp_path):
@@ -42,6 +49,18 @@ def test_load_vocabulary_without_file_requires_256_tokens(tmp_path):
         load_vocabulary(tmp_path, 257)
     WordVocabulary(["<eos>", "<unk>"]).save(tmp_path)
     assert isinstance(load_vocabulary(tmp_path, 256), WordVocabulary)
+
+
+def test_wrong_size_names_the_file_of_the_vocabulary(tmp_path):
+    words, subwords = WordVocabulary(["<eos>", "<unk>"]), SubwordVocabulary.train(["cat cat"], 300)
+    check_size(words, tmp_path, 2)
+    for vocabulary, message in (
+        (words, r"vocabulary\.txt is damaged: it has 2 tokens, and the model's vocabulary has 3"),
+        (subwords, r"tokenizer\.json is damaged: it has \d+ tokens, and the model's vocabulary has 3"),
+        (ByteVocabulary(), "must have a vocabulary of 256 bytes, got 3"),
+    ):
+        with pytest.raises(DataError, match=message):
+            check_size(vocabulary, tmp_path, 3)
 
 
 def test_long_words_are_cut_for_the_training_of_a_tokenizer(monkeypatch):
