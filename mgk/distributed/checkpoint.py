@@ -39,13 +39,17 @@ def save_checkpoint(
     """Save a model and its optimizer; all ranks call this together.
 
     Every rank writes its shards to a safetensors file. The directory appears when it is complete, and replaces an
-    existing one. Also for models that are not sharded, and for one process without a process group.
+    earlier checkpoint of the same name. Also for models that are not sharded, and for one process without a process
+    group.
 
     Args:
         directory: Directory on a disk that all ranks share.
         model: A model, sharded by `tensor_parallel` or `fully_shard`, or not.
         optimizer: The optimizer of the model's parameters.
         values: Further values that JSON can represent, such as the step.
+
+    Raises:
+        ValueError: The directory exists and has files other than those of a checkpoint.
 
     Examples:
         >>> mgk.distributed.save_checkpoint("checkpoint", mgk.Attention(32, 4), values={"step": 100})
@@ -114,12 +118,11 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, x in state.items():
         match = SPLIT.search(name)
-        fused = name if match is None else SPLIT.sub(".gate_and_up.weight", name)
         if match is None:
             result[name] = x
-        elif fused not in result:
-            gate, up = (state[SPLIT.sub(f".{part}.weight", name)] for part in ("gate", "up"))
-            result[fused] = torch.cat([gate, up])
+        elif match.group(1) == "gate":
+            up = state[SPLIT.sub(".up.weight", name)]
+            result[SPLIT.sub(".gate_and_up.weight", name)] = torch.cat([x, up])
     return result
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from mgk._core.io import DataError, write_atomically
+from mgk._core.validation import fail
 
 INDEX = "checkpoint.json"
 FORMAT = "mgk-sharded-1"
@@ -66,7 +67,8 @@ class SafetensorsWriter(StorageWriter):
     """Write one safetensors file per rank, and checkpoint.json last; the directory appears when it is complete.
 
     Args:
-        directory: Directory on a disk that all ranks share. An existing checkpoint is replaced.
+        directory: Directory on a disk that all ranks share. An existing checkpoint is replaced; a directory with other
+            files is an error.
         values: Values that JSON can represent, stored with the tensors.
     """
 
@@ -86,6 +88,8 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make an empty temporary directory; only the coordinator is called, before any rank writes."""
+        if self.directory.exists() and not _is_replaceable(self.directory):
+            fail("directory", f"{self.directory} exists and is not a sharded checkpoint: choose another name")
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
         return plans
@@ -111,12 +115,16 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write checkpoint.json and rename the directory; only the coordinator is called, after all ranks."""
-        places = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data for rank in results for r in rank}
+        locations = {
+            (chunk.index.fqn, tuple(chunk.index.offset or ())): chunk.storage_data
+            for chunks_of_rank in results
+            for chunk in chunks_of_rank
+        }
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             chunks = [
-                {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **places[name, tuple(chunk.offsets)]}
+                {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **locations[name, tuple(chunk.offsets)]}
                 for chunk in entry.chunks
             ]
             dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -133,6 +141,11 @@ class SafetensorsWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _is_replaceable(directory: Path) -> bool:
+    """Return whether a directory is a checkpoint or empty; others would lose their files."""
+    return directory.is_dir() and ((directory / INDEX).exists() or not any(directory.iterdir()))
 
 
 def read_index(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:

@@ -127,6 +127,19 @@ def test_existing_checkpoint_is_replaced(tmp_path, reference):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_other_directories_are_not_replaced(tmp_path):
+    model, optimizer, _ = make()
+    directory = tmp_path / "documents"
+    directory.mkdir()
+    save_checkpoint(directory, model, optimizer)
+    shutil.rmtree(directory)
+    directory.mkdir()
+    (directory / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="is not a sharded checkpoint: choose another name"):
+        save_checkpoint(directory, model, optimizer)
+    assert [path.name for path in tmp_path.rglob("*")] == ["documents", "thesis.txt"]
+
+
 def test_wrong_and_damaged_checkpoints_are_refused(tmp_path, reference):
     model, optimizer, _ = make()
     before = weights_of(model)
