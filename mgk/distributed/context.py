@@ -239,23 +239,46 @@ def sharded_attention(op: Callable[..., Any] | str, *args: Any, mesh: DeviceMesh
     """
     arguments = functional.bind_arguments(op, *args, **kwargs)
     backend = arguments.pop("backend")
-    query, ranks = arguments["query"], check_mesh(mesh).size()
-    is_mixture = "attn_mask" in arguments
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q") if is_mixture else ("cu_seqlens", "cu_seqlens", "")
-    cu_seqlens, keys_cu_seqlens, max_seqlen = (arguments.get(name) for name in names)
-    offsets = [x for x in (cu_seqlens, keys_cu_seqlens) if x is not None]
-    if len(offsets) == 1 or (offsets and not torch.equal(*offsets)):
-        fail("cu_seqlens_k", "must equal cu_seqlens_q with context parallelism")
-    if cu_seqlens is not None:
-        check_cu_seqlens(names[0], cu_seqlens, query, query.shape[2] * ranks)
-    arguments.update({name: None for name in (*names, "max_seqlen_k") if name in arguments})
-    shards = make_shards(mesh, cu_seqlens, max_seqlen)
+    check_mesh(mesh)
     for name in ("query", "keys"):
         check_local_length(name, arguments[name].shape[-2])
-    if not is_mixture:
-        return run_state_passing(shards, linear_call(**arguments), backend)
-    columns = arguments.pop("attn_mask")
-    length = arguments["keys"].shape[-2]
-    is_key_mask = isinstance(columns, Tensor) and ranks > 1 and columns.dim() == 4 and columns.shape[-2:] == (1, length)
-    call = mixture_call(**arguments, attn_mask=columns if is_key_mask else None)
-    return run_ring(shards, call, backend, None if is_key_mask else check_columns(columns, call, shards))
+    if "attn_mask" in arguments:
+        return _run_sharded_mixture(arguments, backend, mesh)
+    return _run_sharded_linear(arguments, backend, mesh)
+
+
+def _run_sharded_mixture(arguments: dict[str, Any], backend: str, mesh: DeviceMesh) -> Any:
+    shards = make_shards(mesh, *_pop_packing(arguments, mesh.size()))
+    mask, length = arguments.pop("attn_mask"), arguments["keys"].shape[-2]
+    # With one rank, the columns of this rank's keys are those of all keys.
+    is_key_mask = isinstance(mask, Tensor) and mesh.size() > 1 and mask.dim() == 4 and mask.shape[-2:] == (1, length)
+    call = mixture_call(**arguments, attn_mask=mask if is_key_mask else None)
+    return run_ring(shards, call, backend, None if is_key_mask else check_columns(mask, call, shards))
+
+
+def _run_sharded_linear(arguments: dict[str, Any], backend: str, mesh: DeviceMesh) -> Any:
+    query, cu_seqlens = arguments["query"], arguments.pop("cu_seqlens")
+    if cu_seqlens is not None:
+        check_cu_seqlens("cu_seqlens", cu_seqlens, query, query.shape[2] * mesh.size())
+    return run_state_passing(make_shards(mesh, cu_seqlens), linear_call(**arguments), backend)
+
+
+def _pop_packing(arguments: dict[str, Any], ranks: int) -> tuple[Tensor | None, int | None]:
+    """Remove the packing from the arguments of an operator; return cu_seqlens and max_seqlen of the whole length."""
+    offsets = {name: arguments.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    limits = {name: arguments.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")}
+    cu_seqlens, keys_cu_seqlens = offsets.values()
+    if cu_seqlens is None and keys_cu_seqlens is None:
+        for name, limit in limits.items():
+            if limit is not None:
+                fail(name, "requires cu_seqlens_q and cu_seqlens_k, which are not given")
+        return None, None
+    query = arguments["query"]
+    for name, x in offsets.items():
+        if x is not None:
+            check_cu_seqlens(name, x, query, query.shape[2] * ranks)
+    if cu_seqlens is None or keys_cu_seqlens is None or not torch.equal(cu_seqlens, keys_cu_seqlens):
+        fail("cu_seqlens_k", "must equal cu_seqlens_q with context parallelism")
+    for name, limit in limits.items():
+        check_max_seqlen(name, limit, cu_seqlens)
+    return cu_seqlens, limits["max_seqlen_q"]

@@ -6,6 +6,7 @@ of all chunks. A chunk of queries starts from the sum of the chunks before it or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -45,6 +46,18 @@ def crossing_segments(bounds: list[int], start: int, stop: int) -> list[Segment]
         if crosses:
             segments.append(Segment(sequence, max(first, start), min(last, stop)))
     return segments
+
+
+def split_chunk(segments: list[Segment], start: int, stop: int) -> Iterator[Segment | slice]:
+    """Yield the rows of a chunk in order: its crossing segments, and slices of whole sequences between them."""
+    row = start
+    for segment in segments:
+        if row < segment.start:
+            yield slice(row, segment.start)
+        yield segment
+        row = segment.stop
+    if row < stop:
+        yield slice(row, stop)
 
 
 class GatherStates(torch.autograd.Function):
@@ -117,24 +130,21 @@ def run_state_passing(shards: Shards, call: LinearCall, backend: str) -> Tensor:
     outputs = []
     for half, start in enumerate(chunk_starts(rank, ranks, chunk)):
         offset = half * chunk - start
-        row = start
-        for segment in [*segments[rank, half], None]:
-            interior = slice(row, start + chunk if segment is None else segment.start)
-            if interior.stop > interior.start:
-                inner = [bound - interior.start for bound in bounds if interior.start <= bound <= interior.stop]
-                cu_seqlens = torch.tensor(sorted(set(inner)), dtype=torch.int32, device=call.query.device)
-                part = slice_call(call, interior.start + offset, interior.stop + offset, cu_seqlens=cu_seqlens)
-                outputs.append(functional.run_linear(part, backend))
-            if segment is not None:
+        for rows in split_chunk(segments[rank, half], start, start + chunk):
+            changes: dict[str, Any]
+            if isinstance(rows, Segment):
                 others = [
                     state
                     for other, state in gathered
-                    if other.sequence == segment.sequence
-                    and (other.stop <= segment.start if call.causal else other.start != segment.start)
+                    if other.sequence == rows.sequence
+                    and (other.stop <= rows.start if call.causal else other.start != rows.start)
                 ]
-                part = slice_call(call, segment.start + offset, segment.stop + offset, initial_state=add_states(others))
-                outputs.append(functional.run_linear(part, backend))
-                row = segment.stop
+                changes = {"initial_state": add_states(others)}
+            else:
+                inner = sorted({bound - rows.start for bound in bounds if rows.start <= bound <= rows.stop})
+                changes = {"cu_seqlens": torch.tensor(inner, dtype=torch.int32, device=call.query.device)}
+            part = slice_call(call, rows.start + offset, rows.stop + offset, **changes)
+            outputs.append(functional.run_linear(part, backend))
     return torch.cat(outputs, dim=2)
 
 
@@ -149,9 +159,9 @@ def _gather_segment_states(
     else:
         local = _local_states(shards, call, segments, chunk, slots)
         stacked = [torch.stack(parts) for parts in zip(*local, strict=True)]
-        everyone = [GatherStates.apply(x, shards) for x in stacked]
+        gathered = [GatherStates.apply(x, shards) for x in stacked]
         sources = list(range(shards.ranks))
-        states = [[tuple(x[source, n] for x in everyone) for n in range(2 * slots)] for source in sources]
+        states = [[tuple(x[source, n] for x in gathered) for n in range(2 * slots)] for source in sources]
     return [
         (segment, parts[half * slots + n])
         for source, parts in zip(sources, states, strict=True)

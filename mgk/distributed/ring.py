@@ -277,8 +277,10 @@ def _part_gradients(
     weight = (part_lse.detach() - lse[:, :, rows]).exp().masked_fill(part_lse == -math.inf, 0)
     grad = grad[:, :, rows].to(dtype)
     product = (grad * (part_output.detach().to(dtype) - output[:, :, rows].to(dtype))).sum(-1)
-    outputs = [(part_output, (weight.unsqueeze(-1) * grad).to(part_output.dtype))]
-    outputs.append((part_lse, weight * (product + grad_lse[:, :, rows])))
+    outputs = [
+        (part_output, (weight.unsqueeze(-1) * grad).to(part_output.dtype)),
+        (part_lse, weight * (product + grad_lse[:, :, rows])),
+    ]
     outputs = [(x, gradient) for x, gradient in outputs if x.requires_grad]
     names = sorted(needed)
     results = torch.autograd.grad(

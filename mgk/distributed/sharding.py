@@ -17,15 +17,13 @@ from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import fail
 
 
-def check_mesh(mesh: DeviceMesh, name: str = "mesh") -> DeviceMesh:
+def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Check that a mesh has one dimension, which its process group needs."""
     if not isinstance(mesh, DeviceMesh):
-        fail(name, f"must be a torch.distributed DeviceMesh (init_device_mesh), got {type(mesh).__name__}")
+        fail("mesh", f"must be a torch.distributed DeviceMesh (init_device_mesh), got {type(mesh).__name__}")
     if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or ()
-        fail(
-            name, f"must have one dimension, got {mesh.ndim}: pass one of them, such as mesh[{(names or ('cp',))[0]!r}]"
-        )
+        example = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "cp"
+        fail("mesh", f"must have one dimension, got {mesh.ndim}: pass one of them, such as mesh[{example!r}]")
     return mesh
 
 

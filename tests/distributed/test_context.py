@@ -102,6 +102,7 @@ def check_refusals(mesh):
     """Return the messages of all calls that context parallelism does not support."""
     x = torch.randn(1, 8, 8)
     layer = lambda **options: context_parallel(mgk.Attention(8, 2, **options), mesh)  # noqa: E731
+    offsets = torch.tensor([0, 3, 4 * mesh.size()], dtype=torch.int32)
     calls = {
         "cache": lambda: layer().eval()(x, cache=layer().make_cache(1, 8)),
         "need_weights": lambda: layer()(x, need_weights=True),
@@ -115,6 +116,15 @@ def check_refusals(mesh):
         "mesh": lambda: context_parallel(layer(), "cpu"),
         "dropout_p": lambda: sharded_attention(
             mgk.smgk_attention, *torch.randn(3, 1, 2, 4, 5), torch.randn(2, 2, 5), dropout_p=0.1, mesh=mesh
+        ),
+        "max_seqlen_q": lambda: sharded_attention(
+            mgk.smgk_attention,
+            *torch.randn(3, 1, 2, 4, 5),
+            torch.randn(2, 2, 5),
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=1,
+            mesh=mesh,
         ),
         "length": lambda: local_positions(3, mesh),
     }
