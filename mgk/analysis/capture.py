@@ -7,7 +7,7 @@ A call holds queries, keys and values. The attention weights are recomputed from
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -38,6 +38,21 @@ def attention_layers(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @contextmanager
+def push_names(names: Mapping[nn.Module, str], layer_stack: list[str]) -> Iterator[None]:
+    """Push the name of each module on the stack while it runs."""
+
+    def pop(*_: Any) -> None:
+        layer_stack.pop()
+
+    with ExitStack() as stack:
+        for module, name in names.items():
+            push = module.register_forward_pre_hook(lambda *_, name=name: layer_stack.append(name))
+            stack.callback(push.remove)
+            stack.callback(module.register_forward_hook(pop, always_call=True).remove)
+        yield
+
+
+@contextmanager
 def capture_attention(model: nn.Module, handler: LayerHandler, layer_stack: list[str] | None = None) -> Iterator[None]:
     """Pass every attention-operator call that a model makes to a handler.
 
@@ -47,7 +62,7 @@ def capture_attention(model: nn.Module, handler: LayerHandler, layer_stack: list
         layer_stack: Names of the layers that are running, innermost last. A caller that runs operators for other layers
             pushes their names. A call outside all layers is named "call 0", "call 1", ...
     """
-    running = [] if layer_stack is None else layer_stack
+    running: list[str] = [] if layer_stack is None else layer_stack
     unnamed_calls = 0
 
     def handle(call: Call, result: Any) -> Any:
@@ -60,16 +75,12 @@ def capture_attention(model: nn.Module, handler: LayerHandler, layer_stack: list
         output = handler(name, call, output)
         return (output, *extras) if extras else output
 
-    with ExitStack() as stack:
-        stack.enter_context(_lock)
-        # Compiled code is not intercepted.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module, name in attention_layers(model).items():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-            leave = module.register_forward_hook(lambda *_: running.pop() and None, always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
-        stack.enter_context(intercept_calls(handle))
+    with (
+        _lock,
+        torch.compiler.set_stance("force_eager"),  # compiled code is not intercepted
+        push_names(attention_layers(model), running),
+        intercept_calls(handle),
+    ):
         yield
 
 

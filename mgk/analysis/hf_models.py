@@ -7,9 +7,9 @@ this package's operators, whose calls are intercepted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from transformers import AutoConfig, PreTrainedModel
 
 from mgk._core.calls import mixture_call
 from mgk._core.validation import fail
-from mgk.analysis.capture import LayerHandler, attention_layers
+from mgk.analysis.capture import LayerHandler, attention_layers, push_names
 from mgk.analysis.capture import capture_attention as capture_native_attention
 from mgk.analysis.inputs import PATH_HINT
 from mgk.functional import run_mixture
 from mgk.hf.attention_interface import replace_attention, with_infinite_mask
 from mgk.hf.convert import load_converted
+from mgk.hf.mixture_keys import UNSUPPORTED, add_bias
 from mgk.hf.registration import find_model_class, is_changed
 from mgk.hf.upcycling.layers import find_layers
 
@@ -74,22 +75,31 @@ def variant_of(config: Any) -> str:
     return str(changes.get("variant") or getattr(config, "variant", None) or "softmax")
 
 
-def check_mergeable(model: PreTrainedModel, sample: dict[str, Any]) -> tuple[str, bool]:
-    """Return why `mgk upcycle` cannot merge heads of a model, or "", and whether it can only merge values.
+class Mergeability(NamedTuple):
+    """Heads of a model that `mgk upcycle` can merge."""
+
+    reason: str  # why it can merge none, or ""
+    keys_are_fixed: bool  # it can merge values alone
+
+
+def check_mergeable(model: PreTrainedModel, sample: dict[str, Any]) -> Mergeability:
+    """Return whether `mgk upcycle` can merge heads of a model.
 
     Args:
         model: The model.
         sample: Inputs of the model.
     """
     if is_changed(model.config):
-        return "its heads were changed already: upcycle the original model", False
+        return Mergeability("its heads were changed already: upcycle the original model", keys_are_fixed=False)
     try:
         layers = find_layers(model, sample)
     # The analysis is complete: a layer that the probe does not understand must not end it.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        return f"it {reason.removeprefix('model ')}" if isinstance(error, ValueError) else reason, False
-    return "", any(layer.fixed_keys for layer in layers)
+        if isinstance(error, ValueError):
+            reason = f"it {reason.removeprefix('model ')}"
+        return Mergeability(reason, keys_are_fixed=False)
+    return Mergeability("", keys_are_fixed=any(layer.fixed_keys for layer in layers))
 
 
 def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> Any:
@@ -103,16 +113,17 @@ def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> 
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
+        position_bias: Tensor | None = None,
         **extras: Any,
     ) -> tuple[Tensor, None]:
-        for name in ("softcap", "s_aux"):
+        for name in UNSUPPORTED:
             if extras.get(name) is not None:
                 fail("--hf", f"names a model whose attention uses {name}, which is not supported")
         mask = attention_mask
         if mask is not None and mask.is_floating_point():
             mask = with_infinite_mask(mask)[..., : key.shape[2]]
-        if (bias := extras.get("position_bias")) is not None:
-            mask = bias if mask is None else bias + mask
+        if position_bias is not None:
+            mask = add_bias(mask, position_bias)
         call = mixture_call(query, key.unsqueeze(2), value, mask, scale=scaling, similarity="dot")
         layer_stack.append(names[module])
         try:
@@ -127,16 +138,10 @@ def _attention_function(layer_stack: list[str], names: dict[nn.Module, str]) -> 
 @contextmanager
 def _named_calls(names: dict[nn.Module, str], layer_stack: list[str]) -> Iterator[None]:
     """Name the operator calls of the layers that mgk.hf has changed, which keep their attention function."""
-    with ExitStack() as stack:
-        for module, name in names.items():
-            if not hasattr(module, "shared_config"):
-                continue
-            if getattr(module, "sinks", None) is not None:
-                fail("--hf", "names a model whose attention uses s_aux, which is not supported")
-            enter = module.register_forward_pre_hook(lambda *_, name=name: layer_stack.append(name))
-            leave = module.register_forward_hook(lambda *_: layer_stack.pop() and None, always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
+    changed = {module: name for module, name in names.items() if hasattr(module, "shared_config")}
+    if any(getattr(module, "sinks", None) is not None for module in changed):
+        fail("--hf", "names a model whose attention uses s_aux, which is not supported")
+    with push_names(changed, layer_stack):
         yield
 
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, one_of, positive_integer
+from mgk.hf.attention_interface import replace_layer_attention
 from mgk.hf.example_inputs import make_example
-from mgk.hf.mixture_keys import NAME, MixtureKeys, install, remove, with_attention
+from mgk.hf.mixture_keys import NAME, MixtureKeys, install, remove
 from mgk.hf.registration import (
     change_config,
     changed_model_class,
@@ -92,18 +93,7 @@ def convert(
     _check_variant(variant)
     positive_integer("num_components", num_components)
     number("shift_std", shift_std, 0, above=True)
-    if getattr(model, "peft_config", None):
-        fail(
-            "model",
-            "has adapters: convert and save it without them, and add adapters to the converted model; "
-            "model.merge_and_unload() keeps what they have learned",
-        )
-    if not isinstance(model, PreTrainedModel):
-        fail("model", f"must be a Transformers model, got {type(model).__name__}")
-    if any(isinstance(module, MixtureKeys) for module in model.modules()):
-        fail("model", "has already been converted")
-    if "layers" in (getattr(model.config, NAME, None) or {}):
-        fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
+    _check_model(model)
     example = make_example(model) if example is None else example
     try:
         before = _run_example(model, example)
@@ -114,17 +104,16 @@ def convert(
     if not attention_layers:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     selected = {name: attention_layers[name] for name in _select_layers(list(attention_layers), layers)}
+    shapes = {name: [layer.key_heads, num_components, layer.head_dim] for name, layer in selected.items()}
     configs = [layer.module.config for layer in selected.values()]
-    for layer in selected.values():
-        sizes = (layer.key_heads, num_components, layer.head_dim)
-        install(layer.module, MixtureKeys(*sizes, shift_std=shift_std, **layer.factory))
+    for name, layer in selected.items():
+        install(layer.module, MixtureKeys(*shapes[name], shift_std=shift_std, **layer.factory))
     try:
         _check_unchanged(model, before, _run_example(model, example))
     except Exception:
         for layer, config in zip(selected.values(), configs, strict=True):
             remove(layer.module, config)
         raise
-    shapes = {name: [layer.key_heads, num_components, layer.head_dim] for name, layer in selected.items()}
     describe_changes(model, variant=variant, layers=shapes)
     return model
 
@@ -192,6 +181,22 @@ def _check_variant(variant: Any) -> None:
             fail("variant", f"must be 'smgk', got {variant!r}: {REASONS[value]}")
 
 
+def _check_model(model: Any) -> None:
+    # First, because a PEFT model is not a PreTrainedModel either.
+    if getattr(model, "peft_config", None):
+        fail(
+            "model",
+            "has adapters: convert and save it without them, and add adapters to the converted model; "
+            "model.merge_and_unload() keeps what they have learned",
+        )
+    if not isinstance(model, PreTrainedModel):
+        fail("model", f"must be a Transformers model, got {type(model).__name__}")
+    if any(isinstance(module, MixtureKeys) for module in model.modules()):
+        fail("model", "has already been converted")
+    if "layers" in (getattr(model.config, NAME, None) or {}):
+        fail("model", "was saved with mixture keys and loaded without them: use mgk.hf.load_converted")
+
+
 def _add_mixture_keys(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Install new mixture keys in the layers that `convert` has changed, before their weights are loaded."""
     _check_variant(settings["variant"])
@@ -229,19 +234,8 @@ def _find_attention_layers(model: PreTrainedModel, example: Mapping[str, Any]) -
             fail("model", f"has a {type(module).__name__} whose keys have different shapes in different calls")
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    AttentionInterface.register(PROBE, probe)
-    configs = {
-        module: module.config
-        for module in model.base_model.modules()
-        if not isinstance(module, PreTrainedModel) and isinstance(getattr(module, "config", None), PreTrainedConfig)
-    }
-    try:
-        for module, config in configs.items():
-            module.config = with_attention(config, PROBE)
+    with replace_layer_attention(model, PROBE, probe):
         _run_example(model, example)
-    finally:
-        for module, config in configs.items():
-            module.config = config
     return {name: layers[module] for name, module in model.base_model.named_modules() if module in layers}
 
 

@@ -58,7 +58,7 @@ def _setting(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
 def _tokens(config: PreTrainedConfig, generator: torch.Generator) -> Tensor:
     """Return [B, L] tokens, none of which is a token with a special meaning, such as padding or an image."""
     text = config.get_text_config()
-    size = int(_setting(text, "vocab_size", default=None) or _setting(config, "vocab_size", default=32))
+    size = int(_setting(text, "vocab_size") or _setting(config, "vocab_size", default=32))
     special = {
         token
         for part in (config, text)
@@ -70,8 +70,8 @@ def _tokens(config: PreTrainedConfig, generator: torch.Generator) -> Tensor:
     longest = _setting(text, "max_position_embeddings", "n_positions", "max_source_positions", default=LENGTH)
     length = min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH
     # Decoders of audio take the codebooks of a sequence as rows of the batch.
-    codebooks = _setting(config, "num_codebooks", default=2)
-    return plain[torch.randint(len(plain), (codebooks, length), generator=generator)]
+    batch = _setting(config, "num_codebooks", default=2)
+    return plain[torch.randint(len(plain), (batch, length), generator=generator)]
 
 
 def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:

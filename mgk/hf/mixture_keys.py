@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -15,7 +14,7 @@ from mgk._core.head_shards import HeadShards, local_tensor
 from mgk._core.priors import LearnedPrior
 from mgk._core.validation import fail
 from mgk.functional import smgk_attention
-from mgk.hf.attention_interface import with_infinite_mask
+from mgk.hf.attention_interface import with_attention, with_infinite_mask
 from mgk.variants import PRESETS, VARIANTS
 
 NAME = "mgk"  # of the attention function, the submodule of a converted layer, and the entry in config.json
@@ -141,14 +140,6 @@ def shared_config(module: nn.Module) -> PreTrainedConfig:
     config = getattr(module, "shared_config", module.config)
     assert isinstance(config, PreTrainedConfig)
     return config
-
-
-def with_attention(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """Copy a configuration with another attention function; its sub-configurations keep theirs."""
-    changed = copy.copy(config)
-    # The setter of the property would change the sub-configurations too.
-    changed._attn_implementation_internal = name
-    return changed
 
 
 def find_shards(module: nn.Module) -> HeadShards | None:

@@ -299,7 +299,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         Returns:
             The new table, or the old one if the size is unchanged.
         """
-        old_table, config = self.model.table, self.model.config
+        old_table = self.model.table
         multiple = 1 if pad_to_multiple_of is None else positive_integer("pad_to_multiple_of", pad_to_multiple_of)
         requested = (
             old_table.vocab_size if new_num_tokens is None else positive_integer("new_num_tokens", new_num_tokens)
@@ -307,7 +307,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         size = -(-requested // multiple) * multiple
         if size == old_table.vocab_size:
             return old_table
-        config = dataclasses.replace(config, vocab_size=size)
+        config = dataclasses.replace(self.model.config, vocab_size=size)
         table = TiedEmbedding(size, config.embed_dim, config.cutoffs, bias=config.head_bias).to(old_table.weight)
         with torch.no_grad():
             for new, old in zip(table.parameters(), old_table.parameters(), strict=True):

@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from mgk._core.validation import positive_integer
 from mgk.attention import Attention
 from mgk.functional import mgk_attention
-from mgk.hf.mixture_keys import check_supported, resolve_mask, shared_config, with_attention
+from mgk.hf.attention_interface import with_attention
+from mgk.hf.mixture_keys import check_supported, resolve_mask, shared_config
 from mgk.hf.registration import register_builder
 
 NAME = "mgk_heads"  # of the attention function

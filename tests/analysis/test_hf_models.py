@@ -161,6 +161,29 @@ def test_converted_model_shows_its_components(tmp_path):
     assert not loaded.model.layers[1].self_attn._forward_pre_hooks
 
 
+def test_attention_to_selected_keys_raises():
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    index = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 2}
+    config = transformers.DeepseekV32Config(**SMALL, **TEXT, **sizes, **index, num_key_value_heads=4)
+    model = transformers.AutoModel.from_config(config).eval()
+    with pytest.raises(ValueError, match="--hf names a model whose attention uses indices"):
+        analyse(model, [tokens()], capture=hf_models.capture_attention, removal=0)
+
+
+def test_parts_of_a_model_keep_their_attention_functions():
+    config = transformers.CLIPConfig(
+        text_config={**SMALL, **TEXT, "max_position_embeddings": 64},
+        vision_config={**SMALL, "image_size": 32, "patch_size": 8},
+    )
+    model = transformers.CLIPModel(config).eval()
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    sample = {**tokens(), "pixel_values": torch.randn(1, 3, 32, 32)}
+    analysis = analyse(model, [sample], capture=hf_models.capture_attention, removal=0)
+    assert len(analysis.layers) == 4
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
 def test_converted_model_with_sinks_raises():
     sizes = {**SMALL, **TEXT, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = mgk.hf.convert(transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).eval())

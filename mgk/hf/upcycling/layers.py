@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mgk._core.validation import fail
-from mgk.hf.mixture_keys import UNSUPPORTED, with_attention
+from mgk.hf.attention_interface import replace_layer_attention
+from mgk.hf.mixture_keys import UNSUPPORTED
 from mgk.hf.shared_heads import Projections, find_projections
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes
 
@@ -127,31 +127,13 @@ def _record(
                 for item in {projections.query, projections.key, projections.value}
             ]
             hooks.append(projections.output.register_forward_pre_hook(store_input))
-    AttentionInterface.register(PROBE, probe)
     try:
-        with replaced_configs(model, PROBE), torch.no_grad():
+        with replace_layer_attention(model, PROBE, probe), torch.no_grad():
             model(**batch)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
-
-
-@contextmanager
-def replaced_configs(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Make all attention layers use another attention function until exit; the masks do not change."""
-    configs = {
-        module: module.config
-        for module in model.base_model.modules()
-        if not isinstance(module, PreTrainedModel) and isinstance(getattr(module, "config", None), PreTrainedConfig)
-    }
-    try:
-        for module, config in configs.items():
-            module.config = with_attention(config, name)
-        yield
-    finally:
-        for module, config in configs.items():
-            module.config = config
 
 
 def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Call) -> MergeableLayer:
@@ -166,11 +148,10 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Cal
             "model",
             f"has {units} key heads and {call.value.shape[1]} value heads in a {kind}: upcycle the original model",
         )
-    widths = (heads * key_dim, units * key_dim, units * value_dim)
     tensors = call.projected
     if projections.is_fused:
-        parts = dict(zip(("query", "key", "value"), call.projected["query"].split(widths, -1), strict=True))
-        tensors = parts
+        widths = (heads * key_dim, units * key_dim, units * value_dim)
+        tensors = dict(zip(("query", "key", "value"), tensors["query"].split(widths, -1), strict=True))
     query, key, value = (
         _by_head(tensors[part], count) for part, count in (("query", heads), ("key", units), ("value", units))
     )
