@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,15 +28,28 @@ def train_added_modules(model: PreTrainedModel, configs: dict[str, Any]) -> None
     """
     from peft.utils import set_additional_trainable_modules
 
-    if not any(name.rpartition(".")[2] == ADDED_MODULE for name, _ in model.named_modules()):
+    names = [name for name, _ in [*model.named_modules(), *model.named_parameters()] if ADDED_MODULE in name.split(".")]
+    if not names:
         return
     for adapter, config in configs.items():
         if config.inference_mode or not hasattr(config, "modules_to_save"):
             continue
-        named = [name for option in OPTIONS for name in getattr(config, option, None) or []]
-        if not any(ADDED_MODULE in name.split(".") for name in named):
+        if not any(_names_added_module(getattr(config, option, None), names) for option in OPTIONS):
             config.modules_to_save = [*(config.modules_to_save or []), ADDED_MODULE]
             set_additional_trainable_modules(model, config, model.config.to_dict(), adapter)
+
+
+def _names_added_module(patterns: str | Iterable[str] | None, names: list[str]) -> bool:
+    """Return whether an option of PEFT mentions the added modules: a list of names, or a regular expression.
+
+    Args:
+        patterns: Value of the option.
+        names: Names of the added modules and of their parameters.
+    """
+    if isinstance(patterns, str):
+        # An expression for all modules does not mention these.
+        return ADDED_MODULE in patterns and any(re.fullmatch(patterns, name) for name in names)
+    return any(ADDED_MODULE in pattern.split(".") for pattern in patterns or [])
 
 
 def enable_added_modules(model: PreTrainedModel) -> None:

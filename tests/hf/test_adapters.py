@@ -101,6 +101,13 @@ def test_adapter_that_continues_training(base, tmp_path):
     assert (after - before).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("excluded", [["mgk"], r".*\.mgk\..*", r".*\bmgk\b.*"])
+def test_excluded_mixture_keys_are_not_trained(base, excluded):
+    config = peft.LoraConfig(target_modules=["v_proj"], exclude_modules=excluded)
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    assert not [key for key in trainable(model) if ".mgk." in key]
+
+
 def test_adapter_of_transformers(base):
     model, batch = copy.deepcopy(base), inputs()
     before = logits(model, batch)
