@@ -77,13 +77,13 @@ def merge_svd(moment: Tensor, weights: Tensor, planes: Planes = NO_PLANES) -> Me
     if free:
         rows = torch.tensor([head * dim + i for head in range(heads) for i in free])
         index = torch.tensor(free)
-        block, local_loss, local_energy = _merge_free(moment[rows][:, rows], weights[:, index][:, :, index])
-        compress[index[:, None], rows] = block[0]
-        expand[:, index[:, None], index] = block[1]
-        loss, energy = loss + local_loss, energy + local_energy
-    for i, j in zip(planes.first, planes.second, strict=True):
-        local_loss, local_energy = _merge_plane(moment, weights, (i, j), compress, expand)
-        loss, energy = loss + local_loss, energy + local_energy
+        merge = _merge_free(moment[rows][:, rows], weights[:, index][:, :, index])
+        compress[index[:, None], rows] = merge.compress
+        expand[:, index[:, None], index] = merge.expand
+        loss, energy = merge.loss, merge.energy
+    for plane in zip(planes.first, planes.second, strict=True):
+        plane_loss, plane_energy = _merge_plane(moment, weights, plane, compress, expand)
+        loss, energy = loss + plane_loss, energy + plane_energy
     return Merge(compress, expand, loss, energy)
 
 
@@ -109,8 +109,9 @@ def merge_loss(moment: Tensor, weights: Tensor, planes: Planes = NO_PLANES) -> f
         index = torch.tensor(free)
         roots = matrix_root(weights[:, index][:, :, index])
         loss += float(_spectrum(moment[rows][:, rows], roots)[: -len(free)].sum())
-    for i, j in zip(planes.first, planes.second, strict=True):
-        loss += float(torch.linalg.eigvalsh(_weighted_plane(moment, weights, (i, j))[0])[:-1].sum()) / 2
+    for plane in zip(planes.first, planes.second, strict=True):
+        weighted, _, _ = _weighted_plane(moment, weights, plane)
+        loss += float(torch.linalg.eigvalsh(weighted)[:-1].sum()) / 2
     return loss
 
 
@@ -132,8 +133,8 @@ def _spectrum(moment: Tensor, roots: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(root @ moment @ root).clamp(min=0)
 
 
-def _merge_free(moment: Tensor, weights: Tensor) -> tuple[tuple[Tensor, Tensor], float, float]:
-    """Compress [g·d] dimensions to d: return (P [d, g·d], A [g, d, d]), the loss and the energy."""
+def _merge_free(moment: Tensor, weights: Tensor) -> Merge:
+    """Compress the d free dimensions of g heads, [g·d], to d."""
     heads, dim = weights.shape[:2]
     root = torch.block_diag(*matrix_root(weights))
     values, vectors = torch.linalg.eigh(root @ moment @ root)
@@ -145,8 +146,7 @@ def _merge_free(moment: Tensor, weights: Tensor) -> tuple[tuple[Tensor, Tensor],
     compress = (root @ vectors).T / fourth_root.unsqueeze(1) * is_used.unsqueeze(1)
     # Linear regression of the heads on c, whose variance is λ^½.
     expand = moment @ compress.T / fourth_root.square()
-    blocks = expand.reshape(heads, dim, dim)
-    return (compress, blocks), float(values[:-dim].sum()), float(values.sum())
+    return Merge(compress, expand.reshape(heads, dim, dim), float(values[:-dim].sum()), float(values.sum()))
 
 
 def _weighted_plane(moment: Tensor, weights: Tensor, plane: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,12 +176,17 @@ def _merge_plane(
     scale = values[-1] ** 0.25
     combination = vectors[:, -1].conj() * roots / scale  # c = Σ_u combination_u z_u, with variance λ^½
     factors = complex_moment @ combination.conj() / scale**2  # z_u ≈ factor_u c
-    i, j = plane
     for u in range(heads):
-        for matrix, column, value in ((compress, u * dim, combination[u]), (expand[u], 0, factors[u])):
-            matrix[i, column + i] = matrix[j, column + j] = value.real
-            matrix[i, column + j], matrix[j, column + i] = -value.imag, value.imag
+        _set_plane(compress[:, u * dim : (u + 1) * dim], plane, combination[u])
+        _set_plane(expand[u], plane, factors[u])
     return loss, energy
+
+
+def _set_plane(matrix: Tensor, plane: tuple[int, int], factor: Tensor) -> None:
+    """Make a matrix [D, D] multiply a plane by a complex factor."""
+    i, j = plane
+    matrix[i, i] = matrix[j, j] = factor.real
+    matrix[i, j], matrix[j, i] = -factor.imag, factor.imag
 
 
 def stack(matrix: Tensor, heads: Sequence[int], dim: int) -> Tensor:

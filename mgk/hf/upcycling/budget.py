@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from mgk._core.validation import fail
 from mgk.hf.upcycling.layers import MergeableLayer
@@ -10,6 +11,16 @@ from mgk.hf.upcycling.layers import MergeableLayer
 # Loss of the model's outputs if one layer has these numbers of key heads and value heads.
 Loss = Callable[[MergeableLayer, int, int], float]
 Numbers = dict[str, tuple[int, int]]
+KEYS, VALUES = 0, 1  # positions in a pair of numbers
+
+
+class _Change(NamedTuple):
+    """Another number of key heads or value heads for a layer."""
+
+    layer: MergeableLayer
+    part: int  # KEYS or VALUES
+    number: int
+    width: int  # change of the number of cached elements per token
 
 
 def divisors(number: int) -> list[int]:
@@ -18,7 +29,7 @@ def divisors(number: int) -> list[int]:
 
 
 def cache_width(layer: MergeableLayer, key_heads: int, value_heads: int) -> int:
-    """Return the number of cached elements per token."""
+    """Return the number of cached elements per token of a layer."""
     return key_heads * layer.key_dim + value_heads * layer.value_dim
 
 
@@ -45,44 +56,41 @@ def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -
     numbers = {layer.name: [layer.units, layer.units] for layer in layers}
     losses: dict[tuple[str, int, int], float] = {}
 
-    def measured(layer: MergeableLayer, index: int, number: int) -> float:
+    def measured_loss(layer: MergeableLayer, part: int, number: int) -> float:
         if number == layer.units:
             return 0.0
-        key = (layer.name, index, number)
+        key = (layer.name, part, number)
         if key not in losses:
-            pair = (number, layer.units) if index == 0 else (layer.units, number)
+            pair = (number, layer.units) if part == KEYS else (layer.units, number)
             losses[key] = loss(layer, *pair)
         return losses[key]
 
-    def width() -> int:
-        return sum(cache_width(layer, *numbers[layer.name]) for layer in layers)
-
-    while width() > cache * full:
-        best: tuple[float, str, int, int] | None = None
+    def possible_changes() -> Iterator[_Change]:
         for layer in layers:
-            for index, dim in enumerate((layer.key_dim, layer.value_dim)):
-                present = numbers[layer.name][index]
-                if index == 0 and layer.fixed_keys:
+            for part, dim in ((KEYS, layer.key_dim), (VALUES, layer.value_dim)):
+                if part == KEYS and layer.fixed_keys:
                     continue
                 for number in divisors(layer.units):
-                    if number < present:
-                        increase = measured(layer, index, number) - measured(layer, index, present)
-                        price = max(increase, 0.0) / ((present - number) * dim)
-                        if best is None or price < best[0]:
-                            best = (price, layer.name, index, number)
-        assert best is not None
-        numbers[best[1]][best[2]] = best[3]
+                    yield _Change(layer, part, number, (number - numbers[layer.name][part]) * dim)
+
+    def added_loss(change: _Change) -> float:
+        layer, part = change.layer, change.part
+        return measured_loss(layer, part, change.number) - measured_loss(layer, part, numbers[layer.name][part])
+
+    def apply(change: _Change) -> None:
+        numbers[change.layer.name][change.part] = change.number
+
+    width = full
+    while width > cache * full:
+        reductions = [change for change in possible_changes() if change.width < 0]
+        reduction = min(reductions, key=lambda change: max(added_loss(change), 0.0) / -change.width)
+        apply(reduction)
+        width += reduction.width
     while True:
-        gains: list[tuple[float, str, int, int]] = []
-        for layer in layers:
-            for index, dim in enumerate((layer.key_dim, layer.value_dim)):
-                present = numbers[layer.name][index]
-                for number in divisors(layer.units):
-                    if number > present and width() + (number - present) * dim <= cache * full:
-                        gain = measured(layer, index, present) - measured(layer, index, number)
-                        gains.append((gain, layer.name, index, number))
-        if not gains or max(gains)[0] <= 0:
+        growths = [change for change in possible_changes() if change.width > 0 and width + change.width <= cache * full]
+        growth = min(growths, key=added_loss, default=None)
+        if growth is None or added_loss(growth) >= 0:
             break
-        _, name, index, number = max(gains)
-        numbers[name][index] = number
-    return {name: (pair[0], pair[1]) for name, pair in numbers.items()}
+        apply(growth)
+        width += growth.width
+    return {name: (pair[KEYS], pair[VALUES]) for name, pair in numbers.items()}

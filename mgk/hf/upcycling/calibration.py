@@ -83,8 +83,9 @@ def prepare(
 def _tokenize(model: PreTrainedModel, texts: Sequence[str], tokenizer: Any, length: int) -> list[list[int]]:
     """Return token ids: one sample per text for encoders, and blocks of `length` tokens for language models."""
     texts = [text for text in texts if text.strip()]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    length = min(length, limit)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    # The positions of RoBERTa start after its padding token: they suffice for the tokenizer's limit, which is lower.
+    length = min(length, positions, getattr(tokenizer, "model_max_length", length))
     if not texts:
         return []
     is_stream = is_language_model(model)

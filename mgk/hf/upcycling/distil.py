@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mgk._core.io import replacing, write_atomically
+from mgk._core.io import replacing
 from mgk._core.validation import fail
 from mgk.hf.mixture_keys import MixtureKeys
 from mgk.hf.upcycling.calibration import Batch
@@ -28,7 +29,7 @@ MAX_NORM = 1.0
 WEIGHT_DECAY = 0.01
 # Mixture keys learn with a higher rate: τ starts at 0, where shifts and priors have no gradient.
 MIXTURE_RATE = 30.0
-TENSORS, STEPS = "distillation.safetensors", "distillation.json"
+STATE_FILE = "distillation.safetensors"
 
 
 def distil(
@@ -183,7 +184,7 @@ def _save_state(
     step: int,
     log: list[dict[str, float]],
 ) -> None:
-    """Write weights and optimizer state, then the step that they belong to."""
+    """Write weights, optimizer state, step and losses to one file, so that they always belong together."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, parameter in parameters.items():
@@ -191,10 +192,9 @@ def _save_state(
         for key in ("exp_avg", "exp_avg_sq"):
             if parameter in optimizer.state:
                 tensors[f"{key}/{name}"] = optimizer.state[parameter][key]
-    metadata = {"step": str(step), "fingerprint": fingerprint}
-    with replacing(folder / TENSORS) as temporary:
+    metadata = {"step": str(step), "fingerprint": fingerprint, "losses": json.dumps(log)}
+    with replacing(folder / STATE_FILE) as temporary:
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, temporary, metadata)
-    write_atomically(folder / STEPS, json.dumps({"step": step, "fingerprint": fingerprint, "losses": log}) + "\n")
 
 
 @torch.no_grad()
@@ -202,16 +202,19 @@ def _load_state(
     folder: Path, fingerprint: str, parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> tuple[int, list[dict[str, float]]]:
     """Restore a saved state; return the number of finished steps and the losses so far."""
-    if not (folder / STEPS).exists():
+    path = folder / STATE_FILE
+    if not path.exists():
         return 0, []
     try:
-        saved = json.loads((folder / STEPS).read_text(encoding="utf-8"))
-        tensors = load_file(folder / TENSORS)
-        step, log = int(saved["step"]), list(saved["losses"])
-        is_same = saved["fingerprint"] == fingerprint
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        saved_fingerprint, step = metadata["fingerprint"], int(metadata["step"])
+        # Version 0.2 and earlier wrote the losses to another file.
+        log = json.loads(metadata.get("losses", "[]"))
     except Exception as error:
         raise ValueError(f"{folder} has a damaged state of the distillation: delete the folder") from error
-    if not is_same:
+    if saved_fingerprint != fingerprint:
         fail("state", f"{folder} is that of another model, text or settings: delete the folder")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[f"weight/{name}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +64,7 @@ def fidelity(
         For models with logits per token also agreement, the share of tokens with the same most probable token, and kl,
         the Kullback-Leibler divergence per token in nats; for causal models also perplexity and original_perplexity.
     """
-    sums: dict[str, float] = dict.fromkeys(("cosine", "samples", "error", "energy", "kl", "agreement", "tokens"), 0.0)
-    losses = [0.0, 0.0, 0.0]
-    has_logits = is_causal = False
+    sums: dict[str, float] = defaultdict(float)
     with eval_mode(teacher), eval_mode(student):
         for batch in batches:
             expected, actual = run_model(teacher, batch), run_model(student, batch)
@@ -76,23 +75,21 @@ def fidelity(
             sums["energy"] += float(before.square().sum())
             if expected.logits is None or actual.logits is None:
                 continue
-            has_logits = True
             old, new = (item.logits[item.mask].float().log_softmax(-1) for item in (expected, actual))  # type: ignore[index]
             sums["kl"] += float((old.exp() * (old - new)).sum())
             sums["agreement"] += float((old.argmax(-1) == new.argmax(-1)).sum())
             sums["tokens"] += len(old)
             if is_language_model(teacher) and "input_ids" in batch:
-                is_causal = True
-                for index, item in enumerate((expected, actual)):
-                    loss, count = _next_token_loss(item, batch["input_ids"])
-                    losses[index] += loss
-                losses[2] += count
+                original_loss, count = _next_token_loss(expected, batch["input_ids"])
+                sums["original_loss"] += original_loss
+                sums["loss"] += _next_token_loss(actual, batch["input_ids"])[0]
+                sums["predictions"] += count
     result = {"cosine": sums["cosine"] / sums["samples"], "hidden_error": sums["error"] / max(sums["energy"], 1e-300)}
-    if has_logits:
+    if sums["tokens"]:
         result |= {"kl": sums["kl"] / sums["tokens"], "agreement": sums["agreement"] / sums["tokens"]}
-    if is_causal:
-        original, merged = (math.exp(loss / max(losses[2], 1)) for loss in losses[:2])
-        result |= {"perplexity": merged, "original_perplexity": original}
+    if sums["predictions"]:
+        result["perplexity"] = math.exp(sums["loss"] / sums["predictions"])
+        result["original_perplexity"] = math.exp(sums["original_loss"] / sums["predictions"])
     return result
 
 

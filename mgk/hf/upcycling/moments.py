@@ -50,6 +50,23 @@ class Moments:
 
 
 @dataclass
+class TokenMask:
+    """Padding mask of the batch on which a model runs, for hooks that leave out the padding.
+
+    Attributes:
+        mask: attention_mask [B, L] of the batch, or None.
+    """
+
+    mask: Tensor | None = None
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return the rows of x [B, L, width] that are not padding, [N, width] in fp64."""
+        if self.mask is not None and self.mask.shape == x.shape[:-1]:
+            return x[self.mask.bool()].double()
+        return x.reshape(-1, x.shape[-1]).double()
+
+
+@dataclass
 class _Sums:
     """Sums over tokens; the attributes are those of `Moments`, times the number of tokens."""
 
@@ -70,19 +87,19 @@ def collect(model: PreTrainedModel, layers: Sequence[MergeableLayer], batches: I
         batches: Inputs of the model; attention_mask marks padding by 0.
     """
     sums = {layer.name: _zeros(layer) for layer in layers}
-    keep: list[Tensor | None] = [None]
+    padding = TokenMask()
     hooks = []
     for layer in layers:
         modules = (layer.projections.query, layer.projections.key, layer.projections.value)
         if layer.projections.is_fused:
-            hooks.append(modules[0].register_forward_hook(_fused_hook(layer, sums[layer.name], keep)))
+            hooks.append(modules[0].register_forward_hook(_fused_hook(layer, sums[layer.name], padding)))
             continue
         for part, module in zip(("query", "key", "value"), modules, strict=True):
-            hooks.append(module.register_forward_hook(_hook(part, layer, sums[layer.name], keep)))
+            hooks.append(module.register_forward_hook(_hook(part, layer, sums[layer.name], padding)))
     try:
         with eval_mode(model):
             for batch in batches:
-                keep[0] = batch.get("attention_mask")
+                padding.mask = batch.get("attention_mask")
                 model(**batch)
     finally:
         for hook in hooks:
@@ -108,30 +125,24 @@ def _finish(sums: _Sums) -> Moments:
     return Moments(sums.tokens, *((part / count).cpu() for part in parts))
 
 
-def _hook(part: str, layer: MergeableLayer, sums: _Sums, keep: list[Tensor | None]) -> Any:
+def _hook(part: str, layer: MergeableLayer, sums: _Sums, padding: TokenMask) -> Any:
     def add(module: nn.Module, args: Any, output: Tensor) -> None:
-        _add(part, layer, sums, _tokens(output, keep[0]))
+        _add(part, layer, sums, padding.select(output))
 
     return add
 
 
-def _fused_hook(layer: MergeableLayer, sums: _Sums, keep: list[Tensor | None]) -> Any:
+def _fused_hook(layer: MergeableLayer, sums: _Sums, padding: TokenMask) -> Any:
     def add(module: nn.Module, args: Any, output: Tensor) -> None:
-        parts = _tokens(output, keep[0]).split(layer.widths, -1)
+        parts = padding.select(output).split(layer.widths, -1)
         for part, tokens in zip(("query", "key", "value"), parts, strict=True):
             _add(part, layer, sums, tokens)
 
     return add
 
 
-def _tokens(output: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the outputs of tokens that are not padding [N, width], fp64."""
-    if mask is not None and mask.shape == output.shape[:-1]:
-        return output[mask.bool()].double()
-    return output.reshape(-1, output.shape[-1]).double()
-
-
 def _add(part: str, layer: MergeableLayer, sums: _Sums, tokens: Tensor) -> None:
+    """Add the outputs [N, width] of a projection."""
     if part == "query":
         heads = tokens.unflatten(-1, (layer.heads, -1))
         sums.query += torch.einsum("nhi,nhj->hij", heads, heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mgk._core.eval_mode import eval_mode
 from mgk.hf.upcycling.layers import MergeableLayer
+from mgk.hf.upcycling.moments import TokenMask
 
 # Ridge penalty, times width / tokens. On all-MiniLM-L6-v2 with 2,873 tokens a third of it is worse.
 RIDGE = 2.0
@@ -21,8 +23,10 @@ RIDGE = 2.0
 
 @dataclass
 class _Sums:
-    gram: Tensor  # Σ c cᵀ [width, width]
-    product: Tensor  # Σ c (difference of the outputs)ᵀ [width, out]
+    """Sums over the tokens of a text, from which the change of an output projection is solved."""
+
+    gram: Tensor  # Σ c cᵀ [width, width], c: output of the merged attention, and 1 if there is a bias
+    product: Tensor  # Σ c eᵀ [width, out], e: difference of the outputs
 
 
 @torch.no_grad()
@@ -46,14 +50,16 @@ def refit_outputs(
         tokens: Number of its tokens.
     """
     sums: dict[str, _Sums] = {}
-    keep: list[Tensor | None] = [None]
+    padding = TokenMask()
     hooks = []
     for layer, copy in zip(original, merged, strict=True):
-        hooks += _watch(layer, copy, sums, keep)
+        hooks += _add_hooks(layer, copy, sums, padding)
     try:
-        with eval_mode(teacher):
+        with ExitStack() as stack:
+            for module in (teacher, *(layer.module for layer in merged)):
+                stack.enter_context(eval_mode(module))  # without dropout
             for batch in batches:
-                keep[0] = batch.get("attention_mask")
+                padding.mask = batch.get("attention_mask")
                 teacher(**batch)
     finally:
         for hook in hooks:
@@ -62,9 +68,7 @@ def refit_outputs(
         _solve(layer.projections.output, sums[layer.name], tokens)
 
 
-def _watch(
-    layer: MergeableLayer, merged: MergeableLayer, sums: dict[str, _Sums], keep: list[Tensor | None]
-) -> list[Any]:
+def _add_hooks(layer: MergeableLayer, merged: MergeableLayer, sums: dict[str, _Sums], padding: TokenMask) -> list[Any]:
     """Add hooks to an original layer that run the merged attention on the same inputs."""
     inputs: list[Any] = []
     contexts: list[Tensor] = []
@@ -87,10 +91,7 @@ def _watch(
     def add(context: Tensor, output: Tensor) -> None:
         weight, bias = _weight(merged.projections.output), merged.projections.output.bias
         difference = output - context @ weight.T - (0 if bias is None else bias)  # type: ignore[operator]
-        mask = keep[0]
-        selected = mask.bool() if mask is not None and mask.shape == context.shape[:-1] else ...
-        rows = context[selected].flatten(0, -2).double()
-        errors = difference[selected].flatten(0, -2).double()
+        rows, errors = padding.select(context), padding.select(difference)
         if bias is not None:
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         gram, product = rows.T @ rows, rows.T @ errors

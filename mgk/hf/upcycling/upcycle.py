@@ -18,7 +18,7 @@ from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
 from mgk.hf.shared_heads import ENTRY, find_projections
 from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
-from mgk.hf.upcycling.calibration import Batch, Calibration, prepare
+from mgk.hf.upcycling.calibration import Batch, prepare
 from mgk.hf.upcycling.distil import distil
 from mgk.hf.upcycling.fidelity import fidelity, run_model
 from mgk.hf.upcycling.layers import MergeableLayer, find_layers
@@ -122,7 +122,8 @@ def upcycle(
         fail("calibration", f"has {tokens:,} tokens, and at least {MIN_TOKENS * width:,} are needed: add more text")
     if numbers is None:
         assert cache is not None
-        numbers = _numbers_for_cache(model, layers, moments, data, cache, report_progress)
+        # A batch of the calibration text: the held-out text must not choose the numbers that it judges.
+        numbers = _numbers_for_cache(model, layers, moments, data.batches[0], cache, method, report_progress)
     student, merged = _merge(model, layers, moments, numbers, method, report_progress)
     _check_runs(student, selected[0])
     changed = [layer for layer in layers if layer.name in merged]
@@ -141,24 +142,14 @@ def upcycle(
             progress=report_progress,
         )  # fmt: skip
         quality["distilled"] = fidelity(model, student, data.held_out)
-    entries = [
-        LayerReport(
-            layer.name,
-            layer.heads,
-            (layer.units, numbers[layer.name][0]),
-            (layer.units, numbers[layer.name][1]),
-            *((item.key_loss, item.value_loss) if (item := merged.get(layer.name)) else (0.0, 0.0)),
-        )
-        for layer in layers
-    ]
     report = UpcycleReport(
-        entries,
-        (_parameters(model), _parameters(student)),
-        _cache_bytes(model, layers, numbers),
-        quality,
-        tokens,
-        settings,
-        losses,
+        layers=[_describe_layer(layer, numbers[layer.name], merged.get(layer.name)) for layer in layers],
+        parameters=(_parameters(model), _parameters(student)),
+        cache_bytes=_cache_bytes(model, layers, numbers),
+        fidelity=quality,
+        calibration_tokens=tokens,
+        settings=settings,
+        distillation=losses,
     )
     return student, report
 
@@ -223,15 +214,14 @@ def _numbers_for_cache(
     model: PreTrainedModel,
     layers: Sequence[MergeableLayer],
     moments: dict[str, Moments],
-    data: Calibration,
+    batch: Batch,
     cache: float,
+    method: str,
     progress: Progress,
 ) -> Numbers:
     """Choose the numbers of heads by the error of the last hidden states on one batch, with one layer merged."""
-    # The held-out text must not choose the numbers that it is to judge.
-    batch = data.batches[0]
-    with torch.no_grad():
-        expected = run_model(model.eval(), batch)
+    with eval_mode(model):
+        expected = run_model(model, batch)
     energy = float(expected.hidden[-1][expected.mask].float().square().sum())
     done = 0
     total = sum((len(divisors(layer.units)) - 1) * (1 if layer.fixed_keys else 2) for layer in layers)
@@ -240,10 +230,10 @@ def _numbers_for_cache(
         nonlocal done
         student = _copy_with_layers(model, [layer])
         (changed,) = find_copies(student, [layer])
-        weights = merge_heads(layer, read_weights(layer), moments[layer.name], key_heads, value_heads).weights
-        write_weights(changed, weights)
-        with torch.no_grad():
-            actual = run_model(student.eval(), batch)
+        merged = merge_heads(layer, read_weights(layer), moments[layer.name], key_heads, value_heads, method)
+        write_weights(changed, merged.weights)
+        with eval_mode(student):
+            actual = run_model(student, batch)
         done += 1
         progress("measuring layers", done, total)
         difference = (actual.hidden[-1] - expected.hidden[-1])[expected.mask].float()
@@ -298,6 +288,18 @@ def _check_runs(student: PreTrainedModel, batch: Batch) -> None:
         reason = next(iter(str(error).splitlines()), "")
         name = getattr(student, "original_class", type(student)).__name__
         raise ValueError(f"model is a {name}, whose attention layers fix the number of key heads: {reason}") from error
+
+
+def _describe_layer(layer: MergeableLayer, numbers: tuple[int, int], merged: MergedLayer | None) -> LayerReport:
+    key_heads, value_heads = numbers
+    return LayerReport(
+        name=layer.name,
+        heads=layer.heads,
+        key_heads=(layer.units, key_heads),
+        value_heads=(layer.units, value_heads),
+        key_loss=0.0 if merged is None else merged.key_loss,
+        value_loss=0.0 if merged is None else merged.value_loss,
+    )
 
 
 def _parameters(model: nn.Module) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from mgk.hf.shared_heads import resize_heads
-from mgk.hf.upcycling.algebra import NO_PLANES, Merge, merge_loss, merge_mean, merge_svd, stack
+from mgk.hf.upcycling.algebra import NO_PLANES, Merge, Planes, merge_loss, merge_mean, merge_svd, stack
 from mgk.hf.upcycling.grouping import order_heads
 from mgk.hf.upcycling.layers import MergeableLayer
 from mgk.hf.upcycling.moments import Moments
@@ -82,7 +82,10 @@ def write_weights(layer: MergeableLayer, weights: HeadWeights) -> None:
     key_heads, value_heads = len(weights.key), len(weights.value)
     names = {id(child): name for name, child in module.named_modules()}
     key_name, value_name = (names[id(part)] for part in (layer.projections.key, layer.projections.value))
-    was_training = [parameter.requires_grad for parameter in layer.projections.key.parameters()]
+    requires_grad = {
+        name: [parameter.requires_grad for parameter in module.get_submodule(name).parameters()]
+        for name in (key_name, value_name)
+    }
     resize_heads(module, key_heads, value_heads, layer.key_dim, layer.value_dim)
     flat = {
         "query": (weights.query.flatten(0, 1), _flatten(weights.query_bias)),
@@ -97,10 +100,43 @@ def write_weights(layer: MergeableLayer, weights: HeadWeights) -> None:
         _store(layer.projections.query, *flat["query"])
         _store(new_key, *flat["key"])
         _store(new_value, *flat["value"])
-    for part in {new_key, new_value}:
-        for parameter, requires_grad in zip(part.parameters(), was_training, strict=False):
-            parameter.requires_grad_(requires_grad)
+    for name, flags in requires_grad.items():
+        for parameter, is_trained in zip(module.get_submodule(name).parameters(), flags, strict=True):
+            parameter.requires_grad_(is_trained)
     _store(layer.projections.output, weights.output.transpose(0, 1).flatten(1), weights.output_bias)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Statistics of the key heads or the value heads of a layer, from which they are merged.
+
+    Attributes:
+        moment: Second moment of the stacked heads [n·D, n·D].
+        weights: Importance of the directions of each head [n, D, D].
+        planes: Dimensions that a rotary embedding rotates.
+        method: "svd" or "mean".
+    """
+
+    moment: Tensor
+    weights: Tensor
+    planes: Planes
+    method: str
+
+    def merge(self, group: Sequence[int]) -> Merge:
+        """Merge a group of heads."""
+        moment, weights = self._select(group)
+        return merge_mean(moment, weights) if self.method == "mean" else merge_svd(moment, weights, self.planes)
+
+    def svd_loss(self, group: frozenset[int]) -> float:
+        """Return the energy that an SVD of a group of heads loses."""
+        return merge_loss(*self._select(sorted(group)), self.planes)
+
+    def energy(self) -> float:
+        """Return the energy of all heads, above 0."""
+        return max(sum(self.merge([head]).energy for head in range(len(self.weights))), 1e-300)
+
+    def _select(self, group: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return stack(self.moment, group, self.weights.shape[1]), self.weights[list(group)]
 
 
 def merge_heads(
@@ -116,50 +152,38 @@ def merge_heads(
         value_heads: Number of value heads after the merge; divides the present number.
         method: "svd", or "mean" for the mean of neighbouring heads.
     """
-    planes = layer.planes
-    has_bias = weights.output_bias is not None
-    key_moment = moments.key if planes.first else moments.centred_key()
-    value_moment = moments.centred_value() if has_bias else moments.value
-    key_weights = moments.query_weights(layer.units)
+    # Rotations depend on the position, so that the mean of rotated keys is not a constant of the logits.
+    has_centred_keys = not layer.planes.first
+    # The mean of the values moves into the bias of the output projection.
+    has_centred_values = weights.output_bias is not None
+    key_moment = moments.centred_key() if has_centred_keys else moments.key
+    value_moment = moments.centred_value() if has_centred_values else moments.value
     gram = weights.output.mT @ weights.output  # [H, E, E]
-    value_weights = gram.unflatten(0, (layer.units, -1)).sum(1)
-
-    def merge(kind: str, group: Sequence[int]) -> Merge:
-        is_key = kind == "key"
-        moment, importance = (key_moment, key_weights) if is_key else (value_moment, value_weights)
-        part = stack(moment, group, importance.shape[1])
-        if method == "mean":
-            return merge_mean(part, importance[list(group)])
-        return merge_svd(part, importance[list(group)], planes if is_key else NO_PLANES)
-
-    def cost(kind: str, group: frozenset[int]) -> float:
-        is_key = kind == "key"
-        moment, importance = (key_moment, key_weights) if is_key else (value_moment, value_weights)
-        heads = sorted(group)
-        part = stack(moment, heads, importance.shape[1])
-        loss = merge_loss(part, importance[heads], planes if is_key else NO_PLANES)
-        return loss / totals[kind]
-
-    totals = {
-        kind: max(sum(merge(kind, [unit]).energy for unit in range(layer.units)), 1e-300) for kind in ("key", "value")
-    }
+    keys = _Heads(key_moment, moments.query_weights(layer.units), layer.planes, method)
+    values = _Heads(value_moment, gram.unflatten(0, (layer.units, -1)).sum(1), NO_PLANES, method)
+    key_energy, value_energy = keys.energy(), values.energy()
     order = list(range(layer.units))
     if method == "svd":
         order = order_heads(
-            layer.units, key_heads, value_heads, lambda group: cost("key", group), lambda group: cost("value", group)
+            layer.units,
+            key_heads,
+            value_heads,
+            key_cost=lambda group: keys.svd_loss(group) / key_energy,
+            value_cost=lambda group: values.svd_loss(group) / value_energy,
         )
     merged, key_loss, value_loss = weights, 0.0, 0.0
     if key_heads < layer.units:
-        merges = [merge("key", group) for group in _blocks(order, key_heads)]
-        key_loss = sum(item.loss for item in merges) / totals["key"]
-        centre = not planes.first and method == "svd"
-        merged = _merge_keys(merged, order, merges, moments.key_mean if centre else None)
+        merges = [keys.merge(group) for group in _blocks(order, key_heads)]
+        key_loss = sum(merge.loss for merge in merges) / key_energy
+        mean = moments.key_mean if has_centred_keys and method == "svd" else None
+        merged = _merge_keys(merged, order, merges, mean)
     else:
         merged = _reorder_keys(merged, order)
     if value_heads < layer.units:
-        merges = [merge("value", group) for group in _blocks(order, value_heads)]
-        value_loss = sum(item.loss for item in merges) / totals["value"]
-        merged = _merge_values(merged, order, merges, moments.value_mean if has_bias and method == "svd" else None)
+        merges = [values.merge(group) for group in _blocks(order, value_heads)]
+        value_loss = sum(merge.loss for merge in merges) / value_energy
+        mean = moments.value_mean if has_centred_values and method == "svd" else None
+        merged = _merge_values(merged, order, merges, mean)
     else:
         merged = _reorder_values(merged, order)
     return MergedLayer(merged, key_loss, value_loss)

@@ -311,6 +311,35 @@ def test_budget_prefers_heads_that_lose_little():
     assert smaller.cache <= 0.4
 
 
+def test_a_cache_size_leaves_the_modes_of_the_model():
+    model = MODELS["bert"]().train()
+    model.base_model.encoder.layer[0].eval()
+    before = [module.training for module in model.modules()]
+    upcycle(model, cache=0.8, calibration=calibration())
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("numbers", [{"cache": 0.7}, {"num_key_heads": 2}], ids=str)
+def test_merges_of_a_model_in_train_mode_have_no_dropout(numbers):
+    model, batches = MODELS["bert"](), calibration()
+    states = []
+    for mode in (True, False):
+        merged, _ = upcycle(model.train(mode), calibration=batches, **numbers)
+        states.append(merged.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def test_samples_are_at_most_as_long_as_the_tokenizer_permits():
+    """RoBERTa has two positions more than tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "b": 4, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32)
+    model = small("RobertaModel", "RobertaConfig", max_position_embeddings=34, pad_token_id=1).eval()
+    _, report = upcycle(model, num_key_heads=2, calibration=["a b " * 50] * 20, tokenizer=tokenizer)
+    assert report.calibration_tokens == 18 * 32
+
+
 def test_heads_of_normalized_keys_are_not_merged():
     model = small("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **FOUR).eval()
     with pytest.raises(ValueError, match="num_key_heads cannot change: Qwen3Attention normalizes"):
