@@ -45,7 +45,19 @@ KERNELS = {
 }
 FIELDS = "date commit gpu torch triton variant B heads N D causal kernel part block ms registers spills".split()
 MAX_DIFFERENCE = 0.03  # maximum relative difference between the results of two blocks in bf16
-Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]  # kernel, grid, arguments, constexprs and compiler options
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel: its arguments, and its options, constexprs and those of the compiler."""
+
+    kernel: Any
+    grid: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> Any:
+        """Launch the kernel and return its compiled form."""
+        return self.kernel[self.grid](*self.arguments, **self.options)
 
 
 class Case(NamedTuple):
@@ -108,9 +120,7 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     if case.kernel == "forward":
         return out, lse
     prior_grad = launch_config.NO_PRIOR_GRAD if prior is None else launch_config.SUMMED_PRIOR_GRAD
-    gradients = launch.launch_backward(
-        torch.randn_like(out), None, out, lse, prepared, stats, args, False, prior_grad
-    )  # fmt: skip
+    gradients = launch.launch_backward(torch.randn_like(out), None, out, lse, prepared, stats, args, False, prior_grad)
     # Summed gradients that a variant does not use are not written.
     return gradients[:3]
 
@@ -139,7 +149,8 @@ def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list
     def record(spec: Any, tensors: Any, floats: Any) -> None:
         if spec.kernel.__name__ == name:
             arguments = (*tensors, *floats, *spec.scalars, *spec.unspecialized)
-            recorded.append((spec.kernel, spec.grid, arguments, jit_cache.compile_options(spec, spec.paths[0])))
+            options = jit_cache.compile_options(spec, spec.paths[0])
+            recorded.append(Launch(spec.kernel, spec.grid, arguments, options))
 
     def select_block(key: BlockKey, *sizes: Any) -> Any:
         return block if block and key.pass_ == pass_ else block_sizes.select_block(key, *sizes)
@@ -199,15 +210,11 @@ def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any
             f"{case.variant} M {case.components} {case.shape} {case.kernel} {text}: WRONG by {distance:.3g}", flush=True
         )
         return
-    for kernel, grid, arguments, options in recorded:
-        part = options.get("OUTPUTS", 0)
-        if compile_only or (part == DV_ONLY.value) != (case.kernel == "values"):
+    for item in [] if compile_only else recorded:
+        part = item.options.get("OUTPUTS", 0)
+        if (part == DV_ONLY.value) != (case.kernel == "values"):
             continue
-
-        def run(k: Any = kernel, g: Any = grid, a: Any = arguments, o: Any = options) -> Any:
-            return k[g](*a, **o)
-
-        compiled, ms = run(), median_ms(run)
+        compiled, ms = item.run(), median_ms(item.run)
         print(
             f"{case.variant} M {case.components} {case.shape} {case.kernel} {text} part {part}: "
             f"{ms:.4f} ms, {compiled.n_regs} registers, {compiled.n_spills} spills",
@@ -241,7 +248,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("results/blocks.csv"))
     parser.add_argument("blocks", nargs="*")
     args = parser.parse_args()
-    if args.csv.exists() and args.csv.stat().st_size and not has_header(args.csv):
+    is_new = not args.csv.exists() or not args.csv.stat().st_size
+    if not is_new and not has_header(args.csv):
         parser.error(f"--csv {args.csv} is not a file of this script (its first line must be {','.join(FIELDS)})")
     import triton
 
@@ -249,7 +257,6 @@ def main() -> None:
     cases = CANDIDATES if args.candidates else (single,)
     part, parts = map(int, args.part.split("/"))
     pairs = [(case, text) for case in cases for text in case.blocks.split()][part - 1 :: parts]
-    is_new = not args.csv.exists()
     with args.csv.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if is_new:

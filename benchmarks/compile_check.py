@@ -40,6 +40,7 @@ COMPLETE = (
     ("smgk", "bf16", 64, 2, "one query"),
     ("smlk", "bf16", 64, 2, "causal"),
 )
+WIDTHS = sorted({width for _, _, width, _, _ in COMPLETE})
 # CI compiles the first path of each kernel of these calls: the general form follows the fast one in registers.
 SAMPLE = (("smgk", "bf16", 64, 2, "causal"), ("smgk", "bf16", 64, 2, "one query"))
 SAMPLE_MORE = {
@@ -131,9 +132,14 @@ def architecture_name(arch: str) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the table of registers, spills and shared memory by kernel and architecture."""
+    """Return the table of registers, spills and shared memory by kernel and architecture.
+
+    Rows without a kernel, of processes that ended early, are listed below it.
+    """
     from mgk._core.io import markdown_table
 
+    ended_early = [f"{architecture_name(row['arch'])}: {row['failure']}." for row in rows if not row["kernel"]]
+    rows = [row for row in rows if row["kernel"]]
     cells: dict[tuple[str, str], dict[str, tuple[int, str]]] = {}
     for row in rows:
         name, _, path = row["kernel"].partition(" ")
@@ -153,7 +159,7 @@ def table(rows: list[Row]) -> str:
         lines.append([call, kernel, *(by_arch[arch][1] if arch in by_arch else "–" for arch in architectures)])
     versions = sorted({f"Triton {row['triton']}, commit {row['commit']}, {row['date']}" for row in rows})
     note = f"Registers / bytes of spills per thread / KB of shared memory. Compiled, not run: {'; '.join(versions)}."
-    return f"{note}\n\n{markdown_table(lines)}"
+    return "\n\n".join([note, markdown_table(lines), *ended_early])
 
 
 def fill_page(text: str, generated: str) -> str:
@@ -167,7 +173,7 @@ def fill_page(text: str, generated: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=ARCHITECTURES, help="only this architecture")
-    parser.add_argument("--width", type=int, help="only calls of this head dimension")
+    parser.add_argument("--width", type=int, choices=WIDTHS, help="only calls of this head dimension")
     parser.add_argument("--sample", action="store_true", help="only the calls and kernels that CI compiles")
     parser.add_argument("--out", type=Path, help="CSV file in which the rows of the architectures are replaced")
     parser.add_argument("--page", type=Path, help="page whose marked table is written from --out")
@@ -190,12 +196,11 @@ def main() -> int:
         environment = {name: environment[name] for name in ("triton", "torch", "date", "commit")}
         architectures = [args.arch] if args.arch else ARCHITECTURES
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            for part in pool.map(lambda arch: compile_architecture(arch, args.sample, args.width), architectures):
+            parts = pool.map(lambda arch: compile_architecture(arch, args.sample, args.width), architectures)
+            for arch, part in zip(architectures, parts, strict=True):
                 rows += part
                 failures = [row for row in part if row["failure"]]
-                print(
-                    f"{architecture_name(part[0]['arch'])}: {len(part)} kernels, {len(failures)} failures", flush=True
-                )
+                print(f"{architecture_name(arch)}: {len(part)} kernels, {len(failures)} failures", flush=True)
                 for row in failures:
                     print("  " + " ".join(str(row[name]) for name in (*CALL, "kernel", "failure")), flush=True)
         if args.out:

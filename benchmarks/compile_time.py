@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from mgk._core.io import append_durably
+from mgk._core.validation import fail
 from mgk.training import results
 
 COLUMNS = ("arch", "threads", "kernels", "seconds", "cores", "load", "triton", "torch", "date", "commit")
@@ -48,8 +49,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/compile_time.csv"))
     args = parser.parse_args()
     environment = {"triton": results.version_of("triton"), **results.environment()}
-    if not args.out.exists():
-        append_durably(args.out, ",".join(COLUMNS) + "\n")
+    header = ",".join(COLUMNS)
+    if not args.out.exists() or not args.out.stat().st_size:
+        append_durably(args.out, header + "\n")
+    elif args.out.read_text(encoding="utf-8", errors="replace").partition("\n")[0] != header:
+        fail("--out", f"{args.out} is not a file of this script: its first line must be {header}")
     for _ in range(args.repeats):
         for threads in map(int, args.threads.split(",")):
             load = os.getloadavg()[0]

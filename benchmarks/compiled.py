@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,47 +136,63 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
 
 
 def _attend(call: Call) -> None:
-    """Call an operator on uninitialized tensors, with gradients."""
+    """Call an operator on uninitialized tensors, with gradients except in decoding."""
     family, _, hard = call.operator.partition("-")
-    D, M, B, H, N = call.width, call.components, 2, 2, SHORT if call.feature == "small" else LONG
-    decoding, packed = call.feature == "shared keys" or "one query" in call.feature, call.feature == "packed"
-    fewer_keys = call.feature.startswith("fewer key heads")
+    is_linear, is_shifted = family.endswith("mlk"), family.startswith("s")
+    is_decoding = call.feature == "shared keys" or "one query" in call.feature
+    has_fewer_keys = call.feature.startswith("fewer key heads")
+    D, M, H = call.width, call.components, 2
+    B = 1 if call.feature == "packed" else 2
+    N = SHORT if call.feature == "small" else LONG
+    query_heads = 2 * H if call.feature == "shared keys" or has_fewer_keys else H
+    value_heads = 2 * H if has_fewer_keys else H
 
     def tensor(*shape: int, dtype: torch.dtype = TYPES[call.dtype]) -> Tensor:
-        return torch.empty(shape, dtype=dtype).requires_grad_(not decoding)
+        return torch.empty(shape, dtype=dtype).requires_grad_(not is_decoding)
 
-    B = 1 if packed else B
-    keys = (tensor(B, H, N, D),) if family.startswith("s") else (tensor(B, H, M, N, D),)
-    shift = (tensor(H, M, D, dtype=torch.float32),) if family.startswith("s") else ()
-    options: dict[str, Any] = {"backend": "triton"}
-    starts = torch.tensor([0, N // 2, N], dtype=torch.int32)
-    linear = family.endswith("mlk")
-    if not hard:
-        options["log_prior"] = tensor(1, H, M, 1, dtype=torch.float32)
-    if linear:
-        options |= {"is_causal": call.feature in ("causal", "packed")} | ({"cu_seqlens": starts} if packed else {})
-    else:
-        options |= {"assignment": "hard" if hard else "soft", "is_causal": call.feature.endswith("causal")}
-        options |= {"dropout_p": 0.1} if call.feature == "dropout" else {}
-        options |= {"scale": tensor(H, M, dtype=torch.float32)} if call.feature == "scales" else {}
-        options |= {"attn_mask": tensor(1, 1, N, N, dtype=torch.float32)} if call.feature == "mask" else {}
-        if packed:
-            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts)
-            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), N // 2)
-    operator = getattr(mgk, f"{family}_attention")
-    sharing = 2 if call.feature == "shared keys" or fewer_keys else 1
-    query = tensor(B, sharing * H, 1 if decoding and not linear else N, D)
+    query = tensor(B, query_heads, 1 if is_decoding and not is_linear else N, D)
+    keys = tensor(B, H, N, D) if is_shifted else tensor(B, H, M, N, D)
+    value = tensor(B, value_heads, N, D)
+    shift = (tensor(H, M, D, dtype=torch.float32),) if is_shifted else ()
+    prior = None if hard else tensor(1, H, M, 1, dtype=torch.float32)
     if call.feature == "counts":  # of expectation maximisation
-        if not linear and not hard:
+        if not is_linear and not hard:
             shifted: dict[str, Any] = {"shift": shift[0], "shifted": True} if shift else {}
-            em_statistics(
-                mixture_call(query, *keys, tensor(B, H, N, D), log_prior=options["log_prior"], **shifted),
-                with_spread=False,
-            )
+            em_statistics(mixture_call(query, keys, value, log_prior=prior, **shifted), with_spread=False)
         return
-    out = operator(query, *keys, tensor(B, 2 * H if fewer_keys else H, N, D), *shift, **options)
-    if not decoding:
+    options = _linear_options(call, N) if is_linear else _mixture_options(call, N, H, tensor)
+    operator = getattr(mgk, f"{family}_attention")
+    out = operator(query, keys, value, *shift, log_prior=prior, backend="triton", **options)
+    if not is_decoding:
         out.sum().backward()
+
+
+def _packing(length: int) -> Tensor:
+    """Return the offsets of two sequences of equal length."""
+    return torch.tensor([0, length // 2, length], dtype=torch.int32)
+
+
+def _linear_options(call: Call, length: int) -> dict[str, Any]:
+    """Return the options of the feature for linear attention."""
+    options: dict[str, Any] = {"is_causal": call.feature in ("causal", "packed")}
+    return options | ({"cu_seqlens": _packing(length)} if call.feature == "packed" else {})
+
+
+def _mixture_options(call: Call, length: int, heads: int, tensor: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return the options of the feature for mixture attention; `tensor` makes a tensor of a shape."""
+    options: dict[str, Any] = {"assignment": "hard" if call.operator.endswith("-hard") else "soft"}
+    options["is_causal"] = call.feature.endswith("causal")
+    match call.feature:
+        case "dropout":
+            options["dropout_p"] = 0.1
+        case "scales":
+            options["scale"] = tensor(heads, call.components, dtype=torch.float32)
+        case "mask":
+            options["attn_mask"] = tensor(1, 1, length, length, dtype=torch.float32)
+        case "packed":
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _packing(length))
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), length // 2)
+    return options
 
 
 def calls(args: argparse.Namespace) -> Iterator[Call]:

@@ -3,7 +3,8 @@
     python benchmarks/experimental_kernels.py --out results/experimental_kernels.csv
     python benchmarks/experimental_kernels.py --kernels one-pass --shapes 32x8x2048x32 32x8x4096x32
 
-The switch of the kernels is MGK_ONE_PASS_BACKWARD (one-pass).
+MGK_ONE_PASS_BACKWARD=1 enables the kernels "one-pass" for users.
+
 For each shape BxHxNxD, the operators have H/2 heads and two components. Outputs and gradients are first compared with
 the equations in fp64 and with the ordinary kernels. Prints the device time (CUDA graph replay) and the time of plain
 calls of both, and their ratio: below 1, the experimental kernels are faster. The best SDPA with H heads is the
@@ -48,7 +49,7 @@ MAX_DIFFERENCE = 0.03  # maximum relative difference between the results in bf16
 
 def outputs_and_gradients(
     kernels: Kernels, implementation: Implementation, shape: Shape, enabled: bool
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     case = make_case(implementation, shape, "cuda", torch.bfloat16)
     with kernels.switch(enabled):

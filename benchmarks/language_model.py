@@ -38,6 +38,7 @@ from mgk.training.config import ModelSpec
 from mgk.training.evaluate import count_parameters, forward_flops
 from mgk.variants import VARIANTS
 
+PARTS = ("throughput", "evaluation", "decoding")
 PAPER = DecoderConfig(267_735, cutoffs=(20_000, 40_000, 200_000))
 TINY = DecoderConfig(500, 16, embed_dim=16, ffn_dim=32, num_layers=2, head_dim=4, cutoffs=(100, 200, 400))
 # Share of the words of an English text in each cluster of the paper's cutoffs, counted on Wikipedia.
@@ -81,13 +82,16 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 class Bench:
+    """The parts of the benchmark, with the options of the command line."""
+
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.device = torch.device(arguments.device)
         self.base = TINY if arguments.tiny else PAPER
         self.rows = [ModelSpec.parse(text) for text in arguments.rows.split(",")]
 
-    def record(self, row: ModelSpec, config: DecoderConfig, metric: str, value: float, **more: Any) -> None:
+    def record(self, row: ModelSpec, config: DecoderConfig, metric: str, value: float, **columns: Any) -> None:
+        """Append a result; `columns` are further columns."""
         line = {
             "recipe": "language-model",
             "task": "tiny" if self.arguments.tiny else "wikitext-103 model",
@@ -105,11 +109,12 @@ class Bench:
             "params": count_parameters(config),
             "command": shlex.join(["python", *sys.argv]),
             **results.environment(),
-            **more,
+            **columns,
         }
         results.append(self.arguments.out, [line])
 
     def throughput(self) -> None:
+        """Time training steps."""
         tokens_per_step = 96 * 256 if not self.arguments.tiny else 256
         for length in self.arguments.lengths:
             first = None
@@ -131,9 +136,9 @@ class Bench:
                     flush=True,
                 )
                 flops = forward_flops(config, length)
-                more = {"batch": batch, "length": length, "step_ms": f"{ms:.4f}", "peak_mem_mb": f"{memory:.0f}"}
+                columns = {"batch": batch, "length": length, "step_ms": f"{ms:.4f}", "peak_mem_mb": f"{memory:.0f}"}
                 metric = "tokens_per_second" + ("_plain" if self.arguments.plain else "")
-                self.record(row, config, metric, rate, flops=flops, **more)
+                self.record(row, config, metric, rate, flops=flops, **columns)
 
     def prepare(self, config: DecoderConfig, batch: int, length: int) -> Callable[[int], None]:
         """Return a function that runs n training steps, compiled and warmed up."""
@@ -179,87 +184,103 @@ class Bench:
         return statistics.median(times), memory
 
     def evaluation(self) -> None:
-        row, device = self.rows[0], self.device
-        if self.arguments.model is not None:
-            model = load_model(self.arguments.model, device)
-            assert isinstance(model, LanguageModel)
-        else:
-            model = LanguageModel(config_of(row, self.base, self.base.max_length)).to(device).eval()
+        """Check the sliding window, then time it."""
+        model = self.evaluated_model()
         config = model.config
         row = ModelSpec(str(config.variant), config.num_heads, config.num_kv_heads, config.num_key_heads)
-        window = config.max_length
-        if self.arguments.tokens is not None:
-            text = torch.from_numpy(np.load(self.arguments.tokens, allow_pickle=False).astype(np.int64)).to(device)
+        tokens = self.arguments.tokens
+        if tokens is not None:
+            text = torch.from_numpy(np.load(tokens, allow_pickle=False).astype(np.int64)).to(self.device)
         else:
-            text = words(config, (100 * window if self.arguments.tiny else 217_646,), device)
-        dataset = "random words" if self.arguments.tokens is None else self.arguments.tokens.name
-        count = min(self.arguments.compared, len(text) - window - 1)
-        part = text[: window + 1 + count]
-        more: dict[str, Any] = {"length": window, "dataset": dataset}
+            # The length of WikiText-103's validation set.
+            length = 100 * config.max_length if self.arguments.tiny else 217_646
+            text = words(config, (length,), self.device)
+        columns = {"length": config.max_length, "dataset": "random words" if tokens is None else tokens.name}
         for dtype in ("fp32", "bf16"):
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"), torch.no_grad():
-                fast = sliding_losses(model, part, batch_size=self.arguments.window_batch)
-                slow = [model.losses(part[None, :window], part[None, 1 : window + 1])[0]]
-                slow += [
-                    model.losses(part[None, n : n + window], part[None, n + 1 : n + 1 + window])[0, -1:]
-                    for n in range(1, count + 1)
-                ]
-                difference = fast - torch.cat(slow)
-            largest, mean = float(difference.abs().max()), float(difference.mean())
-            print(
-                f"{row!s:12s} {dtype}: {count:,} windows, largest {largest:.2e}, mean {mean:.2e} nats apart", flush=True
-            )
-            more |= {"n_examples": count + window, "dtype": dtype}
-            self.record(row, config, "sliding_difference_largest", largest, **more)
-            self.record(row, config, "sliding_difference_mean", abs(mean), **more)
-            if dtype == "fp32" and largest > 1e-4:
-                raise SystemExit("the sliding window differs from one window at a time: not timed")
+            self.compare_windows(model, row, text, dtype, columns)
         for dtype in [name for name in self.arguments.timed.split(",") if name != "none"]:
-
-            def run(dtype: str = dtype) -> None:
-                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
-                    sliding_losses(model, text, batch_size=self.arguments.window_batch)
-
-            elapsed = seconds(run, device)
+            elapsed = seconds(functools.partial(self.slide, model, text, dtype), self.device)
             print(f"{row!s:12s} {dtype}: {len(text) - 1:,} positions in {elapsed:.1f} s", flush=True)
-            more |= {"n_examples": len(text) - 1, "dtype": dtype}
-            self.record(row, config, "sliding_seconds", elapsed, **more)
+            self.record(row, config, "sliding_seconds", elapsed, **columns, n_examples=len(text) - 1, dtype=dtype)
+
+    def evaluated_model(self) -> LanguageModel:
+        """Return the saved model of --model, or a random one."""
+        if self.arguments.model is None:
+            config = config_of(self.rows[0], self.base, self.base.max_length)
+            return LanguageModel(config).to(self.device).eval()
+        model = load_model(self.arguments.model, self.device)
+        assert isinstance(model, LanguageModel)
+        return model
 
     @torch.no_grad()
+    def slide(self, model: LanguageModel, text: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Return the losses of a text with a sliding window."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+            return sliding_losses(model, text, batch_size=self.arguments.window_batch)
+
+    @torch.no_grad()
+    def compare_windows(
+        self, model: LanguageModel, row: ModelSpec, text: torch.Tensor, dtype: str, columns: dict[str, Any]
+    ) -> None:
+        """Compare the sliding window with one window at a time; exit if they differ in fp32."""
+        window = model.config.max_length
+        count = min(self.arguments.compared, len(text) - window - 1)
+        part = text[: window + 1 + count]
+        losses = self.slide(model, part, dtype)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+            expected = [model.losses(part[None, :window], part[None, 1 : window + 1])[0]]
+            expected += [
+                model.losses(part[None, n : n + window], part[None, n + 1 : n + 1 + window])[0, -1:]
+                for n in range(1, count + 1)
+            ]
+        difference = losses - torch.cat(expected)
+        largest, mean = float(difference.abs().max()), float(difference.mean())
+        print(f"{row!s:12s} {dtype}: {count:,} windows, largest {largest:.2e}, mean {mean:.2e} nats apart", flush=True)
+        columns = {**columns, "n_examples": count + window, "dtype": dtype}
+        self.record(row, model.config, "sliding_difference_largest", largest, **columns)
+        self.record(row, model.config, "sliding_difference_mean", abs(mean), **columns)
+        if dtype == "fp32" and largest > 1e-4:
+            raise SystemExit("the sliding window differs from one window at a time: not timed")
+
     def decoding(self) -> None:
-        steps = 4 if self.arguments.tiny else 32
+        """Time decoding at several lengths."""
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         for row in self.rows:
             config = config_of(row, self.base, max(self.arguments.decode_lengths))
             model = LanguageModel(config).to(self.device, dtype).eval()
             for length in self.arguments.decode_lengths:
-                caches = model.make_caches(1, length + 4 * steps)
-                for chunk in words(config, (1, length), self.device).split(4096, dim=1):
-                    model.hidden(chunk, caches=caches)
-
-                def plain(
-                    token: torch.Tensor, model: LanguageModel = model, caches: list[Any] = caches
-                ) -> torch.Tensor:
-                    return model.table.logits(model.hidden(token, caches=caches)[:, -1])
-
-                def decode(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
-                    token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-                    for _ in range(steps):
-                        token = step(token).argmax(-1, keepdim=True)
-
-                # The size for `length` tokens, without the capacity for the timed steps.
-                measured: dict[str, float] = {"cache_bytes": sum(c.nbytes for c in model.make_caches(1, length))}
-                captured = DecodingStep(model, caches)
-                for name, step in ((PLAIN, plain), (CAPTURED, captured)):
-                    decode(step)
-                    measured[name] = steps / seconds(functools.partial(decode, step), self.device)
-                if not captured.is_captured:
-                    del measured[CAPTURED]
-                values = [f"{name} {value:,.1f}" for name, value in measured.items()]
+                measured = self.measure_decoding(model, length)
+                values = [f"{metric} {value:,.1f}" for metric, value in measured.items()]
                 print(f"{row!s:12s} length {length:6d} {', '.join(values)}", flush=True)
-                more = {"batch": 1, "length": length, "dtype": str(dtype).removeprefix("torch.")}
-                for name, value in measured.items():
-                    self.record(row, config, name, value, **more)
+                columns = {"batch": 1, "length": length, "dtype": str(dtype).removeprefix("torch.")}
+                for metric, value in measured.items():
+                    self.record(row, config, metric, value, **columns)
+
+    @torch.no_grad()
+    def measure_decoding(self, model: LanguageModel, length: int) -> dict[str, float]:
+        """Return the bytes of the cache and tokens per second, with graph capture only if the device supports it."""
+        steps = 4 if self.arguments.tiny else 32
+        caches = model.make_caches(1, length + 4 * steps)
+        for chunk in words(model.config, (1, length), self.device).split(4096, dim=1):
+            model.hidden(chunk, caches=caches)
+
+        def plain(token: torch.Tensor) -> torch.Tensor:
+            return model.table.logits(model.hidden(token, caches=caches)[:, -1])
+
+        def decode(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            for _ in range(steps):
+                token = step(token).argmax(-1, keepdim=True)
+
+        # The size for `length` tokens, without the capacity for the timed steps.
+        measured: dict[str, float] = {"cache_bytes": sum(cache.nbytes for cache in model.make_caches(1, length))}
+        captured = DecodingStep(model, caches)
+        for metric, step in ((PLAIN, plain), (CAPTURED, captured)):
+            decode(step)
+            measured[metric] = steps / seconds(functools.partial(decode, step), self.device)
+        if not captured.is_captured:
+            del measured[CAPTURED]
+        return measured
 
 
 def draw(path: Path, picture: Path) -> None:
@@ -273,20 +294,20 @@ def draw(path: Path, picture: Path) -> None:
     for row in results.read([path]):
         if row["metric"] in lines:
             key_heads = int(row["key_heads"]) if row.get("key_heads") else None
-            name = str(ModelSpec(row["variant"], int(row["heads"]), int(row["kv_heads"]), key_heads))
-            name = name if key_heads else name.removesuffix(f"/{row['heads']}")
+            kv_heads = None if row["kv_heads"] == row["heads"] else int(row["kv_heads"])
+            name = str(ModelSpec(row["variant"], int(row["heads"]), kv_heads, key_heads))
             lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
-    figure, both = pyplot.subplots(1, 2, figsize=(8.8, 4.0), constrained_layout=True)
-    for axes, metric, style in ((both[0], CAPTURED, "-"), (both[0], PLAIN, "--"), (both[1], "cache_bytes", "-")):
+    figure, (speed, cache) = pyplot.subplots(1, 2, figsize=(8.8, 4.0), constrained_layout=True)
+    for axes, metric, style in ((speed, CAPTURED, "-"), (speed, PLAIN, "--"), (cache, "cache_bytes", "-")):
         for name, points in lines[metric].items():
             x, y = zip(*sorted(points.items()), strict=True)
             marker = "s" if "/" in name else "o"  # fewer key heads than query heads
             axes.plot(x, y, style, marker=marker, markersize=4, color=colour_of(name.partition(":")[0]))
-    for axes, metric in ((both[0], CAPTURED), (both[1], "cache_bytes")):
-        label_lines(axes, lines[metric] or lines[PLAIN], log=metric != CAPTURED)
+    label_lines(speed, lines[CAPTURED] or lines[PLAIN], log=False)
+    label_lines(cache, lines["cache_bytes"], log=True)
     lengths = sorted({length for named in lines.values() for points in named.values() for length in points})
-    titles = ("tokens per second, one sequence\n(dashed: without CUDA graph)", "bytes of cache, one sequence")
-    for axes, title, scale in zip(both, titles, ("linear", "log"), strict=True):
+    speed_title = "tokens per second, one sequence\n(dashed: without CUDA graph)"
+    for axes, title, scale in ((speed, speed_title, "linear"), (cache, "bytes of cache, one sequence", "log")):
         axes.set_xscale("log", base=2)
         axes.set_yscale(scale)
         axes.set_ylim(bottom=None if scale == "log" else 0)
@@ -325,9 +346,17 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def parts_of(text: str) -> list[str]:
+    """Parse --parts."""
+    parts = text.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"has no part {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
+    return parts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="throughput,evaluation,decoding")
+    parser.add_argument("--parts", type=parts_of, default=list(PARTS), help="separated by commas (default: all)")
     parser.add_argument("--rows", default="softmax:8,smgk:4,mgk:4")
     parser.add_argument("--lengths", type=numbers, default=[256, 4096])
     parser.add_argument("--windows", type=int, default=5, help="number of timings; the median is reported")
@@ -347,7 +376,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results.check_file("--out", arguments.out)
     bench = Bench(arguments)
-    for part in arguments.parts.split(","):
+    for part in arguments.parts:
         {"throughput": bench.throughput, "evaluation": bench.evaluation, "decoding": bench.decoding}[part]()
     if "decoding" in arguments.parts:
         draw(arguments.out, arguments.out.with_suffix(".png"))

@@ -132,9 +132,9 @@ def stub_cuda() -> Iterator[StubDriver]:
         yield stub
 
 
+_original_supports_tma = launch.supports_tma
+
+
 def _supports_tma(*tensors: Any) -> bool:
     with targeting(HOPPER):
         return _original_supports_tma(*tensors)
-
-
-_original_supports_tma = launch.supports_tma

@@ -23,7 +23,7 @@ typedef struct {
 /* A launch: grid, block, shared memory, and the values of all parameters. */
 typedef struct {
   Function *function;
-  unsigned grid[3], block[3], shared;
+  LaunchConfig config;
   uint32_t size;
   unsigned char data[8192];
 } Launch;
@@ -52,7 +52,7 @@ CUresult cuLaunchKernelEx(const LaunchConfig *config, Function *function, void *
     return max_launches ? 1 : 0;
   Launch *launch = &launches[num_launches++];
   launch->function = function;
-  memcpy(launch->grid, config, sizeof(*config));
+  launch->config = *config;
   for (int i = 0; i < function->count; i++) {
     if (launch->size + function->sizes[i] > sizeof(launch->data))
       return 1;

@@ -65,8 +65,6 @@ TINY = {
     0: "pad_token_id num_nextn_predict_layers num_kv_shared_layers",
     48: "image_size",
 }
-
-
 # Values of settings that are None by default, for models that cannot be built without them.
 VALUES_OF_NONE = {"vocab_size": 128, "head_dim": 8, "num_key_value_heads": 2, "pad_token_id": 0}
 VALUES_OF_NONE |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -99,29 +97,29 @@ def tiny_settings(config_class: Any, changes: dict[str, Any], with_none: bool) -
         changes: Other values, for the settings that the configuration has.
         with_none: Set VALUES_OF_NONE where the default is None.
     """
-    default = config_class()
-    own = {name: value for name, value in vars(default).items() if not name.startswith("_")}
-    own |= {name: own.get(target) for name, target in config_class.attribute_map.items()}
+    config = config_class()
+    defaults = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    defaults |= {name: defaults.get(target) for name, target in config_class.attribute_map.items()}
     settings: dict[str, Any] = {}
     for value, names in TINY.items():
         for name in names.split():
-            current = own.get(name)
+            current = defaults.get(name)
             if isinstance(current, int) and not isinstance(current, bool) and (current > value or value == 0):
                 settings[name] = value
-    for name, current in own.items():
+    for name, current in defaults.items():
         # Other tokens with a meaning must be in the vocabulary.
         if name.endswith(("token_id", "token_index")) and isinstance(current, int) and current > 2:
             settings.setdefault(name, 3)
         if with_none and current is None and name in VALUES_OF_NONE:
             settings[name] = VALUES_OF_NONE[name]
-    if isinstance(own.get("layer_types"), list) and "num_hidden_layers" in own:
+    if isinstance(defaults.get("layer_types"), list) and "num_hidden_layers" in defaults:
         settings["num_hidden_layers"] = 4  # hybrid models repeat a pattern of layers
-    settings |= {name: value for name, value in changes.items() if name in own}
+    settings |= {name: value for name, value in changes.items() if name in defaults}
     if settings.get("layer_types", ()) is None:
-        types = list(dict.fromkeys(own["layer_types"] or []))
+        types = list(dict.fromkeys(defaults["layer_types"] or []))
         settings["layer_types"] = (types * 4)[:4] or None
     for name in getattr(config_class, "sub_configs", {}):
-        part = getattr(default, name, None)
+        part = getattr(config, name, None)
         if isinstance(part, transformers.PreTrainedConfig):
             settings[name] = {**tiny_settings(type(part), changes, with_none), "model_type": part.model_type}
     return settings
@@ -215,7 +213,7 @@ def measure(auto_class: str, model_type: str, class_name: str) -> dict[str, Any]
 
 
 def architectures(model_types: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Return Auto class, model type and model class of all architectures, or of those of some model types."""
+    """Yield Auto class, model type and model class of all architectures, or of those of some model types."""
     for auto_class in AUTO_CLASSES:
         names: Any = getattr(transformers, auto_class)._model_mapping._model_mapping
         for model_type, classes in names.items():

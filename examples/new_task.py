@@ -23,7 +23,7 @@ from mgk.tasks.base import Example, write_split
 
 @dataclass(frozen=True)
 class MostFrequent(Task):
-    """The fields are settings: they enter the checksum of the prepared data."""
+    """Find the most frequent of three letters. The fields enter the checksum of the prepared data."""
 
     name: str = "most-frequent"
     dataset: str = "most-frequent"
@@ -54,7 +54,7 @@ register_task(MostFrequent())
 if __name__ == "__main__":
     root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
-        command = ["compare", str(root / "examples" / "new_task.yaml"), "--data-dir", folder, "--out", f"{folder}/out"]
+        command = [sys.executable, "-m", "mgk", "compare", str(root / "examples" / "new_task.yaml")]
+        command += ["--data-dir", folder, "--out", f"{folder}/out", "--runs", f"{folder}/runs", *sys.argv[1:]]
         environment = {**os.environ, "MGK_PLUGINS": "examples.new_task", "PYTHONPATH": str(root)}
-        words = [sys.executable, "-m", "mgk", *command, "--runs", f"{folder}/runs", *sys.argv[1:]]
-        sys.exit(subprocess.run(words, env=environment).returncode)
+        sys.exit(subprocess.run(command, env=environment).returncode)

@@ -130,6 +130,22 @@ def test_table_shows_the_failure_of_a_launch_with_more_spills(check):
     assert "| smgk D 64 | `mixture_forward` fast | 500 bytes of spills |" in check.table(rows)
 
 
+def test_table_is_followed_by_the_processes_that_ended_early(check):
+    row = dict.fromkeys(check.COLUMNS, "") | {"arch": "90", "failure": "the process ended with code -6: no memory"}
+    text = check.table([row_of(check), row])
+    assert text.splitlines()[2] == "| call | kernel | sm_80 |"
+    assert text.endswith("\n\nsm_90: the process ended with code -6: no memory.")
+
+
+def test_empty_file_of_block_sizes_gets_a_header(tmp_path, monkeypatch):
+    block_sizes = load("block_sizes")
+    file = tmp_path / "blocks.csv"
+    file.touch()
+    monkeypatch.setattr(sys, "argv", ["block_sizes.py", "--csv", str(file)])
+    block_sizes.main()
+    assert file.read_text() == ",".join(block_sizes.FIELDS) + "\n"
+
+
 def test_page_has_the_table_of_the_results(check):
     rows = check.read_rows(ROOT / "results" / "compiled.csv")
     assert [row for row in rows if row["failure"]] == []

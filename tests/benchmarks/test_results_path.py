@@ -9,7 +9,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-SCRIPTS = ("analysis", "language_model", "training_step", "cpu", "host_time", "experimental_kernels")
+SCRIPTS = ("analysis", "language_model", "training_step", "cpu", "host_time", "experimental_kernels", "compile_time")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
