@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mgk._core.calls import MixtureCall
-from mgk._core.heads import repeat_heads
+from mgk._core.logit_terms import key_terms, query_norm_term, scale_and_tau, scaled_query
 from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows
 from mgk._core.precision import compute_dtype, without_autocast
-from mgk.equations import squared_norms
 from mgk.kernels.autograd import raise_no_double_backward
 
 # Queries per call of the flash kernel with an explicit mask, which is [B, H, TILE, S].
@@ -65,16 +64,8 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
             None if packed is None else packed.cu_seqlens_k,
         )
         if call.return_lse and call.equal_scale:
-            lse = lse + _norm_term(call, dtype)
+            lse = lse + query_norm_term(call, dtype)
     return output[..., : call.value.shape[-1]].to(call.query.dtype), lse, None
-
-
-def _norm_term(call: MixtureCall, dtype: torch.dtype) -> Tensor:
-    """Return −τ λ/2 ‖q_i‖², [B, H, L], for a λ shared by all components."""
-    scale = call.scale[..., 0].to(dtype) if isinstance(call.scale, Tensor) else call.scale
-    tau = torch.as_tensor(call.tau, dtype=dtype, device=call.query.device).reshape(1, -1, 1)
-    factor = tau * scale  # [B or 1, Hk or 1, 1]
-    return -0.5 * repeat_heads(factor, call.group) * call.query.to(dtype).square().sum(-1)
 
 
 def add_logit_features(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,17 +74,12 @@ def add_logit_features(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, T
     If all components share λ, the term of ‖q‖² is left out: it cancels in the softmax.
     """
     query, keys = call.query.to(dtype), call.component_keys(dtype)
-    scale = torch.as_tensor(call.scale, dtype=dtype, device=query.device)
-    tau = torch.as_tensor(call.tau, dtype=dtype, device=query.device).reshape(1, -1, 1, 1)
-    log_prior = -math.log(call.components) if call.log_prior is None else call.log_prior.to(dtype)
-    key_term = log_prior - 0.5 * tau * scale * squared_norms(keys)  # [B, Hk, M, S]
-    key_term = key_term.clamp(min=MASK_VALUE).unsqueeze(-1)
-    ones = torch.ones_like(query[..., :1])
+    key_term, ones = key_terms(call, keys).unsqueeze(-1), torch.ones_like(query[..., :1])
     if call.equal_scale:
         # λ multiplies the query, which is smaller than the keys.
-        query_scale = scale if scale.dim() == 0 else repeat_heads(scale, call.group)
-        query_parts, key_parts = [query * query_scale, ones], [keys, key_term]
+        query_parts, key_parts = [scaled_query(call, dtype), ones], [keys, key_term]
     else:
+        scale, tau = scale_and_tau(call, dtype)
         query_parts = [query, ones, query.square().sum(-1, keepdim=True)]
         norm_factor = (-0.5 * tau * scale).expand(keys.shape[:-1]).unsqueeze(-1)
         key_parts = [keys * scale.unsqueeze(-1), key_term, norm_factor]
