@@ -87,8 +87,8 @@ def mgk_attention(
         cu_seqlens_k: int32 [N + 1], offsets of N sequences packed along S, with B = 1.
         max_seqlen_q: Length of the longest packed sequence of queries; used by GPU kernels only.
         max_seqlen_k: Length of the longest packed sequence of keys; used by GPU kernels only.
-        backend: "auto" runs the fastest backend that supports the call. "triton", "plain", "sdpa" and "eager" run that
-            backend, or raise a ValueError with the reason why it does not support the call.
+        backend: "auto" runs the fastest backend that supports the call. "triton", "plain", "factored", "sdpa" and
+            "eager" run that backend, or raise a ValueError with the reason why it does not support the call.
         return_weights: Return the attention weights too.
         return_lse: Return the logsumexp of the logits too.
 
@@ -165,8 +165,8 @@ def smgk_attention(
         cu_seqlens_k: int32 [N + 1], offsets of N sequences packed along S, with B = 1.
         max_seqlen_q: Length of the longest packed sequence of queries; used by GPU kernels only.
         max_seqlen_k: Length of the longest packed sequence of keys; used by GPU kernels only.
-        backend: "auto" runs the fastest backend that supports the call. "triton", "plain", "sdpa" and "eager" run that
-            backend, or raise a ValueError with the reason why it does not support the call.
+        backend: "auto" runs the fastest backend that supports the call. "triton", "plain", "factored", "sdpa" and
+            "eager" run that backend, or raise a ValueError with the reason why it does not support the call.
         return_weights: Return the attention weights too.
         return_lse: Return the logsumexp of the logits too.
 
@@ -307,6 +307,9 @@ def smlk_attention(
     return run_linear(call, backend)
 
 
+OPERATORS = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
+
+
 def explain_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> BackendChoice:
     """Return the backend that runs ``op(*args, **kwargs)``, and why each of the others does not.
 
@@ -338,12 +341,11 @@ def bind_arguments(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> d
 
     The argument `backend` is included.
     """
-    operators = {f.__name__: f for f in (mgk_attention, smgk_attention, mlk_attention, smlk_attention)}
     if isinstance(op, torch.nn.Module):
-        fail("op", f"must be an operator ({', '.join(operators)}) with its tensors, got a layer, {type(op).__name__}")
-    name = one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), operators)
+        fail("op", f"must be an operator ({', '.join(OPERATORS)}) with its tensors, got a layer, {type(op).__name__}")
+    name = one_of("op", op if isinstance(op, str) else getattr(op, "__name__", repr(op)), OPERATORS)
     try:
-        bound = inspect.signature(operators[name]).bind(*args, **kwargs)
+        bound = inspect.signature(OPERATORS[name]).bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"args of {name}: {error}") from None
     bound.apply_defaults()
@@ -380,9 +382,9 @@ def _handle(call: MixtureCall | LinearCall, result: Any) -> Any:
 
 
 def _find_plan(tensors: tuple[Any, ...], unplanned: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the key of a call and the plan of an equal earlier one, or None; None if an argument is `unplanned`."""
-    is_plain = all([x is None for x in unplanned])  # noqa: C419  (a generator takes twice the time)
-    call_key = repeated_call_key(tensors, *options) if is_plain else None
+    """Return the key of a call and its plan, or None. A call with one of the `unplanned` arguments has no key."""
+    has_key = all([x is None for x in unplanned])  # noqa: C419  (a generator takes twice the time)
+    call_key = repeated_call_key(tensors, *options) if has_key else None
     if call_key is None or _call_handlers.get():
         return None, None
     return call_key, find_plan(call_key)
@@ -399,7 +401,7 @@ def run_mixture(call: MixtureCall, backend: str) -> Any:
 
 
 def _run_mixture(call: MixtureCall, backend: str, call_key: Any, tensors: tuple[Any, ...]) -> Any:
-    """Run a call that has no plan. call_key: where to store a plan for `tensors`, or None."""
+    """Run a call that has no plan; store a plan for `tensors` under the call key, unless that is None."""
     if call.num_valid_keys is not None:
         call = mask_invalid_keys(call, backend)
     selected, _ = select_backend(call, backend)

@@ -23,6 +23,7 @@ MINIMUM = {
     ("eager", "smgk-hard"): 100,
     ("sdpa", "mgk"): 96,
     ("sdpa", "smgk"): 96,
+    ("factored", "smgk"): 56,
     ("plain", "softmax"): 10,
     ("eager", "mlk"): 24,
     ("eager", "smlk"): 24,

@@ -22,7 +22,7 @@ from torch import Tensor
 from mgk._core.calls import LinearCall, MixtureCall
 from mgk._core.em import EMStatistics, statistics_by_equations
 from mgk._core.validation import fail, one_of
-from mgk.backends import chunked, cpu_flash, eager, meta, torch_sdpa, triton
+from mgk.backends import chunked, cpu_factored, cpu_flash, eager, meta, torch_sdpa, triton
 
 
 class Backend(NamedTuple):
@@ -68,6 +68,7 @@ MIXTURE_BACKENDS = _table(
     Backend("meta", meta.unsupported_reason, meta.run_mixture),
     Backend("plain", torch_sdpa.unsupported_reason, torch_sdpa.run, _prefer_triton_to_plain),
     Backend("triton", triton.mixture_unsupported_reason, triton.run_mixture, triton.untested_gpu_reason),
+    Backend("factored", cpu_factored.unsupported_reason, cpu_factored.run, cpu_factored.prefer_other_reason),
     Backend("sdpa", cpu_flash.unsupported_reason, cpu_flash.run),
     Backend("eager", eager.unsupported_reason, eager.run_mixture, is_reference=True),
 )

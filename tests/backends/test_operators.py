@@ -16,7 +16,7 @@ from tests.support.operator_cases import (
 )
 
 
-def sdpa_unsupported_reason(shape: Shape, options) -> str | None:
+def sdpa_unsupported_reason(op, shape: Shape, options) -> str | None:
     """Return a word of the reason why the sdpa backend does not support a case, or None: then it must run it."""
     if options["assignment"] == "hard":
         return "hard"
@@ -27,7 +27,24 @@ def sdpa_unsupported_reason(shape: Shape, options) -> str | None:
     return None
 
 
-UNSUPPORTED = {"eager": lambda shape, options: None, "sdpa": sdpa_unsupported_reason}
+def factored_unsupported_reason(op, shape: Shape, options) -> str | None:
+    """Return a word of the reason why the factored backend does not support a case, or None."""
+    if op == "mgk":
+        return "independent keys"
+    if options["assignment"] == "hard":
+        return "hard"
+    if shape.scale in ("component", "position"):
+        return "scales"
+    if shape.mask not in (None, "key"):
+        return "mask"
+    return None if shape.packed is None else "packed"
+
+
+UNSUPPORTED = {
+    "eager": lambda op, shape, options: None,
+    "sdpa": sdpa_unsupported_reason,
+    "factored": factored_unsupported_reason,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -38,7 +55,7 @@ UNSUPPORTED = {"eager": lambda shape, options: None, "sdpa": sdpa_unsupported_re
 @pytest.mark.parametrize("backend", UNSUPPORTED)
 def test_mixture(backend, op, shape, similarity, assignment, dtype, poisoned, oracle_case):
     options = {"similarity": similarity, "assignment": assignment}
-    reason = UNSUPPORTED[backend](shape, options)
+    reason = UNSUPPORTED[backend](op, shape, options)
     if reason:
         with pytest.raises(ValueError, match=reason):
             compare(op, backend, shape, dtype, options)

@@ -51,7 +51,7 @@ def test_named_backend_is_selected_or_raises():
     call, _ = CALLS["softmax"]
     backend, reasons = select_backend(call, "eager", explain=True)
     assert backend is MIXTURE_BACKENDS["eager"]
-    assert reasons == dict.fromkeys(("plain", "triton", "sdpa"), "backend='eager' was requested")
+    assert reasons == dict.fromkeys(("plain", "triton", "factored", "sdpa"), "backend='eager' was requested")
     assert select_backend(call, "eager")[1] == {}
     with pytest.raises(ValueError, match="'chunked' does not support this call: it never forms the attention weights"):
         select_backend(CALLS["linear-weights"][0], "chunked")

@@ -12,6 +12,8 @@ from tests.support import oracle
 
 BACKENDS = ["eager", "sdpa"]
 SOFT_AND_HARD = [("eager", "soft"), ("eager", "hard"), ("sdpa", "soft")]
+# Operator, backend and assignment. tests/backends/test_factored.py has the cases that only "factored" does not support.
+EVERY_BACKEND = [(op, *pair) for op in ("mgk", "smgk") for pair in SOFT_AND_HARD] + [("smgk", "factored", "soft")]
 LINEAR_BACKENDS = ["eager", "chunked"]
 
 
@@ -31,10 +33,9 @@ def finite_gradients(out, tensors):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("op", ["mgk", "smgk"])
 @pytest.mark.parametrize("similarity", ["gaussian", "dot", 0.5])
 @pytest.mark.parametrize("dtype, norm", [(torch.float32, 1e4), (torch.float32, 1e2), (torch.bfloat16, 1e2)], ids=str)
-@pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
+@pytest.mark.parametrize("op, backend, assignment", EVERY_BACKEND)
 def test_large_inputs_stay_finite_and_normalised(backend, assignment, dtype, norm, similarity, op, causal):
     tensors = [with_norm(torch.randn(*size, 16), norm) for size in ((2, 4, 19), (2, 2, 3, 19))]
     tensors += [torch.randn(2, 2, 19, 8), with_norm(torch.randn(2, 3, 16), norm / 5)]
@@ -78,7 +79,7 @@ def test_large_inputs_of_linear_attention_stay_finite_and_normalised(backend, op
 
 
 @pytest.mark.parametrize("denormals", ["kept", "flushed"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "factored"])
 def test_best_key_survives_underflowing_factors(backend, denormals):
     """The product of factors of the best key underflows, but its weight is 0.114."""
     e1, e2 = torch.eye(32)[:2]
@@ -99,9 +100,8 @@ def test_best_key_survives_underflowing_factors(backend, denormals):
 
 
 @pytest.mark.parametrize("std", [20, 50])
-@pytest.mark.parametrize("op", ["mgk", "smgk"])
 @pytest.mark.parametrize("similarity", ["gaussian", "dot", 0.3])
-@pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
+@pytest.mark.parametrize("op, backend, assignment", EVERY_BACKEND)
 def test_inputs_of_large_variance_match_the_oracle(backend, assignment, similarity, op, std):
     """The limit is the error of any algorithm whose logits, of this size, are rounded to float32."""
     sizes = ((2, 4, 21, 32), (2, 2, 3, 40, 32), (2, 2, 40, 16), (2, 3, 32))
@@ -276,8 +276,7 @@ def test_no_keys_give_zeros_and_zero_gradients(op, backend, assignment):
             assert not grad.any()
 
 
-@pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
-@pytest.mark.parametrize("op", ["mgk", "smgk"])
+@pytest.mark.parametrize("op, backend, assignment", EVERY_BACKEND)
 def test_single_key_gives_its_value(op, backend, assignment):
     sizes = (2, 2, 5, 3), (2, 2, 3, 1, 3), (2, 2, 1, 4), (2, 3, 3)
     tensors = [torch.randn(*size).requires_grad_() for size in sizes]

@@ -90,7 +90,7 @@ MIXTURE = SHARED | {
     "scale": number(0, -0.5) | tensor(torch.rand(HK, M), (torch.int64, torch.bool)),
     "similarity": name(["gaussian", "dot"]) | number() | tensor(torch.rand(HK), (torch.int64, torch.bool)),
     "assignment": name(["soft", "hard"]),
-    "backend": name(["auto", "eager", "sdpa"]),
+    "backend": name(["auto", "eager", "sdpa", "factored"]),
     "return_lse": flag(),
     "cu_seqlens_q": offsets(integers(0, 2, 4, 5)),
     "cu_seqlens_k": offsets(integers(0, 3, 4, 6)) | {"count": integers(0, 6)},
@@ -142,7 +142,7 @@ ATTENTION = {
     "is_causal": flag(),
     "max_positions": integer(),
     "rotary": {"text": "rotary", "list": [3], "zero": 0, "negative": -1.0},
-    "backend": name(["auto", "eager", "sdpa"]) | {"none": None},
+    "backend": name(["auto", "eager", "sdpa", "factored"]) | {"none": None},
     "device": {"unknown": "nowhere", "type": [3]},
     "dtype": {"text": "float32", "integer": torch.int64, "type": 3},
 }

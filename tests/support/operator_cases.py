@@ -18,6 +18,8 @@ MORE = 6
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a case, and the options that need tensors."""
+
     B: int = 2
     H: int = 2
     Hk: int = 2

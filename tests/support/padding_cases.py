@@ -28,16 +28,16 @@ def results(
     Args:
         op: "mgk" or "smgk".
         size: Absolute value of the entries of masked keys.
-        mask: One of MASKS. "causal": the last queries attend to the large keys, and the loss leaves them out.
+        mask: One of MASKS. With "causal" the last queries attend to the large keys: the results leave them out.
         similarity: "dot", "gaussian", a number, or "tau", a tensor of zeros.
         backend: Name of the backend.
         assignment: "soft" or "hard".
-        dtype: Of query, keys and value.
+        dtype: Data type of query, keys and value.
         queries: Number of queries.
         scales: "unequal", one per component, or "equal".
         value_size: Absolute value of the entries of masked values. Default: ordinary values.
         gradients: Whether to compute gradients; without, few queries run on the decode kernels.
-        device: Of all tensors.
+        device: Device of all tensors.
     """
     generator = torch.Generator().manual_seed(0)
     queries = KEYS if mask == "causal" else queries
