@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mgk.analysis.capture import Call, Capture, LayerHandler, Progress, call_model
+
+
+class MainOutput(NamedTuple):
+    """Output of a model that is compared."""
+
+    values: Tensor
+    are_logits: bool
 
 
 @dataclass(frozen=True)
@@ -46,19 +53,12 @@ def remove_heads(
     Returns:
         The effect of each head of each layer, by layer name.
     """
-
-    def outputs(samples: Sequence[Any], handler: LayerHandler) -> list[tuple[Tensor, bool]]:
-        with capture(model, handler):
-            return [_main_output(call_model(model, sample)) for sample in samples]
-
-    def unchanged(name: str, call: Call, output: Tensor) -> Tensor:
-        return output
-
-    first = outputs(inputs[:1], unchanged)[0][0]
-    # The outputs with all heads are stored; ablated outputs are compared one call at a time.
-    count = min(len(inputs), max(1, memory // max(1, 3 * first.nbytes)))
-    batches = concatenate(inputs[:count], min(together, count))
-    baseline = outputs(batches, unchanged)
+    with capture(model, _keep_output):
+        first = _main_output(call_model(model, inputs[0]))
+        # The outputs with all heads are stored; ablated outputs are compared one call at a time.
+        count = min(len(inputs), max(1, memory // max(1, 3 * first.values.nbytes)))
+        batches = concatenate(inputs[:count], min(together, count))
+        baseline = [_main_output(call_model(model, batch)) for batch in batches]
     total, done, removals = sum(heads.values()), 0, {}
     for layer, number in heads.items():
         change, flipped = np.zeros(number), np.zeros(number)
@@ -68,7 +68,7 @@ def remove_heads(
                 change[head], flipped[head] = _compare(baseline, ablated)
             done += 1
             progress(f"removing one head at a time, {count} samples", done, total)
-        removals[layer] = Removal(change, flipped if baseline[0][1] else None)
+        removals[layer] = Removal(change, flipped if first.are_logits else None)
     return removals
 
 
@@ -85,6 +85,10 @@ def concatenate(inputs: Sequence[Any], together: int) -> list[Any]:
     return [*(torch.cat(batch) for batch in batches), *single]
 
 
+def _keep_output(name: str, call: Call, output: Tensor) -> Tensor:
+    return output
+
+
 def _zero_head(layer: str, head: int) -> LayerHandler:
     def zero_head(name: str, call: Call, output: Tensor) -> Tensor:
         if name != layer:
@@ -96,21 +100,21 @@ def _zero_head(layer: str, head: int) -> LayerHandler:
     return zero_head
 
 
-def _main_output(output: Any) -> tuple[Tensor, bool]:
-    """Return the model's main output, and whether it holds logits."""
+def _main_output(output: Any) -> MainOutput:
+    """Return the logits among the outputs of a model, else the first tensor."""
     if isinstance(output, Tensor):
-        return output, True
+        return MainOutput(output, are_logits=True)
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
-        return logits, True
+        return MainOutput(logits, are_logits=True)
     parts = output.values() if isinstance(output, dict) else output
     first = next((part for part in parts if isinstance(part, Tensor)), None)
     if first is None:
         raise ValueError(f"model must return a tensor or a container of tensors, got {type(output).__name__}")
-    return first, False
+    return MainOutput(first, are_logits=False)
 
 
-def _compare(baseline: list[tuple[Tensor, bool]], ablated: Iterable[tuple[Tensor, bool]]) -> tuple[float, float]:
+def _compare(baseline: list[MainOutput], ablated: Iterable[MainOutput]) -> tuple[float, float]:
     """Return the relative change of the outputs and the share of changed predictions."""
     difference = norm = flips = predictions = 0.0
     for (before, _), (after, _) in zip(baseline, ablated, strict=True):

@@ -105,18 +105,24 @@ class MapAccumulator:
 
     def maps(self) -> Maps:
         """Return the pooled maps and the names of the tiles."""
-        rows = torch.full((self.queries,), 1.0, dtype=torch.float64).split(self.factor)
-        columns = torch.full((self.keys,), 1.0, dtype=torch.float64).split(self.factor)
-        heights, widths = (torch.stack([part.sum() for part in parts]) for parts in (rows, columns))
+        # The last row and column of pixels may pool fewer rows and columns.
+        heights, widths = (
+            torch.tensor([min(self.factor, length - start) for start in range(0, length, self.factor)])
+            for length in (self.queries, self.keys)
+        )
         means = self.sums.cpu() / torch.outer(heights, widths)
         pooled = {
             "mean": levels(means, self.keys).numpy(),
             "max": levels(self.peaks.cpu(), self.keys).numpy(),
         }
         return Maps(
-            self.queries, self.keys, self.factor, pooled, self.files if any(map(any, self.files)) else [],
-            math.ceil(self.keys / TILE),
-        )  # fmt: skip
+            queries=self.queries,
+            keys=self.keys,
+            factor=self.factor,
+            pooled=pooled,
+            tiles=self.files if any(map(any, self.files)) else [],
+            tile_columns=math.ceil(self.keys / TILE),
+        )
 
 
 def _palette() -> bytes:

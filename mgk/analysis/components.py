@@ -64,15 +64,15 @@ class MixtureAccumulator:
         """Return the averages."""
         attention = self.attention.clamp(min=torch.finfo(torch.float64).tiny)
         samples = max(self.samples, 1)
-        averages = (
-            self.prior / samples,
-            self.answered / attention[:, None],
-            self.decided / attention,
-            self.distance / samples,
-            self.other_choice / attention,
-            self.moved / attention,
-        )
-        return Mixture(*(average.cpu().numpy() for average in averages))
+        averages = {
+            "prior": self.prior / samples,
+            "answered": self.answered / attention[:, None],
+            "decided": self.decided / attention,
+            "distance": self.distance / samples,
+            "other_choice": self.other_choice / attention,
+            "moved": self.moved / attention,
+        }
+        return Mixture(**{name: average.cpu().numpy() for name, average in averages.items()})
 
 
 def split_over_components(block: Block) -> Tensor:

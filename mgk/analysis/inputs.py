@@ -5,7 +5,6 @@ Samples of a task's splits are drawn by `mgk.tasks.analysis_samples`.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,20 +44,10 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
     if not path.is_file():
         fail("--ids", f"must name a file, got {path}")
     try:
-        if path.suffix == ".npy":
-            # Memory-mapped, so that a header with a huge shape is compared with the size of the file.
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-            if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-                fail("--ids", f"{path} must hold integers [L] or [N, L], got {array.dtype} {list(array.shape)}")
-            rows = np.atleast_2d(array).tolist()
-        else:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            rows = [[int(word) for word in line.replace(",", " ").split()] for line in lines if line.strip()]
+        rows = _read_array(path) if path.suffix == ".npy" else _read_lines(path)
     except OSError as error:
         fail("--ids", f"{path} cannot be read: {error.strerror or error}")
-    except (ValueError, EOFError, OverflowError, zipfile.BadZipFile) as error:
-        if str(error).startswith("--ids"):
-            raise
+    except (ValueError, EOFError, OverflowError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"--ids: {path} must hold integers: {reason}") from error
     shortest = min((len(row) for row in rows), default=0)
@@ -68,6 +57,22 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
     if min(min(row) for row in rows) < 0:
         fail("--ids", "must hold non-negative integers")
     return [row[:length] for row in rows]
+
+
+def _read_array(path: Path) -> list[list[int]]:
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)  # np.load would also read zip archives and pickles
+    # Memory-mapped, so that a header with a huge shape is compared with the size of the file.
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise ValueError(f"expected an integer array [L] or [N, L], got {array.dtype} {list(array.shape)}")
+    rows: list[list[int]] = np.atleast_2d(array).tolist()
+    return rows
+
+
+def _read_lines(path: Path) -> list[list[int]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[int(word) for word in line.replace(",", " ").split()] for line in lines if line.strip()]
 
 
 def from_ids(model: nn.Module, rows: list[list[int]], codec: TextCodec) -> Samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from mgk.analysis.ablation import Removal
 from mgk.analysis.attention_maps import MapAccumulator, Maps
 from mgk.analysis.capture import Call
 from mgk.analysis.components import Mixture, MixtureAccumulator
-from mgk.analysis.ranks import max_matrices, spectra, split_range
+from mgk.analysis.ranks import bytes_per_matrix, max_matrices, spectra, split_range
 from mgk.analysis.similarity import Similarity, SimilarityAccumulator
 from mgk.analysis.weights import Block, SampleWeights
 
@@ -77,6 +78,15 @@ class LayerSettings:
     tiles: Path | None
 
 
+class MatrixRank(NamedTuple):
+    """Ranks of one attention matrix."""
+
+    head: int
+    size: int
+    rank: int
+    effective: float
+
+
 class SampleMaps:
     """Maps and component usage of the first sample."""
 
@@ -113,7 +123,7 @@ class LayerAccumulator:
         self.device = call.query.device
         self.similarity = SimilarityAccumulator(self.heads, call.value.shape[-1], self.device)
         self.mixture = MixtureAccumulator(self.heads, self.components, self.device) if self.components > 1 else None
-        self.ranks: list[tuple[int, int, int, float]] = []  # head, size, rank, effective rank
+        self.ranks: list[MatrixRank] = []
         self.maps: Maps | None = None
         self.usage: ComponentUsage | None = None
         self.lengths: list[int] = []
@@ -126,7 +136,7 @@ class LayerAccumulator:
         ranked = len(self.ranks) < settings.matrices
         batch = max_matrices(queries, keys, settings.memory // 2)
         if ranked and batch == 0:
-            required = 2 * 6 * 8 * max(queries, keys) ** 2 / 2**30
+            required = 2 * bytes_per_matrix(queries, keys) / 2**30
             fail("memory", f"is too small to rank a {queries} × {keys} matrix: about {required:.2f} GiB are needed")
         matrices = None
         if ranked and batch >= self.heads:
@@ -158,21 +168,35 @@ class LayerAccumulator:
                 for block in sample.blocks(self.settings.memory // 4, heads):
                     part[:, block.rows] = block.weights
             result = spectra(part[: heads.stop - heads.start], threshold=self.settings.threshold)
-            for head, rank, effective in zip(
-                range(heads.start, heads.stop), result.rank.tolist(), result.effective_rank.tolist(), strict=True
-            ):
-                self.ranks.append((head, min(queries, keys), rank, effective))
+            numbers = zip(result.rank.tolist(), result.effective_rank.tolist(), strict=True)
+            for head, (rank, effective) in enumerate(numbers, heads.start):
+                self.ranks.append(MatrixRank(head, min(queries, keys), rank, effective))
 
     def layer(self, removal: Removal | None) -> Layer:
         """Return the analysis of the layer."""
         assert self.maps is not None
-        head, size, rank = (np.array([row[column] for row in self.ranks], np.int64) for column in range(3))
-        ranks = Ranks(head, size, rank, np.array([row[3] for row in self.ranks], np.float64))
+        ranks = Ranks(
+            np.array([matrix.head for matrix in self.ranks], np.int64),
+            np.array([matrix.size for matrix in self.ranks], np.int64),
+            np.array([matrix.rank for matrix in self.ranks], np.int64),
+            np.array([matrix.effective for matrix in self.ranks], np.float64),
+        )
         mixture = None if self.mixture is None else self.mixture.mixture()
         return Layer(
-            self.name, self.kind, self.heads, self.components, self.head_dim, ranks, self.similarity.similarity(),
-            self.maps, mixture, self.usage, removal, self.key_heads, self.value_heads,
-        )  # fmt: skip
+            name=self.name,
+            kind=self.kind,
+            heads=self.heads,
+            components=self.components,
+            head_dim=self.head_dim,
+            ranks=ranks,
+            similarity=self.similarity.similarity(),
+            maps=self.maps,
+            mixture=mixture,
+            usage=self.usage,
+            removal=removal,
+            key_heads=self.key_heads,
+            value_heads=self.value_heads,
+        )
 
 
 def _shares(answered: Tensor, factor: int) -> Array:

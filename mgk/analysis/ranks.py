@@ -134,11 +134,15 @@ def _count_after_deflation(matrix: Tensor, threshold: float) -> Tensor:
     return (torch.linalg.eigvalsh(remainder.mT @ remainder) > threshold**2).sum() + large.shape[1]
 
 
+def bytes_per_matrix(rows: int, columns: int) -> int:
+    """Return the memory that ranking a matrix needs."""
+    # Matrix, Gram matrix, workspace of the eigenvalue solver and, for a deflation, two more.
+    return 8 * (3 * rows * columns + 3 * min(rows, columns) ** 2)
+
+
 def max_matrices(rows: int, columns: int, memory: int) -> int:
     """Return the number of matrices that can be ranked together within `memory` bytes; 0 if none fits."""
-    # Matrix, Gram matrix, workspace of the eigenvalue solver and, for a deflation, two more.
-    bytes_per_matrix = 8 * (3 * rows * columns + 3 * min(rows, columns) ** 2)
-    return memory // bytes_per_matrix
+    return memory // bytes_per_matrix(rows, columns)
 
 
 def split_range(count: int, size: int) -> Iterator[slice]:

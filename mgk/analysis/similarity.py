@@ -126,10 +126,15 @@ class SimilarityAccumulator:
         merges = _merge(divergence)
         cka, chance_cka = self._cka() if self.width else (None, None)
         return Similarity(
-            divergence, cosine.cpu().numpy(), cka, merges[-1][1], _groups(merges, self.heads),
-            (self.concentration / max(self.rows, 1)).clamp(min=0).cpu().numpy(),
-            _mean_of_pairs(self.chance_divergence, self.shuffled_rows), chance_cka,
-        )  # fmt: skip
+            divergence=divergence,
+            cosine=cosine.cpu().numpy(),
+            cka=cka,
+            order=merges[-1][1],
+            groups=_groups(merges, self.heads),
+            concentration=(self.concentration / max(self.rows, 1)).clamp(min=0).cpu().numpy(),
+            chance_divergence=_mean_of_pairs(self.chance_divergence, self.shuffled_rows),
+            chance_cka=chance_cka,
+        )
 
     def _cka(self) -> tuple[Array, Array]:
         """Compute CKA and its expectation for unrelated outputs.

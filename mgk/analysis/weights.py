@@ -88,12 +88,11 @@ class MixtureWeights(SampleWeights):
 
     def __init__(self, call: MixtureCall, sample: int) -> None:
         self.call = call = _in_fp64(_pick(call, sample))
-        super().__init__(
-            call.query.shape[2], call.keys.shape[-2], _visible_range(_visible_keys(call.attn_mask), call.keys.shape[-2])
-        )
-        self.query, keys, value, prior, self.scale, self.tau = expand_inputs(call)
+        queries, keys = call.query.shape[2], call.keys.shape[-2]
+        super().__init__(queries, keys, _visible_range(_visible_keys(call.attn_mask), keys))
+        self.query, shared_keys, shared_value, prior, self.scale, self.tau = expand_inputs(call)
         # A single key or value head is not repeated yet.
-        self.keys, value = (x.expand(-1, call.query.shape[1], *x.shape[2:]) for x in (keys, value))
+        self.keys, value = (x.expand(-1, call.query.shape[1], *x.shape[2:]) for x in (shared_keys, shared_value))
         assert prior is not None
         self.prior = prior
         self.components = call.components
@@ -107,15 +106,17 @@ class MixtureWeights(SampleWeights):
     def block(self, rows: slice, heads: slice, components: bool) -> Block:
         call, block = self.call, self._padded_rows(rows)
         queries, keys = self.query.shape[2], self.keys.shape[-2]
-        prior, bias = _heads(self.prior, heads), call.attn_mask
+        prior, mask = _heads(self.prior, heads), call.attn_mask
         scale = _heads(self.scale, heads) if isinstance(self.scale, Tensor) else self.scale
         tau = self.tau[heads] if isinstance(self.tau, Tensor) else self.tau
         bare, _ = equations.component_logits(self.query[:, heads, block], self.keys[:, heads], None, scale, tau)
         soft = bare if prior is None else bare + prior.unsqueeze(-3)  # [1, H, R, M, S]
         logits = bare.amax(-2, keepdim=True) if call.hard else soft
-        if bias is not None and bias.dtype != torch.bool:
-            logits = logits + _heads(block_of_rows(bias, block), heads).unsqueeze(-2)
-        allowed = allowed_pairs(block, queries, keys, _mask_of(bias, heads), call.causal, call.packed, self.query)
+        if mask is not None:
+            mask = _heads(mask, heads)
+            if mask.dtype != torch.bool:
+                logits = logits + block_of_rows(mask, block).unsqueeze(-2)
+        allowed = allowed_pairs(block, queries, keys, mask, call.causal, call.packed, self.query)
         if allowed is not None:
             logits = logits.masked_fill(~allowed.unsqueeze(-2), -math.inf)
         joint, _ = equations.safe_softmax(logits.flatten(-2), -1)
@@ -223,10 +224,6 @@ def _visible_range(visible: Tensor | None, length: int) -> slice:
 def _heads(x: Tensor, heads: slice) -> Tensor:
     """Select heads of [1, H or 1, ...]."""
     return x if x.shape[1] == 1 else x[:, heads]
-
-
-def _mask_of(mask: Tensor | None, heads: slice) -> Tensor | None:
-    return None if mask is None else _heads(mask, heads)
 
 
 def _expand_prior(prior: Tensor, heads: int, unpadded: slice) -> Tensor:

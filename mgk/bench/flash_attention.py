@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mgk.bench.implementations import BenchmarkCase, Implementation, Shape
+from mgk.bench.implementations import BenchmarkCase, Implementation, Shape, describe_error
 
 # Modules with a function flash_attn_func(query, key, value, causal=...), by backend name.
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
@@ -53,7 +53,7 @@ def make_flash_case(
 
 
 def find_error(backend: str, device: str, dtype: torch.dtype) -> str | None:
-    """Compare a causal call with SDPA in fp32, and return what is wrong, or None."""
+    """Compare a causal call with SDPA in fp32; return an error message, or None if the output is correct."""
     case = make_flash_case(Implementation("softmax", backend, 4, 2), Shape(2, 4, 256, 64, True), device, dtype)
     query, key, value = (x.detach().float().transpose(1, 2) for x in case.inputs)
     expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -70,7 +70,7 @@ def flash_backends(device: str, dtype: torch.dtype, log: Callable[[str], None]) 
         try:
             error = find_error(backend, device, dtype)
         except Exception as failure:
-            error = f"{backend}: {type(failure).__name__}: {str(failure).strip().splitlines()[0:1]}"
+            error = f"{backend}: {describe_error(failure, 100)}"
         if error is None:
             backends.append(backend)
         else:

@@ -100,6 +100,12 @@ LINEAR_PRIOR_LIMIT = 0.2
 SUM_ROUNDING = 3e-6
 
 
+def describe_error(error: Exception, length: int) -> str:
+    """Return the class of an error and the first line of its message, truncated to `length` characters."""
+    message = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message[:length]}"
+
+
 def parse_variant(text: str) -> tuple[str, int]:
     """Parse a value of --variants into variant and number of components: "smgk" has 2, "smgk:4" has 4."""
     name, _, components = text.partition(":")
@@ -240,15 +246,16 @@ def find_errors(implementation: Implementation, shape: Shape, device: str, dtype
     if "log_prior" in exact:
         # One prior per key: its gradient holds the terms whose sum is the gradient of the shared prior.
         exact["log_prior"] = x["log_prior"].detach().double().repeat(1, 1, shape.length).requires_grad_()
-    decodes = shape.queries is not None  # the decoding kernels have no gradients
-    with _kernels_of(implementation, timed_shape), torch.set_grad_enabled(not decodes):
+    has_gradients = shape.queries is None  # the decoding kernels have none
+    with _kernels_of(implementation, timed_shape), torch.set_grad_enabled(has_gradients):
         output = make_forward(implementation, shape, x)()
         grad = torch.randn_like(output)
-        gradients = () if decodes else torch.autograd.grad(output, list(x.values()), grad)
+        gradients = torch.autograd.grad(output, list(x.values()), grad) if has_gradients else ()
     exact_output = run_operator(implementation, shape, exact, "eager")
     pairs = {"output": (output, exact_output)}
-    exact_gradients = () if decodes else torch.autograd.grad(exact_output, list(exact.values()), grad.double())
-    pairs |= dict(zip(() if decodes else x, zip(gradients, exact_gradients, strict=True), strict=True))
+    if has_gradients:
+        exact_gradients = torch.autograd.grad(exact_output, list(exact.values()), grad.double())
+        pairs |= dict(zip(x, zip(gradients, exact_gradients, strict=True), strict=True))
     limits = dict(LIMITS[dtype])
     if implementation.variant in LINEAR and dtype == torch.bfloat16:
         limits["log_prior"] = LINEAR_PRIOR_LIMIT

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from mgk.bench.implementations import (
     BenchmarkCase,
     Implementation,
     Shape,
+    describe_error,
     find_errors,
     make_case,
     parse_variant,
@@ -78,39 +79,55 @@ class BenchmarkConfig:
             linear: Whether the part measures linear attention; variants of the other kind are skipped.
         """
         parsed = [parse_variant(text) for text in self.variants or variants]
-        parsed = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
-        return {
-            s: [
-                Implementation(name, self.backend, s.heads // 2, s.heads // 2, components)
-                for name, components in parsed
-            ]
-            for s in shapes
-            if parsed
-        }
+        selected = [(name, components) for name, components in parsed if (name in LINEAR) == linear]
+        if not selected:
+            return {}
+
+        def with_half_the_heads(shape: Shape) -> list[Implementation]:
+            half = shape.heads // 2
+            return [Implementation(name, self.backend, half, half, components) for name, components in selected]
+
+        return {shape: with_half_the_heads(shape) for shape in shapes}
+
+
+def measured_variants(parts: dict[str, ByShape]) -> set[tuple[str, int]]:
+    """Return variant and number of components of the implementations of all parts."""
+    shapes = [selected for by_shape in parts.values() for selected in by_shape.values()]
+    return {(implementation.variant, implementation.components) for selected in shapes for implementation in selected}
 
 
 def result_row(
-    task: str, implementation: Implementation, shape: Shape, which: str, metric: str, value: float, **more: Any
+    task: str, implementation: Implementation, shape: Shape, pass_name: str, metric: str, value: float, **columns: Any
 ) -> Record:
-    """Return a row of results/attention.csv; `which` is the pass, `more` holds additional columns."""
+    """Return a row of results/attention.csv; `columns` are additional ones."""
     return {
         "recipe": "bench", "task": task, "dataset": "random normal", "variant": implementation.variant,
         "components": implementation.components, "heads": implementation.heads, "kv_heads": implementation.kv_heads,
         "batch": shape.batch, "length": shape.length, "backend": implementation.backend, "metric": metric,
-        "value": f"{value:.4f}", "pass": which, "causal": shape.causal, "head_dim": shape.width,
-        "full_heads": shape.heads, **more,
+        "value": f"{value:.4f}", "pass": pass_name, "causal": shape.causal, "head_dim": shape.width,
+        "full_heads": shape.heads, **columns,
     }  # fmt: skip
 
 
-def _first_line(error: Exception, length: int) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:length]
-
-
-def _check(task: tuple[Implementation, Shape, str, torch.dtype]) -> list[str]:
+def _check(call: tuple[Implementation, Shape, str, torch.dtype]) -> list[str]:
+    implementation, shape, device, dtype = call
     try:
-        return find_errors(*task)
+        return find_errors(implementation, shape, device, dtype)
     except Exception as error:
-        return [f"{task[0]}, {task[1]}: {type(error).__name__}: {_first_line(error, 200)}"]
+        return [f"{implementation}, {shape}: {describe_error(error, 200)}"]
+
+
+class CallKind(NamedTuple):
+    """Properties of a call that select its kernels: calls of one kind are checked once."""
+
+    implementation: Implementation
+    width: int
+    causal: bool
+    queries: int | None
+
+
+def _call_kind(implementation: Implementation, shape: Shape) -> CallKind:
+    return CallKind(implementation, shape.width, shape.causal, shape.queries)
 
 
 def select_correct(config: BenchmarkConfig, parts: dict[str, ByShape]) -> tuple[dict[str, ByShape], list[str]]:
@@ -125,38 +142,41 @@ def select_correct(config: BenchmarkConfig, parts: dict[str, ByShape]) -> tuple[
     Returns:
         The correct implementations of each part, and messages on the wrong ones.
     """
-
-    def key(implementation: Implementation, shape: Shape) -> tuple[Any, ...]:
-        return implementation, shape.width, shape.causal, shape.queries
-
-    pairs = [(i, s) for by_shape in parts.values() for s, implementations in by_shape.items() for i in implementations]
-    tasks = {key(i, s): (i, s, config.device, config.dtype) for i, s in pairs}
+    calls = {}
+    for by_shape in parts.values():
+        for shape, implementations in by_shape.items():
+            for implementation in implementations:
+                calls[_call_kind(implementation, shape)] = (implementation, shape, config.device, config.dtype)
     # Start with the kernels that take longest to compile.
-    order = sorted(tasks, key=lambda task: (OPERATORS[task[0].variant].shifted, -task[1]))
+    kinds = sorted(calls, key=lambda kind: (OPERATORS[kind.implementation.variant].shifted, -kind.width))
     if config.device == "cpu":
-        checked = [_check(tasks[task]) for task in order]
+        checked = [_check(calls[kind]) for kind in kinds]
     else:
-        workers = max(1, min(len(tasks), os.cpu_count() or 1))
+        workers = max(1, min(len(calls), os.cpu_count() or 1))
         with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            checked = list(pool.map(_check, [tasks[task] for task in order]))
-    errors = dict(zip(order, checked, strict=True))
-    correct = {
-        name: {s: [i for i in implementations if not errors[key(i, s)]] for s, implementations in by_shape.items()}
-        for name, by_shape in parts.items()
-    }
-    config.log(f"correct: {sum(not lines for lines in checked)} of {len(tasks)} kinds of calls, outputs and gradients")
+            checked = list(pool.map(_check, [calls[kind] for kind in kinds]))
+    errors = dict(zip(kinds, checked, strict=True))
+
+    def select(by_shape: ByShape) -> ByShape:
+        return {
+            shape: [i for i in implementations if not errors[_call_kind(i, shape)]]
+            for shape, implementations in by_shape.items()
+        }
+
+    config.log(f"correct: {sum(not lines for lines in checked)} of {len(calls)} kinds of calls, outputs and gradients")
+    correct = {name: select(by_shape) for name, by_shape in parts.items()}
     return correct, [line for lines in checked for line in lines]
 
 
 def _measure(
-    config: BenchmarkConfig, implementation: Implementation, shape: Shape, **options: Any
+    config: BenchmarkConfig, implementation: Implementation, shape: Shape, backward: bool
 ) -> dict[str, timing.Timing]:
     """Time an implementation; if it fails on the shape, log the error and return an empty dict."""
     try:
-        case = make_case(implementation, shape, config.device, config.dtype, gradients=options.get("backward", True))
-        return timing.measure_time(case, config.device, **options)
+        case = make_case(implementation, shape, config.device, config.dtype, gradients=backward)
+        return timing.measure_time(case, config.device, backward=backward)
     except Exception as error:
-        config.log(f"{implementation} {shape}: {type(error).__name__}: {_first_line(error, 100)}")
+        config.log(f"{implementation} {shape}: {describe_error(error, 100)}")
         return {}
     finally:
         if config.device == "cuda":
@@ -169,7 +189,7 @@ def time_shape(
     shape: Shape,
     baselines: list[Implementation],
     compared: list[Implementation],
-    **options: Any,
+    backward: bool = True,
 ) -> Iterator[Record]:
     """Time all implementations on a shape and yield their rows.
 
@@ -179,26 +199,26 @@ def time_shape(
         shape: The shape.
         baselines: Implementations whose best time is the denominator of the ratios.
         compared: Other implementations to time.
-        **options: Options of `timing.measure_time`.
+        backward: Whether to time forward and backward too.
     """
-    timings = {i: _measure(config, i, shape, **options) for i in [*baselines, *compared]}
-    for which in timing.PASSES:
-        reference = [timings[i][which] for i in baselines if which in timings[i]]
+    timings = {i: _measure(config, i, shape, backward) for i in [*baselines, *compared]}
+    for pass_name in timing.PASSES:
+        references = [timings[i][pass_name] for i in baselines if pass_name in timings[i]]
         for implementation, by_pass in timings.items():
-            if which not in by_pass:
+            if pass_name not in by_pass:
                 continue
-            measured, more = by_pass[which], {}
-            if reference:
-                more["ratio"] = f"{measured.device_ms / min(t.device_ms for t in reference):.3f}"
-                more["eager_ratio"] = f"{measured.eager_ms / min(t.eager_ms for t in reference):.3f}"
+            measured = by_pass[pass_name]
             peak = "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}"
-            more |= {"step_ms": f"{measured.eager_ms:.4f}", "peak_mem_mb": peak}
-            line = f"{task:8} {shape!s:24} {which:16} {implementation!s:28} {measured.device_ms:9.3f} ms "
-            line += f"{more.get('ratio', ''):>6}"
+            columns = {"step_ms": f"{measured.eager_ms:.4f}", "peak_mem_mb": peak}
+            if references:
+                columns["ratio"] = f"{measured.device_ms / min(t.device_ms for t in references):.3f}"
+                columns["eager_ratio"] = f"{measured.eager_ms / min(t.eager_ms for t in references):.3f}"
+            line = f"{task:8} {shape!s:24} {pass_name:16} {implementation!s:28} {measured.device_ms:9.3f} ms "
+            line += f"{columns.get('ratio', ''):>6}"
             if config.device != "cpu":  # the CPU has only one time
-                line += f"   eager {measured.eager_ms:9.3f} ms {more.get('eager_ratio', ''):>6}"
+                line += f"   eager {measured.eager_ms:9.3f} ms {columns.get('eager_ratio', ''):>6}"
             config.log(line)
-            yield result_row(task, implementation, shape, which, "device_ms", measured.device_ms, **more)
+            yield result_row(task, implementation, shape, pass_name, "device_ms", measured.device_ms, **columns)
 
 
 def _sdpa(heads: int, kv_heads: int, backends: Iterable[str]) -> list[Implementation]:
@@ -258,17 +278,17 @@ def _flex_implementations(config: BenchmarkConfig) -> ByShape:
 def measure_memory(config: BenchmarkConfig, implementations: ByShape) -> Iterator[Record]:
     """Measure memory against SDPA-flash with the same number of heads, at growing lengths."""
     for shape, selected in implementations.items():
-        reference: dict[str, float] = {}
+        reference: dict[str, float] = {}  # memory of SDPA-flash, which is measured first, by pass
         for implementation in [*_sdpa(shape.heads // 2, shape.heads // 2, ["flash"]), *selected]:
             by_pass = timing.measure_memory(make_case(implementation, shape, config.device, config.dtype))
-            for which, measured in by_pass.items():
-                extra = reference.setdefault(which, measured.extra_mb)
+            for pass_name, measured in by_pass.items():
+                extra = reference.setdefault(pass_name, measured.extra_mb)
                 ratio = f"{measured.extra_mb / extra:.3f}" if extra else ""
                 config.log(
-                    f"memory   {shape!s:24} {which:16} {implementation!s:28} {measured.extra_mb:9.2f} MB {ratio:>6}"
+                    f"memory   {shape!s:24} {pass_name:16} {implementation!s:28} {measured.extra_mb:9.2f} MB {ratio:>6}"
                 )
-                more = {"peak_mem_mb": f"{measured.peak_mb:.1f}", "ratio": ratio}
-                yield result_row("memory", implementation, shape, which, "extra_mb", measured.extra_mb, **more)
+                columns = {"peak_mem_mb": f"{measured.peak_mb:.1f}", "ratio": ratio}
+                yield result_row("memory", implementation, shape, pass_name, "extra_mb", measured.extra_mb, **columns)
             torch.cuda.empty_cache()
 
 
@@ -301,18 +321,11 @@ def measure_em(config: BenchmarkConfig, _: ByShape) -> Iterator[Record]:
     Device times are those of CUDA graphs if both layers can be captured, else of eager calls.
     """
     for shape in config.shapes or EM_SHAPES:
-        graph, timings = True, {}
-        for name in ("smgk", "smgk-em"):
-            try:
-                timings[name] = timing.measure_time(_layer_case(config, name, shape), config.device, graph=graph)
-            except RuntimeError as error:
-                config.log(f"{name}: no CUDA graph, comparing eager calls: {_first_line(error, 100)}")
-                graph = False
-        if not graph:
-            timings = {
-                name: timing.measure_time(_layer_case(config, name, shape), config.device, graph=False)
-                for name in ("smgk", "smgk-em")
-            }
+        try:
+            timings, metric = _time_em_layers(config, shape, graph=True), "device_ms"
+        except RuntimeError as error:
+            config.log(f"em: no CUDA graph, comparing eager calls: {describe_error(error, 100)}")
+            timings, metric = _time_em_layers(config, shape, graph=False), "eager_ms"
         reference = timings["smgk"]["forward+backward"]
         for name, by_pass in timings.items():
             implementation = Implementation(name, "auto", shape.heads // 2, shape.heads // 2, 2)
@@ -322,9 +335,16 @@ def measure_em(config: BenchmarkConfig, _: ByShape) -> Iterator[Record]:
                 f"em       {shape!s:24} {'training layer':16} {implementation!s:28} {measured.device_ms:9.3f} ms "
                 f"{ratio:6.3f}   eager {measured.eager_ms:9.3f} ms {eager:6.3f}"
             )
-            more = {"step_ms": f"{measured.eager_ms:.4f}", "ratio": f"{ratio:.3f}", "eager_ratio": f"{eager:.3f}"}
-            metric = "device_ms" if graph else "eager_ms"
-            yield result_row("em", implementation, shape, "forward+backward", metric, measured.device_ms, **more)
+            columns = {"step_ms": f"{measured.eager_ms:.4f}", "ratio": f"{ratio:.3f}", "eager_ratio": f"{eager:.3f}"}
+            yield result_row("em", implementation, shape, "forward+backward", metric, measured.device_ms, **columns)
+
+
+def _time_em_layers(config: BenchmarkConfig, shape: Shape, graph: bool) -> dict[str, dict[str, timing.Timing]]:
+    """Time the layers with learned priors and with EM priors; the timings of each are by pass."""
+    return {
+        variant: timing.measure_time(_layer_case(config, variant, shape), config.device, graph=graph)
+        for variant in ("smgk", "smgk-em")
+    }
 
 
 @dataclass(frozen=True)

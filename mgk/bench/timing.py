@@ -1,4 +1,7 @@
-"""Time and peak memory of a forward, and of a forward and backward. Times are medians in ms after a warm-up."""
+"""Time and peak memory of a forward pass, and of a forward and backward pass.
+
+Times are medians in ms after a warm-up.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mgk.bench.implementations import BenchmarkCase
 PASSES = ("forward", "forward+backward")
 # Time budget for the repeats of one median, and limits on their number.
 BUDGET_MS, MIN_REPEATS, MAX_REPEATS = 100.0, 5, 200
-# Share of the repeats that precede them on a GPU: the first calls compile kernels, and the caches of the host are cold.
+# Warm-up calls before the repeats on a GPU, as a share of their number: the caches of the host are cold.
 WARM_UP_SHARE = 0.25
 
 

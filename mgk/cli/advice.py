@@ -29,16 +29,8 @@ def advise_run(analysis: Analysis, recipe: str, row: str) -> Advice:
         return Advice(no_merge_reason(analysis))
     key_heads, value_heads = _numbers(analysis, suggestion)
     heads = max(layer.heads for layer in analysis.layers)
-    options = [
-        "--variant",
-        row.partition(":")[0],
-        "--heads",
-        heads,
-        "--kv-heads",
-        value_heads,
-        "--key-heads",
-        key_heads,
-    ]
+    options = ["--variant", row.partition(":")[0], "--heads", heads]
+    options += ["--kv-heads", value_heads, "--key-heads", key_heads]
     command = shlex.join(map(str, ["mgk", "train", recipe, *options]))
     return Advice("To train the model with fewer key heads (the heads of a run are not merged):", command)
 

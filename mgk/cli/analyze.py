@@ -106,11 +106,20 @@ def analyze(
     settings: dict[str, Any] = {"threshold": threshold, "memory": int(memory * 2**30), "removal": removal}
     if sum(map(bool, (text, ids, images))) > 1:
         raise ValueError("give only one of --text, --ids and --images")
-    texts = [_read_text(part) for part in text or []]
+    texts = [_read_text(value) for value in text or []]
     options = _InputOptions(
-        texts, ids, images or [], length, split, seed, data_dir, matrices, map_size, trust_remote_code,
-        [part for part, content in zip(text or [], texts, strict=True) if part != content],
-    )  # fmt: skip
+        texts=texts,
+        text_files=[value for value, content in zip(text or [], texts, strict=True) if value != content],
+        ids=ids,
+        images=images or [],
+        length=length,
+        split=split,
+        seed=seed,
+        data_dir=data_dir,
+        matrices=matrices,
+        map_size=map_size,
+        trust_remote_code=trust_remote_code,
+    )
     with progress_bar() as progress:
         if hf is not None:
             tiles = _tile_directory(directory, Path(hf).name)
@@ -141,7 +150,8 @@ def analyze(
 class _InputOptions:
     """Command-line options that select the inputs and the size of the analysis."""
 
-    texts: list[str]
+    texts: list[str]  # contents of --text
+    text_files: list[str]  # values of --text that name a file
     ids: Path | None
     images: list[Path]
     length: int | None
@@ -151,7 +161,6 @@ class _InputOptions:
     matrices: int | None
     map_size: int | None
     trust_remote_code: bool
-    text_files: list[str]
 
     def resolve_matrices(self, length: int, device: str) -> int:
         """Return --matrices, or its default for sequences of this length."""
@@ -252,11 +261,8 @@ def _analyze_run(
 def _count_costs(config: Any) -> tuple[list[Any], Any]:
     """Count the costs of the model with other variants and fewer heads, and of the model itself."""
     from mgk.analysis.flops import ModelCost, count_costs, fewer_heads
-    from mgk.training.evaluate import count_parameters, forward_flops
+    from mgk.training.evaluate import parameters_and_flops
     from mgk.variants import VARIANTS
-
-    def count(changed: Any, length: int) -> tuple[int, int]:
-        return count_parameters(changed), forward_flops(changed, length)
 
     kinds = set(config.layer_variants)
     is_mixed = len(kinds) > 1
@@ -265,8 +271,8 @@ def _count_costs(config: Any) -> tuple[list[Any], Any]:
     variants = list(dict.fromkeys([*family, *(() if is_mixed else kinds)]))
     variant = "mixed" if is_mixed else next(iter(kinds))
     length = config.max_length
-    own_cost = ModelCost(variant, config.num_heads, length, *count(config, length))
-    return count_costs(config, variants, fewer_heads(config.num_heads), [length], count), own_cost
+    own_cost = ModelCost(variant, config.num_heads, length, *parameters_and_flops(config, length))
+    return count_costs(config, variants, fewer_heads(config.num_heads), [length], parameters_and_flops), own_cost
 
 
 def _analyze_transformers_model(

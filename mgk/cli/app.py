@@ -105,9 +105,14 @@ def warn_if_gpu_recommended(recipe: Recipe, length: int, parameters: int) -> Non
         print(f"{recipe.name} ({size}) is meant for a GPU; on a CPU try `mgk compare demo`", file=sys.stderr)
 
 
+def is_prepared(task: Task, data_dir: Path) -> bool:
+    """Return whether the data of a task was prepared before; it may be damaged or outdated."""
+    return any((data_dir / ".mgk" / task.name).glob("[0-9a-f]*"))
+
+
 def describe_preparation(task: Task, data_dir: Path) -> str:
-    """Return what preparing the data of a task will do, with a rough estimate of the time."""
-    if any((data_dir / ".mgk" / task.name).glob("[0-9a-f]*")):
+    """Describe the preparation of a task's data, with a rough estimate of the time."""
+    if is_prepared(task, data_dir):
         return f"{task.name}: prepared before; verifies it"
     files = task.files(data_dir)
     if not files:
@@ -126,9 +131,8 @@ def _duration(seconds: float) -> str:
 def prepare_data(task: Task, data_dir: Path, workers: int | None = None) -> None:
     """Prepare the data of a task, after an estimate on stderr if it was not prepared before."""
     with contextlib.suppress(DataError, OSError):
-        description = describe_preparation(task, data_dir)
-        if "prepared before" not in description:
-            print(description, file=sys.stderr)
+        if not is_prepared(task, data_dir):
+            print(describe_preparation(task, data_dir), file=sys.stderr)
     task.prepare(data_dir, workers or os.cpu_count() or 1, print_progress)
 
 

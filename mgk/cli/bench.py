@@ -87,21 +87,16 @@ def bench(
         variant_names,
         lambda line: print(line, flush=True),
     )
-    if has_gpu:
-        out = out or Path("results/attention.csv")
+    if has_gpu and out is None:
+        out = Path("results/attention.csv")
     if out is not None:
         check_results_file("--out", out, suite.EXTRA_COLUMNS)
     command = shlex.join(["mgk", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("mgk", "__main__") else sys.argv)
     common_columns = suite.environment(config, command)
-    torch.seed()
+    torch.seed()  # other random inputs in each run
     parts = selected or [name for name in suite.PARTS if has_gpu or name in suite.CPU_PARTS]
     implementations = {name: suite.PARTS[name].implementations(config) for name in parts}
-    measured = {
-        (implementation.variant, implementation.components)
-        for by_shape in implementations.values()
-        for of_shape in by_shape.values()
-        for implementation in of_shape
-    }
+    measured = suite.measured_variants(implementations)
     if unused := [name for name in variant_names if parse_variant(name) not in measured]:
         fail("--variants", f"{', '.join(unused)}: not in any of the measured parts ({', '.join(parts)})")
     print("checking outputs and gradients" + (", which compiles every kernel" if has_gpu else ""), file=sys.stderr)
@@ -109,9 +104,9 @@ def bench(
     print(f"{LEGENDS[config.device]}\n{HEADERS[config.device]}")
     for name in parts:
         for row in suite.PARTS[name].measure(config, correct[name]):
-            row = {column: str(value) for column, value in (row | common_columns).items()}
             if out is not None:
-                results.append(out, [row], suite.EXTRA_COLUMNS)
+                texts = {column: str(value) for column, value in (row | common_columns).items()}
+                results.append(out, [texts], suite.EXTRA_COLUMNS)
     if out is not None:
         print(f"results: {out}")
     if wrong:

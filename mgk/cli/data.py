@@ -28,34 +28,38 @@ def data(
     data_path = resolve_data_dir(data_dir)
     if task not in tasks.TASKS and task in config.recipe_names():
         task = config.load_recipe(task).task
+    if task != "all":
+        _prepare_and_print(tasks.get_task(task), data_path, workers)
+        return
+    _print_plan(list(tasks.TASKS.values()), data_path)
     missing = []
-    if task == "all":
-        _print_plan(list(tasks.TASKS.values()), data_path)
-    for selected in tasks.TASKS.values() if task == "all" else [tasks.get_task(task)]:
+    for selected in tasks.TASKS.values():
         try:
-            prepare_data(selected, data_path, workers)
+            _prepare_and_print(selected, data_path, workers)
         except tasks.DataError as error:
-            if task != "all":
-                raise
             missing.append(selected.name)
             print(f"{selected.name}: {error}", file=sys.stderr)
-            continue
-        for name in selected.splits:
-            split = selected.split(data_path, name)
-            print(f"{selected.name} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
-        for name, accuracies in selected.baselines(data_path).items():
-            scores = "; ".join(f"{split} {100 * accuracy:.1f} %" for split, accuracy in accuracies.items())
-            print(f"{selected.name} baseline, {name}: {scores}")
     if missing:
         raise ValueError(f"no data for {', '.join(missing)}")
 
 
-def _print_plan(selected: list[Task], data_dir: Path) -> None:
-    """Print what will be done for each task before anything is done."""
+def _prepare_and_print(task: Task, data_dir: Path, workers: int | None) -> None:
+    """Prepare the data of a task, and print the sizes of its splits and the accuracies of its baselines."""
+    prepare_data(task, data_dir, workers)
+    for name in task.splits:
+        split = task.split(data_dir, name)
+        print(f"{task.name} {name}: {len(split):,} examples, {len(split.tokens):,} tokens")
+    for name, accuracies in task.baselines(data_dir).items():
+        scores = "; ".join(f"{split} {100 * accuracy:.1f} %" for split, accuracy in accuracies.items())
+        print(f"{task.name} baseline, {name}: {scores}")
+
+
+def _print_plan(all_tasks: list[Task], data_dir: Path) -> None:
+    """Describe the preparation of each task, before the first one starts."""
     from mgk.tasks import DataError
 
     print(f"Data in {data_dir}; nothing is downloaded:", file=sys.stderr)
-    for task in selected:
+    for task in all_tasks:
         try:
             description = describe_preparation(task, data_dir)
         except (DataError, OSError):

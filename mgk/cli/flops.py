@@ -93,6 +93,7 @@ def flops(
 
     from mgk.analysis.flops import count_costs
     from mgk.analysis.report.tables import write_csv
+    from mgk.training.evaluate import parameters_and_flops
 
     if figure is not None:
         one_of("--figure", str(figure), map(str, FIGURES))
@@ -107,7 +108,7 @@ def flops(
         for path in _draw_paper_figure(figure, config, head_counts, token_counts[0], out or Path("."), recipe):
             print(path)
         return
-    costs = count_costs(config, names, head_counts, token_counts, _count)
+    costs = count_costs(config, names, head_counts, token_counts, parameters_and_flops)
     table = Table("variant", "heads", "length", "parameters", "GFLOPs per forward pass", title=f"Model of {recipe}")
     for cost in costs:
         cells = (cost.variant, str(cost.heads), f"{cost.length:,}", f"{cost.params:,}", f"{cost.flops / 1e9:.4f}")
@@ -132,12 +133,6 @@ def _model_config(recipe: str, settings: list[str], data: Path) -> Any:
     return Run(loaded, row, "paper", 0, data, Path(".")).model_config(tasks.get_task(loaded.task))
 
 
-def _count(config: Any, length: int) -> tuple[int, int]:
-    from mgk.training.evaluate import count_parameters, forward_flops
-
-    return count_parameters(config), forward_flops(config, length)
-
-
 def _draw_costs(
     axis: str, costs: list[ModelCost], head_counts: list[int], token_counts: list[int], out: Path, recipe: str
 ) -> list[Path]:
@@ -159,6 +154,7 @@ def _draw_paper_figure(
     """Draw a figure of the paper; the defaults of the options are the paper's settings."""
     from mgk.analysis.flops import count_costs
     from mgk.analysis.report.figures import draw_costs
+    from mgk.training.evaluate import parameters_and_flops
 
     paths = []
     for name, (title, series) in FIGURES[figure].items():
@@ -168,7 +164,7 @@ def _draw_paper_figure(
         curves = {}
         for line in series:
             line_heads = [count // 2 if line.half else count for count in x]
-            costs = count_costs(config, [line.variant], line_heads, [length], _count)
+            costs = count_costs(config, [line.variant], line_heads, [length], parameters_and_flops)
             curves[line.name] = list(zip(x, costs, strict=True))
         label = "heads of the baseline" if has_half else "heads"
         files = draw_costs(curves, out, name, f"{recipe}, {length:,} tokens: {title}", label)

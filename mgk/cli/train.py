@@ -114,14 +114,12 @@ def train(
     with lock_run(run):
         if is_first_rank():
             count = count_parameters(run.model_config(task))
-            print(
-                f"{row}, {count:,} parameters, on {task.dataset}: {loaded.training.steps:,} steps",
-                file=sys.stderr,
-            )
+            model = f"{row}, {count:,} parameters"
+            print(f"{model}, on {task.dataset}: {loaded.training.steps:,} steps", file=sys.stderr)
             if accelerator == "cpu" or not has_gpu:
                 warn_if_gpu_recommended(loaded, task.max_length, count)
         try:
-            module, checkpoints = fit(
+            module, callback = fit(
                 run,
                 task,
                 resume=resume == "auto",
@@ -134,28 +132,31 @@ def train(
         except MisconfigurationException as error:
             raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
         shutdown_distributed()
-        if checkpoints.stopped_by is not None:
+        if callback.stopped_by is not None:
             command = shlex.join(["mgk", *sys.argv[1:], *(["--resume", "auto"] if resume is None else [])])
             print(f"Stopped at step {module.trainer.global_step}. Resume with: {command}", file=sys.stderr)
-            raise typer.Exit(128 + checkpoints.stopped_by)
+            raise typer.Exit(128 + callback.stopped_by)
         if module.global_rank != 0:
             return
 
         # A run that had already finished keeps the times and the memory measured during training, also if its newest
         # checkpoint is damaged and the last steps were repeated.
-        is_finished = run.files.result.exists() and (not checkpoints.steps or checkpoints.is_resumed)
-        rows = run.files.read_result() if is_finished else evaluate_run(run, task, module, checkpoints)
-        objective = module.objective
+        is_finished = run.files.result.exists() and (not callback.steps or callback.is_resumed)
+        rows = run.files.read_result() if is_finished else evaluate_run(run, task, module, callback)
         if results_file is not None:
-            _append_results(results_file, rows, run, task, objective, is_default=loaded == unchanged)
-        for result in rows:
-            if result["metric"] == objective.test_metric(loaded.training):
-                name = "" if result["metric"] == objective.metric else f" ({result['metric']})"
-                score = (
-                    f"{result['split']} {objective.format_metric(result['value'])}{name} of {result['n_examples']:,}"
-                )
-                print(f"{row} seed {seed} on {result['dataset']}: {score}")
+            _append_results(results_file, rows, run, task, module.objective, is_default=loaded == unchanged)
+        _print_scores(rows, run, module.objective)
         print(f"run: {directory}")
+
+
+def _print_scores(rows: list[dict[str, Any]], run: Run, objective: Objective) -> None:
+    """Print the test metric of each split."""
+    metric = objective.test_metric(run.recipe.training)
+    suffix = "" if metric == objective.metric else f" ({metric})"
+    for result in rows:
+        if result["metric"] == metric:
+            score = f"{result['split']} {objective.format_metric(result['value'])}{suffix} of {result['n_examples']:,}"
+            print(f"{run.row} seed {run.seed} on {result['dataset']}: {score}")
 
 
 def _append_results(

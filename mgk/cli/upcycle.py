@@ -70,14 +70,13 @@ def upcycle(
     original, tokenizer = _load(model, trust_remote_code)
     partial = out.with_name(f"{out.name}.partial")
     with _partial_directory(partial, out), progress_bar() as progress:
-        changed, report = _name_options(
-            lambda: mgk.hf.upcycle(
+        with _options_in_errors():
+            changed, report = mgk.hf.upcycle(
                 original, num_key_heads=key_heads, num_value_heads=value_heads, cache=cache, calibration=texts,
                 tokenizer=tokenizer, mixture=mixture, num_components=components, method=method, length=length,
                 batch_size=batch, distil_steps=distil_steps, learning_rate=lr,
                 trainable="all" if train_all else "attention", seed=seed, state=partial, progress=progress,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
         finished = partial / "model"
         shutil.rmtree(finished, ignore_errors=True)
         changed.save_pretrained(finished)
@@ -108,16 +107,19 @@ OPTIONS = {
 }
 
 
-def _name_options(call: Any) -> Any:
-    """Call a function; errors about its arguments name the options instead."""
+@contextmanager
+def _options_in_errors() -> Iterator[None]:
+    """Replace the names of arguments of mgk.hf.upcycle by those of the options in errors."""
     try:
-        return call()
+        yield
     except ValueError as error:
         message = str(error)
         for argument, option in OPTIONS.items():
-            message = message.replace(argument, option) if argument.startswith("num_") else message
+            # Names such as "length" are also words of the message: only its first word names the argument.
             if message.startswith(f"{argument} "):
                 message = option + message.removeprefix(argument)
+            if argument.startswith("num_"):
+                message = message.replace(argument, option)
         raise ValueError(message) from error
 
 

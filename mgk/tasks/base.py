@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -192,7 +192,27 @@ class Task(ABC):
             raise DataError(f"{path}: {reason}; the data must be readable and {data_dir / '.mgk'} writable") from error
 
 
-def npy_header(dtype: np.dtype[Any], size: int) -> bytes:
+def write_array(path: Path, parts: Iterable[Array]) -> int:
+    """Write the concatenation of 1-d arrays of one dtype as a .npy file, and return its length.
+
+    The parts are a stream, which need not fit in memory. Without parts, the file has dtype uint8.
+    """
+    dtype: np.dtype[Any] | None = None
+    size = 0
+    with path.open("wb") as file:
+        file.write(_npy_header(np.dtype(np.uint8), 0))
+        for part in parts:
+            dtype = dtype or part.dtype
+            if part.dtype != dtype:
+                raise ValueError(f"arrays must have one dtype, got {dtype} and {part.dtype}")
+            file.write(part.tobytes())
+            size += len(part)
+        file.seek(0)
+        file.write(_npy_header(dtype or np.dtype(np.uint8), size))
+    return size
+
+
+def _npy_header(dtype: np.dtype[Any], size: int) -> bytes:
     """Return the header of a 1-d .npy file: always 128 bytes, so that it can be overwritten later."""
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({size},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
@@ -207,26 +227,22 @@ def write_split(folder: Path, name: str, examples: Iterable[Example], documents:
         examples: Token ids of each document, and the label.
         documents: Documents per example.
     """
-    ends, position = [0], 0
+    offsets = [0]
     labels: list[int] = []
-    dtype: np.dtype[Any] = np.dtype(np.uint8)
-    with open(folder / f"{name}.tokens.npy", "wb") as file:
-        file.write(npy_header(dtype, 0))
+
+    def documents_of_examples() -> Iterator[Array]:
         for parts, label in examples:
             if len(parts) != documents:
                 raise ValueError(f"an example must have {documents} documents, got {len(parts)}")
             for part in parts:
-                if not labels and len(ends) == 1:
-                    dtype = part.dtype
-                if part.dtype != dtype or dtype not in (np.uint8, np.uint16):
-                    raise ValueError(f"tokens must be uint8 or uint16 throughout, got {part.dtype}")
-                file.write(part.tobytes())
-                position += len(part)
-                ends.append(position)
+                if part.dtype not in (np.uint8, np.uint16):
+                    raise ValueError(f"tokens must be uint8 or uint16, got {part.dtype}")
+                offsets.append(offsets[-1] + len(part))
+                yield part
             labels.append(label)
-        file.seek(0)
-        file.write(npy_header(dtype, position))
-    np.save(folder / f"{name}.offsets.npy", np.asarray(ends, dtype=np.int64))
+
+    write_array(folder / f"{name}.tokens.npy", documents_of_examples())
+    np.save(folder / f"{name}.offsets.npy", np.asarray(offsets, dtype=np.int64))
     np.save(folder / f"{name}.labels.npy", np.asarray(labels, dtype=np.int64))
     return len(labels)
 

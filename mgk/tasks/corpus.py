@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, AnyStr, ClassVar
@@ -17,7 +17,7 @@ import numpy as np
 
 from mgk._core.io import DataError
 from mgk.models.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
-from mgk.tasks.base import Array, Task, npy_header
+from mgk.tasks.base import Array, Task, write_array
 from mgk.tasks.data_cache import Progress, read_manifest
 
 MEGABYTE = 1 << 20
@@ -103,10 +103,7 @@ class WordCorpus(Corpus):
         return tuple(part.split for part in self.parts)
 
     def files(self, data_dir: Path) -> list[str]:
-        for part in self.parts:
-            if not (data_dir / part.file).is_file():
-                raise DataError(f"{data_dir / part.file} is missing: {self.source}")
-        return [part.file for part in self.parts]
+        return existing_files(data_dir, self.parts, self.source)
 
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
         counts: Counter[str] = Counter()
@@ -115,22 +112,15 @@ class WordCorpus(Corpus):
         vocabulary = WordVocabulary.of_counts(counts)
         vocabulary.save(folder)
         metadata: dict[str, Any] = {"vocabulary": len(vocabulary)}
-        dtype = np.dtype(np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32)
         for part in self.parts:
-            path, total, missing = data_dir / part.file, 0, 0
-            with (folder / f"{part.split}.ids.npy").open("wb") as file:
-                file.write(npy_header(dtype, 0))
-                for words in read_lines(path, f"encode {part.split}", self.source, progress):
-                    ids, unknown = vocabulary.encode_line(words)
-                    file.write(ids.astype(dtype).tobytes())
-                    total, missing = total + len(ids), missing + unknown
-                file.seek(0)
-                file.write(npy_header(dtype, total))
+            path = data_dir / part.file
+            lines = read_lines(path, f"encode {part.split}", self.source, progress)
+            total, unknown = write_word_ids(folder / f"{part.split}.ids.npy", vocabulary, lines)
             if part.tokens not in (None, total):
                 raise DataError(f"{path} has {total:,} tokens instead of {part.tokens:,}: {self.source}")
             if total < 2:
                 raise DataError(f"{path} is empty: {self.source}")
-            metadata[part.split] = {"tokens": total, "unknown_share": missing / total}
+            metadata[part.split] = {"tokens": total, "unknown_share": unknown / total}
         return metadata
 
     def vocabulary(self, data_dir: Path) -> WordVocabulary:
@@ -138,6 +128,34 @@ class WordCorpus(Corpus):
 
     def load_vocabulary(self, folder: Path) -> WordVocabulary:
         return WordVocabulary.load(folder)
+
+
+def existing_files(data_dir: Path, parts: Sequence[SplitFile], remedy: str) -> list[str]:
+    """Return the files of all splits, relative to the data directory; raise a DataError if one is missing."""
+    for part in parts:
+        if not (data_dir / part.file).is_file():
+            raise DataError(f"{data_dir / part.file} is missing: {remedy}")
+    return [part.file for part in parts]
+
+
+def id_dtype(vocabulary: Vocabulary) -> np.dtype[Any]:
+    """Return the smallest unsigned dtype of at least 16 bits that holds all token ids."""
+    return np.dtype(np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32)
+
+
+def write_word_ids(path: Path, vocabulary: WordVocabulary, lines: Iterable[list[str]]) -> tuple[int, int]:
+    """Write the token ids of lines of words as .npy; return the number of tokens and of unknown words."""
+    dtype, unknown = id_dtype(vocabulary), 0
+
+    def encode_lines() -> Iterator[Array]:
+        nonlocal unknown
+        for words in lines:
+            ids, unknown_in_line = vocabulary.encode_line(words)
+            unknown += unknown_in_line
+            yield ids.astype(dtype)
+
+    total = write_array(path, encode_lines())
+    return total, unknown
 
 
 def read_lines(path: Path, stage: str, remedy: str, progress: Progress) -> Iterator[list[str]]:
@@ -225,7 +243,8 @@ def wikitext(name: str, dataset: str, tokens: tuple[int, int, int]) -> WordCorpu
     """Return the task of a WikiText version, with the expected numbers of tokens in train, dev and test."""
     files = [f"{name}/wiki.{split}.tokens" for split in ("train", "valid", "test")]
     source = f"download https://wikitext.smerity.com/{name}-v1.zip (the word-level version) and unpack it there"
-    return WordCorpus(name, dataset, tuple(map(SplitFile, ("train", "dev", "test"), files, tokens)), source)
+    parts = tuple(map(SplitFile, ("train", "dev", "test"), files, tokens))
+    return WordCorpus(name, dataset, parts, source)
 
 
 WIKITEXT_103 = wikitext("wikitext-103", "WikiText-103", (103_227_021, 217_646, 245_569))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -69,20 +69,17 @@ class Image(Task):
         else:
             train, test = read_binary(data_dir, files)
         progress("read", 1, 1)
-        parts = (("train", train, self.pictures, files[0]), ("test", test, self.test_pictures, files[-1]))
-        for part, (pixels, labels), expected, file in parts:
-            counts = np.bincount(labels, minlength=CLASSES)
-            if len(labels) != expected or len(pixels) != expected or (counts != expected // CLASSES).any():
-                raise DataError(
-                    f"{data_dir / file}: the {part} pictures per class are {counts.tolist()} instead of "
-                    f"{expected // CLASSES} each: {REMEDY}"
-                )
+        check_counts(data_dir / files[0], "train", train, self.pictures)
+        check_counts(data_dir / files[-1], "test", test, self.test_pictures)
         order = np.random.default_rng(0).permutation(self.pictures)
         dev = self.pictures // 10
-        splits = {"train": (train, order[:-dev]), "dev": (train, order[-dev:]), "test": (test, np.arange(len(test[1])))}
-        for split, ((pixels, labels), indices) in splits.items():
-            write_split(folder, split, make_examples(pixels, labels, indices))
-        return {"source": files[0], "examples": {split: len(indices) for split, (_, indices) in splits.items()}}
+        examples = {
+            "train": make_examples(train, order[:-dev]),
+            "dev": make_examples(train, order[-dev:]),
+            "test": make_examples(test, np.arange(self.test_pictures)),
+        }
+        counts = {split: write_split(folder, split, examples[split]) for split in examples}
+        return {"source": files[0], "examples": counts}
 
 
 @dataclass(frozen=True)
@@ -95,56 +92,77 @@ class ImagePatches(Image):
 
 IMAGE, IMAGE_PATCHES = Image(), ImagePatches()
 
-Pictures = tuple[Array, Array]  # pixels uint8 [n, 1024], labels int64 [n]
+
+class Pictures(NamedTuple):
+    """Greyscale pictures and their classes."""
+
+    pixels: Array  # uint8 [n, 1024]
+    labels: Array  # int64 [n]
 
 
-def make_examples(pixels: Array, labels: Array, indices: Array) -> Iterator[Example]:
+def check_counts(path: Path, split: str, pictures: Pictures, expected: int) -> None:
+    """Raise a DataError unless there are `expected` pictures, equally many of each class."""
+    counts = np.bincount(pictures.labels, minlength=CLASSES)
+    if len(pictures.labels) != expected or (counts != expected // CLASSES).any():
+        raise DataError(
+            f"{path}: the {split} pictures per class are {counts.tolist()} instead of {expected // CLASSES} each: "
+            f"{REMEDY}"
+        )
+
+
+def make_examples(pictures: Pictures, indices: Array) -> Iterator[Example]:
     for index in indices.tolist():
-        yield (pixels[index],), int(labels[index])
+        yield (pictures.pixels[index],), int(pictures.labels[index])
 
 
 def read_grey(path: Path) -> tuple[Pictures, Pictures]:
     """Read the training and test pictures of cifar10-grey.npz."""
     names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
-    arrays = read_npz(path, names, MAX_ARRAY, REMEDY)
-    train, test = (arrays[0], arrays[1]), (arrays[2], arrays[3])
-    for images, labels in (train, test):
+    train_images, train_labels, test_images, test_labels = read_npz(path, names, MAX_ARRAY, REMEDY)
+    for images, labels in ((train_images, train_labels), (test_images, test_labels)):
         if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE) or labels.shape != images.shape[:1]:
             raise DataError(f"{path} is damaged: images must be uint8 [n, {SIZE}, {SIZE}], with n labels")
         if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= CLASSES:
             raise DataError(f"{path} is damaged: labels must be integers from 0 to {CLASSES - 1}")
-    return _flatten(*train), _flatten(*test)
+    return _flatten(train_images, train_labels), _flatten(test_images, test_labels)
 
 
 def _flatten(images: Array, labels: Array) -> Pictures:
-    return np.ascontiguousarray(images.reshape(len(images), -1)), labels.astype(np.int64)
+    return Pictures(np.ascontiguousarray(images.reshape(len(images), -1)), labels.astype(np.int64))
 
 
 def read_binary(data_dir: Path, files: list[str]) -> tuple[Pictures, Pictures]:
     """Read the training and test pictures of the binary version of CIFAR-10."""
     batches: dict[str, bytes] = {}
     if files == [ARCHIVE]:
-        names = dict.fromkeys((*TRAIN_FILES, TEST_FILE), data_dir / ARCHIVE)
+        paths = dict.fromkeys((*TRAIN_FILES, TEST_FILE), data_dir / ARCHIVE)
         batches = dict(read_tar(data_dir / ARCHIVE, _batch_name, MAX_BATCH, REMEDY))
     else:
-        names = {Path(file).name: data_dir / file for file in files}
-        for name, path in names.items():
+        paths = {Path(file).name: data_dir / file for file in files}
+        for name, path in paths.items():
             if path.stat().st_size > MAX_BATCH:
                 raise DataError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BATCH:,}: {REMEDY}")
             batches[name] = path.read_bytes()
     pictures = {}
-    for name, path in names.items():
+    for name, path in paths.items():
         if name not in batches:
             raise DataError(f"{path} has no {name}: {REMEDY}")
-        if not batches[name] or len(batches[name]) % RECORD:
-            raise DataError(f"{path} is damaged: records must have {RECORD} bytes, in {name}: {REMEDY}")
-        records = np.frombuffer(batches[name], dtype=np.uint8).reshape(-1, RECORD)
-        labels = records[:, 0].astype(np.int64)
-        if labels.max() >= CLASSES:
-            raise DataError(f"{path} is damaged: a label is {labels.max()}, in {name}: {REMEDY}")
-        pictures[name] = to_grey(records[:, 1:].reshape(len(records), 3, -1)), labels
-    train = [np.concatenate(arrays) for arrays in zip(*(pictures[name] for name in TRAIN_FILES), strict=True)]
-    return (train[0], train[1]), pictures[TEST_FILE]
+        pictures[name] = _parse_batch(batches[name], name, path)
+    train = [pictures[name] for name in TRAIN_FILES]
+    pixels = np.concatenate([batch.pixels for batch in train])
+    labels = np.concatenate([batch.labels for batch in train])
+    return Pictures(pixels, labels), pictures[TEST_FILE]
+
+
+def _parse_batch(batch: bytes, name: str, path: Path) -> Pictures:
+    """Return the pictures of a batch; `name` and `path` are for error messages."""
+    if not batch or len(batch) % RECORD:
+        raise DataError(f"{path} is damaged: records must have {RECORD} bytes, in {name}: {REMEDY}")
+    records = np.frombuffer(batch, dtype=np.uint8).reshape(-1, RECORD)
+    labels = records[:, 0].astype(np.int64)
+    if labels.max() >= CLASSES:
+        raise DataError(f"{path} is damaged: a label is {labels.max()}, in {name}: {REMEDY}")
+    return Pictures(to_grey(records[:, 1:].reshape(len(records), 3, -1)), labels)
 
 
 def _batch_name(member: str) -> str | None:

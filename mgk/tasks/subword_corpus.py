@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from mgk._core.io import DataError
 from mgk.models.vocabulary import SubwordVocabulary
-from mgk.tasks.base import check_utf8, npy_header
-from mgk.tasks.corpus import MEGABYTE, Corpus, SplitFile, split_texts, text_files
+from mgk.tasks.base import Array, check_utf8, write_array
+from mgk.tasks.corpus import MEGABYTE, Corpus, SplitFile, existing_files, id_dtype, split_texts, text_files
 from mgk.tasks.data_cache import Progress
 
 # Lines encoded at a time; `tokenizers` encodes them in parallel.
@@ -49,17 +48,13 @@ class SubwordCorpus(Corpus):
     def files(self, data_dir: Path) -> list[str]:
         if not self.parts:
             return text_files(data_dir, self.name)
-        for part in self.parts:
-            if not (data_dir / part.file).is_file():
-                raise DataError(f"{data_dir / part.file} is missing: {self.source}")
-        return [part.file for part in self.parts]
+        return existing_files(data_dir, self.parts, self.source)
 
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
         texts = self._texts(data_dir)
         progress("train the tokenizer", 0, 1)
-        vocabulary = SubwordVocabulary.train(
-            (line for lines in batches_of_lines(texts[0][: self.tokenizer_bytes]) for line in lines), self.subwords
-        )
+        lines = itertools.chain.from_iterable(batches_of_lines(texts[0][: self.tokenizer_bytes]))
+        vocabulary = SubwordVocabulary.train(lines, self.subwords)
         progress("train the tokenizer", 1, 1)
         vocabulary.save(folder)
         metadata: dict[str, Any] = {"vocabulary": len(vocabulary)}
@@ -98,15 +93,13 @@ def batches_of_lines(text: str) -> Iterator[list[str]]:
 
 def write_ids(path: Path, vocabulary: SubwordVocabulary, text: str, stage: str, progress: Progress) -> int:
     """Write the token ids of a text as .npy and return their number."""
-    dtype: np.dtype[Any] = np.dtype(np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32)
-    total, characters = 0, 0
-    with path.open("wb") as file:
-        file.write(npy_header(dtype, 0))
+    dtype = id_dtype(vocabulary)
+
+    def encode_batches() -> Iterator[Array]:
+        characters = 0
         for lines in batches_of_lines(text):
-            ids = vocabulary.encode_lines(lines)
-            file.write(ids.astype(dtype).tobytes())
-            total, characters = total + len(ids), characters + sum(map(len, lines))
+            yield vocabulary.encode_lines(lines).astype(dtype)
+            characters += sum(map(len, lines))
             progress(f"{stage}, MB", characters // MEGABYTE, len(text) // MEGABYTE)
-        file.seek(0)
-        file.write(npy_header(dtype, total))
-    return total
+
+    return write_array(path, encode_batches())

@@ -18,6 +18,7 @@ from mgk.training.checkpoints import CheckpointStore
 from mgk.training.config import TrainConfig
 from mgk.training.distributed import gather_weights, is_distributed
 from mgk.training.module import TrainingModule
+from mgk.training.progress import StepTime
 from mgk.training.signals import STOPPING, StopRequest
 from mgk.training.trackers import AppendingCSVLogger, drop_rows_after
 
@@ -33,7 +34,7 @@ class CheckpointCallback(pl.Callback):
     Attributes:
         stopped_by: The signal that stopped the run, the same in all processes, or None.
         steps: Number of steps trained by this process.
-        step_ms: Mean time of a step between two evaluations.
+        step_ms: Mean time of a step in ms, for each interval between two evaluations.
         device: Training device.
         is_resumed: Whether the run continues from a checkpoint.
     """
@@ -45,7 +46,7 @@ class CheckpointCallback(pl.Callback):
         self.stopped_by: int | None = None
         self.step_ms: list[float] = []
         self.steps = 0
-        self._last_evaluation: tuple[int, float] | None = None  # step and time
+        self._last_evaluation: StepTime | None = None
         self._skip_evaluation = False
         self._stop_request = StopRequest()
 
@@ -56,13 +57,15 @@ class CheckpointCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         path = self.files.metrics
-        if trainer.is_global_zero and path.exists():
-            drop_rows_after(path, trainer.global_step)
-        if trainer.is_global_zero and not path.exists():
-            write_atomically(path, f"step,split,loss,{cast(TrainingModule, module).objective.metric},lr,unix_time\n")
-        for logger in trainer.loggers:
-            if trainer.is_global_zero and isinstance(logger, AppendingCSVLogger):
-                logger.rewind(trainer.global_step)
+        if trainer.is_global_zero:
+            if path.exists():
+                drop_rows_after(path, trainer.global_step)
+            else:
+                metric = cast(TrainingModule, module).objective.metric
+                write_atomically(path, f"step,split,loss,{metric},lr,unix_time\n")
+            for logger in trainer.loggers:
+                if isinstance(logger, AppendingCSVLogger):
+                    logger.rewind(trainer.global_step)
         self._stop_request.install(STOPPING if trainer.is_global_zero else "", lambda: mark_stopping(self.files.lock))
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
@@ -92,14 +95,16 @@ class CheckpointCallback(pl.Callback):
 
     def _is_evaluation_due(self, step: int) -> bool:
         """Return whether an evaluation is due after this step and has not run yet."""
-        is_evaluated = self._last_evaluation is not None and self._last_evaluation[0] == step
-        return step > 0 and not is_evaluated and (step % self.settings.eval_every == 0 or step == self.settings.steps)
+        is_evaluation_step = step % self.settings.eval_every == 0 or step == self.settings.steps
+        return step > 0 and is_evaluation_step and not self._is_evaluated(step)
+
+    def _is_evaluated(self, step: int) -> bool:
+        return self._last_evaluation is not None and self._last_evaluation.step == step
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        now = self._clock(module)
-        if self._last_evaluation is not None and trainer.global_step > self._last_evaluation[0]:
-            last_step, last_time = self._last_evaluation
-            self.step_ms.append(1000 * (now - last_time) / (trainer.global_step - last_step))
+        now, last = self._clock(module), self._last_evaluation
+        if last is not None and trainer.global_step > last.step:
+            self.step_ms.append(1000 * (now - last.time) / (trainer.global_step - last.step))
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self._skip_evaluation:
@@ -108,8 +113,7 @@ class CheckpointCallback(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # Evaluate the last step even if it is not a multiple of eval_every.
-        is_evaluated = self._last_evaluation is not None and self._last_evaluation[0] == trainer.global_step
-        if not self._skip_evaluation and not is_evaluated:
+        if not self._skip_evaluation and not self._is_evaluated(trainer.global_step):
             trained = cast(TrainingModule, module)
             dev_means = trained.evaluate()
             for logger in trainer.loggers:
@@ -140,7 +144,7 @@ class CheckpointCallback(pl.Callback):
             if trainer.is_global_zero:
                 save_model(module.model, self.files.best_model, weights)
         self._save_checkpoint(trainer)
-        self._last_evaluation = (trainer.global_step, self._clock(module))
+        self._last_evaluation = StepTime(trainer.global_step, self._clock(module))
 
     def _save_checkpoint(self, trainer: pl.Trainer) -> None:
         self._checkpoints.save(lambda path: trainer.save_checkpoint(path, weights_only=False))

@@ -131,7 +131,7 @@ class CheckpointStore:
                 return
             sync_file(temporary)
             add_checksum(newest, file_checksum(temporary), count=self.keep + 1, current=self._readable())
-            self._make_room()
+            self._shift_older()
             temporary.replace(newest)
             sync_directory(self.files.path)
         finally:
@@ -147,14 +147,14 @@ class CheckpointStore:
             if path not in self._damaged and (path == self.selected or unreadable_reason(path) is None):
                 yield path
 
-    def _make_room(self) -> None:
-        """Rename the checkpoints before the first damaged, missing or superfluous one by one place."""
+    def _shift_older(self) -> None:
+        """Rename checkpoints to the next older name, up to the first name that is free, damaged or the oldest."""
         paths = [self.files.older_checkpoint(age) for age in range(self.keep)]
-        usable = [path for path in paths if path.exists() and path not in self._damaged]
-        age = next((age for age, path in enumerate(paths) if path not in usable), self.keep - 1)
-        for path, older in reversed(list(pairwise(paths[: age + 1]))):
+        is_usable = [path.exists() and path not in self._damaged for path in paths]
+        replaced = is_usable.index(False) if False in is_usable else self.keep - 1
+        for path, older in reversed(list(pairwise(paths[: replaced + 1]))):
             os.replace(path, older)
-        self._damaged.discard(paths[age])
+        self._damaged.discard(paths[replaced])
 
 
 # Entries of a checkpoint that Lightning and the training module read.

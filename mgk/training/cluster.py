@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def job_script(submission: Submission, options: ClusterOptions) -> tuple[str, li
     status = shlex.quote(str(submission.status_file.absolute()))
     lines = [
         "status=$?",
-        # At the time limit, SIGTERM reaches the training, which saves. scancel ends also this script, without requeue.
+        # At the time limit, SIGTERM reaches the training, which saves. scancel also ends this script: no requeue.
         f'if [ "$status" = {TERMINATED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_REQUEUES} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID" && exit',
         "fi",
@@ -267,7 +267,7 @@ class ClusterQueue:
                 self.active.remove(submission)
                 self.failed.append(submission)
                 reason = "killed" if status is None else f"exit status {status}"
-                news.append((submission, f"FAILED ({reason}): {last_line(submission.job)} (see {submission.job.log})"))
+                news.append((submission, f"FAILED ({reason}): {submission.job.last_line} (see {submission.job.log})"))
         return news
 
 
@@ -309,7 +309,7 @@ def run_on_slurm(jobs: list[Job], options: ClusterOptions, minutes: float | None
                     last_status = time.time()
                     console.print(_format_states(queue.active))
     except (KeyboardInterrupt, SystemExit):
-        _leave_or_cancel([entry for entry in queue.active if entry.job_id], console)
+        _leave_or_cancel([entry.job_id for entry in queue.active if entry.job_id], console)
         raise
     if queue.active:
         cancel([entry.job_id for entry in queue.active if entry.job_id])
@@ -333,17 +333,14 @@ def execute_jobs(
     return run_jobs(jobs, max_running, minutes) if cluster is None else run_on_slurm(jobs, cluster, minutes)
 
 
-def _leave_or_cancel(submissions: list[Submission], console: Console) -> None:
+def _leave_or_cancel(job_ids: list[str], console: Console) -> None:
     """Ask whether to leave jobs in the queue; leave them if there is no terminal or no answer."""
-    if not submissions:
+    if not job_ids:
         return
-    job_ids = [entry.job_id for entry in submissions if entry.job_id]
     answer = ""
     if sys.stdin.isatty() and console.is_terminal:
-        try:
+        with suppress(EOFError, KeyboardInterrupt):
             answer = console.input(f"Leave {len(job_ids)} jobs in the queue? [Y/n] ")
-        except (EOFError, KeyboardInterrupt):
-            answer = ""
     if answer.strip().lower() in ("n", "no"):
         cancel(job_ids)
         console.print("Cancelled. Run the same command again to continue from the saved checkpoints.")
@@ -360,14 +357,5 @@ def _read_record(path: Path) -> tuple[str, str] | None:
         return None
 
 
-def last_line(job: Job) -> str:
-    """Return the last line of a job's log."""
-    try:
-        text = job.log.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        text = ""
-    return text.rpartition("\n")[2] or "no output yet"
-
-
 def _format_states(submissions: list[Submission]) -> str:
-    return "\n".join(f"  {entry.job.name}: {entry.state.lower()}, {last_line(entry.job)}" for entry in submissions)
+    return "\n".join(f"  {entry.job.name}: {entry.state.lower()}, {entry.job.last_line}" for entry in submissions)

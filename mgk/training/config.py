@@ -98,7 +98,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training settings; batch_size is the total over processes and accumulated micro-batches."""
+    """Training settings; `batch_size` is the total over processes and accumulated micro-batches."""
 
     steps: int = 5000
     batch_size: int = 32
@@ -161,8 +161,9 @@ class Recipe:
     plateau: float | None = None
 
     def __post_init__(self) -> None:
-        for key in (key for key in OPTIONS_OF_SETTINGS if key in self.model):
-            fail(f"model.{key}", f"(from --set or the recipe) is not a setting: use {OPTIONS_OF_SETTINGS[key]}")
+        for key, option in OPTIONS_OF_SETTINGS.items():
+            if key in self.model:
+                fail(f"model.{key}", f"(from --set or the recipe) is not a setting: use {option}")
 
     def with_settings(self, settings: list[str]) -> Recipe:
         """Return a copy with changed settings.
@@ -173,18 +174,16 @@ class Recipe:
         import yaml
 
         training, model = {}, dict(self.model)
-        known = {f.name for f in dataclasses.fields(TrainConfig)}
+        known = {field.name for field in dataclasses.fields(TrainConfig)}
         for setting in settings:
             key, separator, text = setting.partition("=")
             key = key.strip().removeprefix("training.")
             if not separator:
                 fail("--set", f"must read key=value, got {setting!r}")
             try:
-                value = yaml.safe_load(text)
+                value = _as_number(yaml.safe_load(text))
             except (yaml.YAMLError, ValueError, RecursionError):
                 fail("--set", f"{key}: {text!r} is not valid YAML")
-            # YAML reads 1e-4 as a string: floats need a decimal point, as in 1.0e-4.
-            value = _as_number(value)
             if key.startswith("model."):
                 model[key.removeprefix("model.")] = value
             elif key in known:
@@ -202,6 +201,7 @@ class Recipe:
 
 
 def _as_number(value: Any) -> Any:
+    """Convert text to a number if possible: YAML reads 1e-4 as text, because floats need a point, as in 1.0e-4."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -304,6 +304,7 @@ def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
         if base is None and key not in fields:
             fail(f"recipe {name}", f"has no {key}")
     settings = {key: _as_number(value) for key, value in fields.pop("training", {}).items()}
+    model = {key: _as_number(value) for key, value in fields.pop("model", {}).items()}
     try:
         training = TrainConfig(**settings) if base is None else dataclasses.replace(base.training, **settings)
     except ValueError as error:
@@ -311,6 +312,6 @@ def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
     rows = tuple(ModelSpec.parse(str(row), f"recipe {name}: row") for row in fields.pop("rows", []))
     stem = Path(name).stem
     if base is None:
-        return Recipe(name=stem, training=training, rows=rows, **fields)
-    model = {**base.model, **fields.pop("model", {})}
+        return Recipe(name=stem, model=model, training=training, rows=rows, **fields)
+    model = {**base.model, **model}
     return dataclasses.replace(base, name=stem, model=model, training=training, rows=rows or base.rows, **fields)

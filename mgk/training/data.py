@@ -168,6 +168,7 @@ class DeviceDataset:
         rows = examples if self.documents == 1 else (examples[:, None] * 2 + torch.arange(2, device=device)).flatten()
         positions = torch.arange(total + -total % self.packed_multiple, device=device)
         document, offset = cu_seqlens_to_segments(offsets, len(positions))
+        # The padding counts as one more document, which reads from the first token and is masked below.
         starts = torch.cat([self.offsets[rows], self.offsets[:1]])
         sources = (starts[document] + offset).clamp(max=self.tokens.shape[0] - 1)
         tokens = self.tokens[sources].long()
@@ -186,8 +187,9 @@ class TokenSegments:
         tokens = np.asarray(stream.tokens)
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
         targets = tokens[1 : 1 + len(stream) * self.length].reshape(len(stream), self.length)
-        beyond = [*((targets >= cutoff).sum(1) for cutoff in cutoffs), np.zeros(len(stream), dtype=np.int64)]
-        self.counts = -np.diff(np.stack(beyond, axis=1), axis=1)  # [segments, tail clusters]
+        # Targets at or above each cutoff; the differences of neighbours are the targets within each tail cluster.
+        at_or_above = [*((targets >= cutoff).sum(1) for cutoff in cutoffs), np.zeros(len(stream), dtype=np.int64)]
+        self.counts = -np.diff(np.stack(at_or_above, axis=1), axis=1)  # [segments, tail clusters]
 
     def __len__(self) -> int:
         return len(self.counts)

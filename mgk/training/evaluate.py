@@ -43,6 +43,11 @@ def count_parameters(config: Any) -> int:
     return sum(parameter.numel() for parameter in _meta_model(config).parameters())
 
 
+def parameters_and_flops(config: Any, length: int) -> tuple[int, int]:
+    """Return `count_parameters` and `forward_flops` of the model with this configuration."""
+    return count_parameters(config), forward_flops(config, length)
+
+
 def peak_memory_mb() -> float:
     """Return the peak memory of this process, on the GPU if there is one."""
     if torch.cuda.is_available():
@@ -71,7 +76,9 @@ def first_step_above(metrics: Path, accuracy: float) -> int:
 
 def _num_components(variant: str, config: Any) -> int:
     """Return the number of Gaussians per key; 1 for layers that `register_attention` added."""
-    return (VARIANTS[variant].components or int(config.num_components)) if variant in VARIANTS else 1
+    if variant not in VARIANTS:
+        return 1
+    return VARIANTS[variant].components or int(config.num_components)
 
 
 def result_columns(run: Run, task: Any, config: Any) -> dict[str, Any]:
@@ -175,5 +182,5 @@ def load_objective(
         model = trained.model.to(device).eval()
     names = objective_class.test_splits(task) if split is None else [split]
     objective = objective_class(model, settings, task, {name: task.split(data_dir, name) for name in names})
-    objective.to_device(device, trained and trained.network)
+    objective.to_device(device, compiled=None if trained is None else trained.network)
     return objective

@@ -57,6 +57,15 @@ class Job:
         return RunDirectory(self.directory).log
 
     @property
+    def last_line(self) -> str:
+        """Last line of the log."""
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            text = ""
+        return text.rpartition("\n")[2] or "no output yet"
+
+    @property
     def has_failed(self) -> bool:
         return self.process is not None and self.process.returncode not in (None, 0)
 
@@ -241,13 +250,8 @@ def _stop(queue: JobQueue, console: Console) -> None:
 def _format_outcome(job: Job) -> str:
     if job.ran_out_of_memory:
         return "out of memory while sharing the machine; will be retried alone at the end (or use fewer --jobs)"
-    return f"FAILED: {_last_line(job).removeprefix('mgk: ')} (see {job.log})" if job.has_failed else "done"
+    return f"FAILED: {job.last_line.removeprefix('mgk: ')} (see {job.log})" if job.has_failed else "done"
 
 
 def _format_status(jobs: list[Job]) -> str:
-    return "\n".join(f"  {job.name}: {_last_line(job)}" for job in jobs)
-
-
-def _last_line(job: Job) -> str:
-    text = job.log.read_text(encoding="utf-8", errors="replace").strip()
-    return text.rpartition("\n")[2] or "no output yet"
+    return "\n".join(f"  {job.name}: {job.last_line}" for job in jobs)

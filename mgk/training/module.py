@@ -22,27 +22,38 @@ from mgk.training.distributed import is_distributed
 from mgk.training.objectives import Objective
 
 
-def one_cycle(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
+def one_cycle(optimizer: torch.optim.Optimizer, settings: TrainConfig) -> LRScheduler:
     """Return a schedule with linear warm-up and linear decay."""
-    return OneCycleLR(optimizer, s.lr, total_steps=s.steps + 1, pct_start=s.warmup / s.steps, anneal_strategy="linear")
+    return OneCycleLR(
+        optimizer,
+        settings.lr,
+        total_steps=settings.steps + 1,
+        pct_start=settings.warmup / settings.steps,
+        anneal_strategy="linear",
+    )
 
 
-def cosine(optimizer: torch.optim.Optimizer, s: TrainConfig) -> LRScheduler:
+def constant(optimizer: torch.optim.Optimizer, settings: TrainConfig) -> LRScheduler:
+    """Return a schedule with a constant learning rate."""
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def cosine(optimizer: torch.optim.Optimizer, settings: TrainConfig) -> LRScheduler:
     """Return a schedule with linear warm-up and cosine decay to `final_lr`."""
+    warmup, final_lr = settings.warmup, settings.final_lr
 
     def factor(step: int) -> float:
-        progress = (step - s.warmup) / max(1, s.steps - s.warmup)
-        if step < s.warmup:
-            return (step + 1) / s.warmup
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return s.final_lr + (1 - s.final_lr) * cosine
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, settings.steps - warmup))
+        return final_lr + (1 - final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return LambdaLR(optimizer, factor)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, TrainConfig], LRScheduler]] = {
     "one-cycle": one_cycle,
-    "constant": lambda optimizer, s: LambdaLR(optimizer, lambda step: 1.0),
+    "constant": constant,
     "cosine": cosine,
 }
 
@@ -50,7 +61,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, TrainConfig], LRScheduler
 def parameter_groups(model: nn.Module, settings: TrainConfig) -> Any:
     """Return the parameters for AdamW, in two groups if only matrices have weight decay.
 
-    Embeddings, norms, biases and the parameters of the mixture have none then.
+    The second group has no weight decay: embeddings, norms, biases and the parameters of the mixture.
     """
     if settings.decay == "all":
         return model.parameters()

@@ -137,9 +137,10 @@ def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterat
             # With the worker's end closed here, recv raises EOFError if the worker dies.
             worker_end.close()
             connections.append(connection)
-        warm = [_receive(connection) is not None for connection in connections]
-        for run, connection, process, is_warm in zip(runs, connections, processes, warm, strict=True):
-            rows = _request(connection) if is_warm else None
+        # All workers warm up before the first is measured.
+        are_warm = [_receive(connection) is not None for connection in connections]
+        for run, connection, process, is_warm in zip(runs, connections, processes, are_warm, strict=True):
+            rows = _measure_in(connection) if is_warm else None
             process.join()
             if rows is None:
                 failed.append(run)
@@ -154,8 +155,8 @@ def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterat
         yield profile_run(run, task, device)
 
 
-def _request(connection: Connection) -> Any:
-    """Start the measurement in a warm worker; return its rows, or None if it has failed."""
+def _measure_in(connection: Connection) -> Any:
+    """Measure in a warm worker; return its result rows, or None if it has failed."""
     try:
         connection.send(True)
     except OSError:

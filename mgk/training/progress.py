@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 from rich.console import Console
@@ -27,6 +27,13 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+class StepTime(NamedTuple):
+    """A training step, and the time in seconds at which it ended."""
+
+    step: int
+    time: float
+
+
 class ProgressBar(pl.Callback):
     """Print progress from rank 0; on a terminal, other output appears above the bar.
 
@@ -44,8 +51,8 @@ class ProgressBar(pl.Callback):
         self._interval = BAR_EVERY if self.console.is_terminal else LINE_EVERY
         self._bar: Progress | None = None
         self._last_update = 0.0
-        self._start = 0, 0.0  # step and time
-        self._first_step: tuple[int, float] | None = None  # end of the first step, which includes compilation
+        self._start = StepTime(0, 0.0)
+        self._first_step: StepTime | None = None  # includes compilation
         self._evaluation_start = 0.0
         self._evaluation_seconds = 0.0  # total since the first step
         self._dev_metric = ""
@@ -54,7 +61,7 @@ class ProgressBar(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._last_update = self.clock()
-        self._start = trainer.global_step, self._last_update
+        self._start = StepTime(trainer.global_step, self._last_update)
         if self.console.is_terminal:
             # Text before the bar: a narrow terminal truncates the bar, not the text.
             columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH)
@@ -67,7 +74,7 @@ class ProgressBar(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._first_step is None and trainer.global_step:
-            self._first_step = trainer.global_step, self.clock()
+            self._first_step = StepTime(trainer.global_step, self.clock())
         if self._is_due(trainer):
             self._show(trainer.global_step, self.line(trainer, module))
 
@@ -88,7 +95,8 @@ class ProgressBar(pl.Callback):
             self._show(trainer.global_step, f"step {trainer.global_step}/{self.steps}  evaluating, {batches}")
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._evaluation_seconds += self.clock() - self._evaluation_start if self._first_step is not None else 0.0
+        if self._first_step is not None:
+            self._evaluation_seconds += self.clock() - self._evaluation_start
         # CheckpointCallback prints a line after each evaluation.
         self._last_update = self.clock()
         dev_means = {name.removeprefix("dev_"): value for name, value in trainer.callback_metrics.items()}
@@ -112,21 +120,22 @@ class ProgressBar(pl.Callback):
         parts = [f"step {step}/{self.steps}"]
         if means:
             parts += [f"loss {float(means['loss']):.3f}", _format_means(module, means)]
-        parts += [f"dev {self._dev_metric}"] if self._dev_metric else []
+        if self._dev_metric:
+            parts.append(f"dev {self._dev_metric}")
         return "  ".join([*parts, *self._pace(step)])
 
     def _pace(self, step: int) -> list[str]:
         """Return speed and remaining time; empty before the first step."""
-        first, start = self._first_step or self._start
-        if step == first:
+        first = self._first_step or self._start
+        if step == first.step:
             # Only one step so far: estimate from it.
-            first, start = self._start
-        if step == first:
+            first = self._start
+        if step == first.step:
             return []
-        seconds = max(self.clock() - start, 1e-9)
-        speed = (step - first) / max(seconds - self._evaluation_seconds, 1e-9)
+        seconds = max(self.clock() - first.time, 1e-9)
+        speed = (step - first.step) / max(seconds - self._evaluation_seconds, 1e-9)
         # The remaining time includes evaluations.
-        remaining = (self.steps - step) * seconds / (step - first)
+        remaining = (self.steps - step) * seconds / (step - first.step)
         pace = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
         return [pace, f"{clock_time(remaining)} left"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -175,28 +176,47 @@ def add_differences(
 def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str = "") -> list[list[str]]:
     """Return the table as text cells, the header first."""
     splits, style = ordered_splits(summaries), metric_format(recipe)
-    header = ["model", *(f"{split} {style.title}" for split in splits), "each seed"]
-    header += [f"minus {summaries[0].row}, {paired_split}{style.unit}"] if paired_split else []
-    header += [] if recipe.plateau is None else ["left the plateau at step"]
-    header += ["paper"] if recipe.paper else []
-    equal_time = any(isinstance(summary.row, EqualTimeSpec) for summary in summaries)
-    header += ["steps"] if equal_time else []
-    lines = [[*header, "parameters", "GFLOPs", "step, ms", "memory, MB"]]
-    for summary in summaries:
-        values = summary.values.get(splits[0], {})
-        cells = [str(summary.row), *(_format_mean(summary, split, style) for split in splits)]
-        cells.append(" ".join(f"{values[seed]:.1f}" for seed in summary.seeds if seed in values))
-        cells += [_format_difference(summary.difference, style.decimals)] if paired_split else []
-        if recipe.plateau is not None:
-            steps = [summary.left_plateau[seed] for seed in summary.seeds if seed in summary.left_plateau]
-            cells.append(" ".join(f"{step:,}" if step else "never" for step in steps))
-        if recipe.paper:
-            paper = recipe.paper.get(str(summary.row))
-            cells.append("" if paper is None else f"{paper:.2f}")
-        cells += [f"{summary.steps:,}"] if equal_time else []
-        step = NOT_MEASURED if summary.step_ms is None else f"{summary.step_ms:.1f}"
-        lines.append([*cells, f"{summary.params:,}", f"{summary.flops / 1e9:.3f}", step, f"{summary.memory_mb:,.0f}"])
-    return lines
+    columns = [Column("model", lambda summary: str(summary.row))]
+    columns += [Column(f"{split} {style.title}", partial(_format_mean, split=split, style=style)) for split in splits]
+    columns.append(Column("each seed", partial(_format_scores, split=splits[0])))
+    if paired_split:
+        title = f"minus {summaries[0].row}, {paired_split}{style.unit}"
+        columns.append(Column(title, lambda summary: _format_difference(summary.difference, style.decimals)))
+    if recipe.plateau is not None:
+        columns.append(Column("left the plateau at step", _format_plateau))
+    if recipe.paper:
+        columns.append(Column("paper", lambda summary: _format_paper(recipe.paper.get(str(summary.row)))))
+    if any(isinstance(summary.row, EqualTimeSpec) for summary in summaries):
+        columns.append(Column("steps", lambda summary: f"{summary.steps:,}"))
+    columns += [
+        Column("parameters", lambda summary: f"{summary.params:,}"),
+        Column("GFLOPs", lambda summary: f"{summary.flops / 1e9:.3f}"),
+        Column("step, ms", lambda summary: NOT_MEASURED if summary.step_ms is None else f"{summary.step_ms:.1f}"),
+        Column("memory, MB", lambda summary: f"{summary.memory_mb:,.0f}"),
+    ]
+    lines = [[column.cell(summary) for column in columns] for summary in summaries]
+    return [[column.title for column in columns], *lines]
+
+
+class Column(NamedTuple):
+    """Title of a column of the table, and the function that formats its cell for a model."""
+
+    title: str
+    cell: Callable[[ModelSummary], str]
+
+
+def _format_scores(summary: ModelSummary, split: str) -> str:
+    values = summary.values.get(split, {})
+    return " ".join(f"{values[seed]:.1f}" for seed in summary.seeds if seed in values)
+
+
+def _format_plateau(summary: ModelSummary) -> str:
+    steps = [summary.left_plateau[seed] for seed in summary.seeds if seed in summary.left_plateau]
+    return " ".join(f"{step:,}" if step else "never" for step in steps)
+
+
+def _format_paper(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _format_mean(summary: ModelSummary, split: str, style: MetricFormat) -> str:
@@ -251,9 +271,11 @@ def column_notes(summaries: list[ModelSummary], recipe: Recipe, paired_split: st
         sentences.append("n/a: only one of the two models left the plateau.")
     if any(isinstance(summary.row, EqualTimeSpec) for summary in summaries):
         sentences.append("@time: as many steps as fit into the training time of the other model.")
-    timed = [summary.step_ms is not None for summary in summaries]
-    sentences += ["Step time: each model timed in isolation."] if any(timed) else []
-    sentences += [] if all(timed) else [f"{NOT_MEASURED}: not timed in isolation (use `--alone`)."]
+    is_timed = [summary.step_ms is not None for summary in summaries]
+    if any(is_timed):
+        sentences.append("Step time: each model timed in isolation.")
+    if not all(is_timed):
+        sentences.append(f"{NOT_MEASURED}: not timed in isolation (use `--alone`).")
     return sentences
 
 

@@ -88,16 +88,19 @@ def check_numbers(path: Path, rows: Iterable[dict[str, str]], recipe: str, metri
         if row["metric"] not in (metric, "plateau_left_at_step"):
             continue
         wrong = [name for name in COUNTS if not re.fullmatch(r"[0-9]{1,18}", row.get(name) or "")]
-        for name in ("value", "peak_mem_mb"):
-            try:
-                value = float(row.get(name) or "empty")
-            except ValueError:
-                wrong.append(name)
-            else:
-                is_share = name == "value" and metric == "accuracy" == row["metric"]
-                wrong += [name] if is_share and not 0 <= value <= 1 else []
+        wrong += [name for name in ("value", "peak_mem_mb") if not _is_number(row.get(name))]
+        if not wrong and row["metric"] == "accuracy" and not 0 <= float(row["value"]) <= 1:
+            wrong = ["value"]
         if wrong:
             fail(str(path), f"is damaged: line {number} has a wrong {wrong[0]}; remove the line, or restore the file")
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        float(text or "")
+    except ValueError:
+        return False
+    return True
 
 
 def rows_not_in(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -143,12 +143,24 @@ def train_job(
         logger: Experiment trackers, in the format of --logger; None means the default of `mgk train`.
     """
     directory = run_path(runs, recipe.name, model, preset, seed)
-    command = [sys.executable, "-m", "mgk", "train", recipe_argument or recipe.name, "--preset", preset]
-    command += ["--data-dir", str(data_dir)] + [part for override in overrides for part in ("--set", override)]
-    command += ["--results", str(out / f"{recipe.name}.csv"), "--variant", model.variant, "--heads", str(model.heads)]
-    command += ["--kv-heads", str(model.kv_heads)] if model.kv_heads else []
-    command += ["--key-heads", str(model.key_heads)] if model.key_heads else []
-    command += [] if keep_checkpoints is None else ["--keep-checkpoints", str(keep_checkpoints)]
-    command += [] if logger is None else ["--logger", logger]
-    command += ["--seed", str(seed), "--out", str(directory), "--resume", "auto"]
+    command = [sys.executable, "-m", "mgk", "train", recipe_argument or recipe.name]
+    for override in overrides:
+        command += ["--set", override]
+    options = {
+        "--preset": preset,
+        "--data-dir": data_dir,
+        "--results": out / f"{recipe.name}.csv",
+        "--variant": model.variant,
+        "--heads": model.heads,
+        "--kv-heads": model.kv_heads,
+        "--key-heads": model.key_heads,
+        "--keep-checkpoints": keep_checkpoints,
+        "--logger": logger,
+        "--seed": seed,
+        "--out": directory,
+        "--resume": "auto",
+    }
+    for option, value in options.items():
+        if value is not None:
+            command += [option, str(value)]
     return Job(recipe.name, model, seed, directory, command)

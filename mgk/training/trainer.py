@@ -144,47 +144,42 @@ def fit(
         The module with the model of the last step, and the callback with step times and the stop signal.
     """
     with lock_run(run):
-        return _fit(run, task, resume, accelerator, strategy, graphs, keep_checkpoints, loggers)
+        _silence_libraries()
+        checkpoints = CheckpointStore(run.files, positive_integer("keep_checkpoints", keep_checkpoints))
+        _write_description(run, task, resume, checkpoints)
+        module = _make_module(run, task, graphs)
+        callback = CheckpointCallback(run.directory, module.settings, checkpoints)
+        run_name = run_path(Path(), run.recipe.name, run.row, run.preset, run.seed).as_posix()
+        trainer_loggers = trackers.make_loggers(loggers, run.files, run_name)
+        trainer = _make_trainer(trainer_loggers, module.settings, [callback], accelerator, strategy)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(run.describe(task))
+        if trainer.is_global_zero:
+            write_environment(run.files.environment, trainer.strategy.root_device)
+        _train(trainer, module, checkpoints.selected)
+        return module, callback
 
 
-def _fit(
-    run: Run,
-    task: Any,
-    resume: bool,
-    accelerator: str,
-    strategy: str,
-    graphs: bool,
-    keep_checkpoints: int,
-    loggers: Sequence[str],
-) -> tuple[TrainingModule, CheckpointCallback]:
-    settings = run.recipe.training
-    config = run.model_config(task)
-    _silence_libraries()
-    checkpoints = CheckpointStore(run.files, positive_integer("keep_checkpoints", keep_checkpoints))
-    _write_description(run, task, resume, checkpoints)
-    objective = OBJECTIVES[task.objective]
+def _make_module(run: Run, task: Any, graphs: bool) -> TrainingModule:
+    """Build the module of a run with seeded weights, and save the assets of its model to the run directory."""
+    config, objective_class = run.model_config(task), OBJECTIVES[task.objective]
     if is_first_rank():
-        objective.save_assets(task, run.data_dir, run.directory)
+        objective_class.save_assets(task, run.data_dir, run.directory)
     splits = {name: task.split(run.data_dir, name) for name in ("train", "dev")}
     torch.manual_seed(seed_of(run.seed, 0))
-    module = TrainingModule(objective(objective.model_class(config), settings, task, splits), run.seed, graphs)
-    callback = CheckpointCallback(run.directory, settings, checkpoints)
-    run_name = run_path(Path(), run.recipe.name, run.row, run.preset, run.seed).as_posix()
-    trainer_loggers = trackers.make_loggers(loggers, run.files, run_name)
-    trainer = _make_trainer(trainer_loggers, settings, [callback], accelerator, strategy)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(run.describe(task))
-    if trainer.is_global_zero:
-        write_environment(run.files.environment, trainer.strategy.root_device)
-    path = checkpoints.selected
+    model = objective_class.model_class(config)
+    return TrainingModule(objective_class(model, run.recipe.training, task, splits), run.seed, graphs)
+
+
+def _train(trainer: pl.Trainer, module: TrainingModule, checkpoint: Path | None) -> None:
+    """Train from a checkpoint, or from the beginning; raise a ValueError if the checkpoint does not fit the model."""
     try:
         with _tensorboard_errors_once():
-            trainer.fit(module, ckpt_path=None if path is None else str(path), weights_only=True)
+            trainer.fit(module, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
     except RuntimeError as error:
-        if path is None or "loading state_dict" not in str(error):
+        if checkpoint is None or "loading state_dict" not in str(error):
             raise
-        raise ValueError(f"{path} is damaged: its weights do not fit the model of this run") from error
-    return module, callback
+        raise ValueError(f"{checkpoint} is damaged: its weights do not fit the model of this run") from error
 
 
 def continue_training(objective: Objective, seed: int, accelerator: str = "auto") -> None:
@@ -207,19 +202,18 @@ def continue_training(objective: Objective, seed: int, accelerator: str = "auto"
 @contextmanager
 def _tensorboard_errors_once() -> Iterator[None]:
     """Do not print OSErrors of TensorBoard's thread, for example about a full disk: the main thread raises them too."""
-    report = threading.excepthook
+    previous_hook = threading.excepthook
 
-    def report_others(arguments: threading.ExceptHookArgs) -> None:
-        if not (
-            isinstance(arguments.exc_value, OSError) and type(arguments.thread).__module__.startswith("tensorboard")
-        ):
-            report(arguments)
+    def print_others(arguments: threading.ExceptHookArgs) -> None:
+        is_tensorboard = type(arguments.thread).__module__.startswith("tensorboard")
+        if not (is_tensorboard and isinstance(arguments.exc_value, OSError)):
+            previous_hook(arguments)
 
-    threading.excepthook = report_others
+    threading.excepthook = print_others
     try:
         yield
     finally:
-        threading.excepthook = report
+        threading.excepthook = previous_hook
 
 
 def _silence_libraries() -> None:
@@ -248,18 +242,22 @@ def _write_description(run: Run, task: Any, resume: bool, checkpoints: Checkpoin
 
 def check_same_settings(directory: Path, stored: dict[str, Any], requested: dict[str, Any]) -> None:
     """Raise unless the stored run has the requested settings and data."""
-    stored.pop("data_dir", None)
-    differing = [name for name in requested if stored.get(name) != requested[name]]
-    for section in ("model", "training"):
-        if section in differing:
-            stored_section = {**ADDED_SETTINGS[section], **stored.get(section, {})}
-            names = [name for name, value in requested[section].items() if stored_section.get(name) != value]
-            differing = [name for name in differing if name != section] + names
-    if differing or stored.keys() != requested.keys():
+    differing = _differing_keys(stored, requested) - {"data_dir"}
+    for section in differing & ADDED_SETTINGS.keys():
+        settings = requested[section]
+        added = {name: value for name, value in ADDED_SETTINGS[section].items() if name in settings}
+        differing = (differing - {section}) | _differing_keys({**added, **stored.get(section, {})}, settings)
+    if differing:
         raise ValueError(
-            f"{directory} holds a run with different settings ({', '.join(differing)}): "
+            f"{directory} holds a run with different settings ({', '.join(sorted(differing))}): "
             "pass another directory (train --out, compare --runs)"
         )
+
+
+def _differing_keys(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
+    """Return the keys whose values differ, or that only one of two dicts has."""
+    missing = object()
+    return {key for key in first.keys() | second.keys() if first.get(key, missing) != second.get(key, missing)}
 
 
 def _make_trainer(

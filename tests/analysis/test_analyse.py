@@ -155,6 +155,20 @@ def test_too_little_memory_is_an_error():
         analyse(model_of(), samples(), memory=10_000)
 
 
+def test_message_about_memory_has_the_size_of_matrices_that_are_not_square():
+    class CrossAttention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = mgk.MultiheadAttention(8, 2)
+
+        def forward(self, query, key):
+            return self.attention(query, key, key)[0]
+
+    inputs = [(torch.randn(2, 1, 8), torch.randn(30_000, 1, 8))]
+    with pytest.raises(ValueError, match=r"rank a 2 × 30000 matrix: about 0\.00 GiB"):
+        analyse(CrossAttention(), inputs, memory=10_000)
+
+
 def test_model_is_restored():
     model = model_of("smgk-em").train()
     model.layers[1].eval()

@@ -80,6 +80,9 @@ def test_curves_leave_out_missing_values(tmp_path):
     (tmp_path / "a" / "metrics.csv").write_text("step,split,loss\n1,train,two\n")
     with pytest.raises(ValueError, match="line 2"):
         read_curves(tmp_path / "a", "a")
+    (tmp_path / "a" / "metrics.csv").write_text("step,loss\n1,2.0\n")
+    with pytest.raises(ValueError, match="is damaged: line 2"):
+        read_curves(tmp_path / "a", "a")
     assert read_curves(tmp_path, "none") == []
 
 

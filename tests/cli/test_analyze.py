@@ -50,6 +50,9 @@ def test_token_ids_from_files(run, tmp_path):
     ids.write_text(" ".join(["3"] * 20) + "\n" + ",".join(["4"] * 30))
     assert run_analyze(run, "--ids", ids, "--removal", 0).exception is None
     assert {row["size"] for row in read_csv(run / "analysis" / "ranks.csv")} == {"20", "30"}
+    np.savez(tmp_path / "ids.npz", np.full((2, 40), 5))
+    (tmp_path / "ids.npz").rename(tmp_path / "ids.npy")
+    assert "ids.npy must hold integers" in str(run_analyze(run, "--ids", tmp_path / "ids.npy").exception)
     np.save(tmp_path / "ids.npy", np.full((2, 40), 5))
     assert run_analyze(run, "--ids", tmp_path / "ids.npy", "--length", 10, "--removal", 0).exception is None
     assert {row["size"] for row in read_csv(run / "analysis" / "ranks.csv")} == {"10"}

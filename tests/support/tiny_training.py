@@ -128,6 +128,24 @@ def train(family: str, out: Path, options: argparse.Namespace) -> int:
     return 0 if callback.stopped_by is None else 128 + callback.stopped_by
 
 
+def send_signal_after(step: int, number: int) -> None:
+    """Make the training send a signal to this process after a step, and fail if it is evaluated afterwards."""
+    on_train_batch_end = callbacks.CheckpointCallback.on_train_batch_end
+
+    def fail_validation(*arguments):
+        raise AssertionError("evaluated after the stop signal")
+
+    def send_signal(self, lightning, *arguments):
+        on_train_batch_end(self, lightning, *arguments)
+        if lightning.global_step == step:
+            # The signal is handled in the next step, which may end with an evaluation.
+            if (step + 1) % lightning.val_check_interval:
+                TrainingModule.validation_step = fail_validation
+            os.kill(os.getpid(), number)
+
+    callbacks.CheckpointCallback.on_train_batch_end = send_signal
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
@@ -143,20 +161,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=INTEGER")
     options = parser.parse_args()
     if options.kill_at and options.kill_rank in (None, os.environ.get("RANK")):
-        on_train_batch_end = callbacks.CheckpointCallback.on_train_batch_end
-
-        def send_signal(self, lightning, *arguments):
-            on_train_batch_end(self, lightning, *arguments)
-            if lightning.global_step == options.kill_at:
-                # The signal is handled in the next step.
-                if (options.kill_at + 1) % lightning.val_check_interval:
-                    TrainingModule.validation_step = fail_validation
-                os.kill(os.getpid(), options.kill_with)
-
-        def fail_validation(*arguments):
-            raise AssertionError("evaluated after the stop signal")
-
-        callbacks.CheckpointCallback.on_train_batch_end = send_signal
+        send_signal_after(options.kill_at, options.kill_with)
     status = 0
     for family in TASKS if options.every_task else [TASK]:
         status = status or train(family, Path(options.out) / (family if options.every_task else ""), options)

@@ -118,7 +118,7 @@ def test_interrupt_on_a_terminal_asks(slurm, make_job, monkeypatch, answer, canc
     for job_id in ("7", "8"):
         (slurm.directory / "jobs" / job_id).mkdir()
     monkeypatch.setattr(cluster.sys.stdin, "isatty", lambda: True, raising=False)
-    cluster._leave_or_cancel([Submission(make_job(0, ""), "name", job_id) for job_id in ("7", "8")], Terminal())
+    cluster._leave_or_cancel(["7", "8"], Terminal())
     assert slurm.cancelled == cancelled
 
 

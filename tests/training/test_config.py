@@ -73,3 +73,12 @@ def test_settings_are_validated_together():
     with pytest.raises(ValueError, match="accumulate"):
         TrainConfig(batch_size=8, accumulate=3)
     assert Recipe("a", "b", "c").rows == ()
+
+
+def test_exponents_without_a_point_are_numbers(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("title: mine\ntask: listops-short\nmodel: {dropout: 1e-1}\ntraining: {lr: 1e-3}\n")
+    recipe = config.load_recipe(str(file))
+    assert (recipe.model["dropout"], recipe.training.lr) == (0.1, 1e-3)
+    file.with_name("changed.yaml").write_text(f"extends: {file}\nmodel: {{token_std: 2e-2}}\n")
+    assert config.load_recipe(str(tmp_path / "changed.yaml")).model == {"dropout": 0.1, "token_std": 0.02}

@@ -169,6 +169,17 @@ def fit_tiny(out: Path, resume: bool = False, **settings):
     return trainer.fit(run, tiny_training.TinyTask(), resume=resume, accelerator="cpu")
 
 
+def test_settings_that_only_one_run_has_differ():
+    run = {"data": "abc", "model": {"dropout": 0.1}, "training": {"steps": 3}}
+    moved = {**run, "data_dir": "elsewhere"}
+    older = {**run, "training": {"steps": 3, "beta2": 0.999}}
+    trainer.check_same_settings(Path("run"), moved, run)
+    trainer.check_same_settings(Path("run"), run, older)
+    newer = {**run, "model": {"dropout": 0.1, "gate": True}, "backend": "fast"}
+    with pytest.raises(ValueError, match=r"different settings \(backend, gate\)"):
+        trainer.check_same_settings(Path("run"), newer, run)
+
+
 @pytest.mark.slow
 def test_resume_needs_the_same_settings_and_data(tmp_path, monkeypatch):
     fit_tiny(tmp_path)

@@ -45,12 +45,12 @@ def read_metrics(path: Path, name: str) -> list[Curve]:
     curves: dict[tuple[str, str], Curve] = {}
     for number, row in enumerate(rows):
         try:
-            step = int(row["step"])
+            step, split = int(row["step"]), row["split"]
             values = {metric: float(text) for metric, text in row.items() if metric not in NON_METRICS}
         except (KeyError, TypeError, ValueError):
             fail(str(path), f"is damaged: line {number + 2} does not hold numbers under the column names")
         for metric, value in values.items():
-            curve = curves.setdefault((row["split"], metric), Curve(name, row["split"], metric, [], []))
+            curve = curves.setdefault((split, metric), Curve(name, split, metric, [], []))
             # NaN means that the metric was not evaluated at this step.
             if value == value:
                 curve.steps.append(step)

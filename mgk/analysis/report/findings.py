@@ -60,19 +60,21 @@ def _layers(analysis: Analysis) -> str:
     """Name the layers with the most and the least similar heads."""
     shares = [
         (layer.similarity.different["maps"] / layer.heads, number, layer)
-        for number, layer in enumerate(analysis.layers)
+        for number, layer in enumerate(analysis.layers, 1)
         if layer.heads > 1
     ]
     if len(shares) < 2:
         return ""
-    (low, a, fewest), (high, b, most) = min(shares)[:3], max(shares)[:3]
-    lowest, highest = (f"{layer.similarity.different['maps']:.1f} of {layer.heads}" for layer in (fewest, most))
+    (low, low_number, low_layer), (high, high_number, high_layer) = min(shares), max(shares)
     if high - low < EQUAL_LAYERS:
         return f"The layers do not differ: {100 * low:.0f} % of the heads are different in each layer."
+    fewest, most = (f"{layer.similarity.different['maps']:.1f} of {layer.heads}" for layer in (low_layer, high_layer))
     # Differences below the printed precision are ties.
-    if lowest == highest:
-        return f"The layers hardly differ: {lowest} heads are different in each layer."
-    return f"The heads are most similar in layer {a + 1} ({lowest} different), least in layer {b + 1} ({highest})."
+    if fewest == most:
+        return f"The layers hardly differ: {fewest} heads are different in each layer."
+    return (
+        f"The heads are most similar in layer {low_number} ({fewest} different), least in layer {high_number} ({most})."
+    )
 
 
 def _groups(analysis: Analysis) -> str:

@@ -74,17 +74,9 @@ def _concentration(analyses: dict[str, Analysis]) -> Rows:
         similarity = layer.similarity
         if similarity.concentration is not None:
             chance = similarity.different_by_chance.get("maps", "")
-            for head, bits in enumerate(similarity.concentration.tolist()):
-                yield (
-                    model,
-                    number,
-                    layer.key_heads,
-                    layer.value_heads,
-                    similarity.different["maps"],
-                    chance,
-                    head + 1,
-                    bits,
-                )
+            shared = (layer.key_heads, layer.value_heads, similarity.different["maps"], chance)
+            for head, bits in enumerate(similarity.concentration.tolist(), 1):
+                yield model, number, *shared, head, bits
 
 
 def _ranks(analyses: dict[str, Analysis]) -> Rows:
@@ -98,8 +90,9 @@ def _ranks(analyses: dict[str, Analysis]) -> Rows:
 def _components(analyses: dict[str, Analysis]) -> Rows:
     for model, number, layer in _numbered_layers(analyses):
         mixture = layer.mixture
-        for head in range(layer.heads if mixture is not None else 0):
-            assert mixture is not None
+        if mixture is None:
+            continue
+        for head in range(layer.heads):
             for r in range(layer.components):
                 nearest = float(np.delete(mixture.distance[head, r], r).min())
                 shares = [float(mixture.prior[head, r]), float(mixture.answered[head, r])]

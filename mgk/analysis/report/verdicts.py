@@ -73,8 +73,9 @@ def excess_similarity(analysis: Analysis, measure: str) -> float | None:
     chance = analysis.different_by_chance.get(measure)
     if chance is None:
         return None
-    room = chance - len(analysis.layers)
-    return (chance - analysis.different[measure]) / room if room > 0 else 0.0
+    # Identical heads count as one in each layer.
+    gap = chance - len(analysis.layers)
+    return (chance - analysis.different[measure]) / gap if gap > 0 else 0.0
 
 
 def judge_keys(analysis: Analysis) -> Verdict:

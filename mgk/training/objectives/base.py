@@ -62,7 +62,7 @@ class MetricFormat:
 
 
 def repeat_to_size(indices: Tensor, size: int) -> Tensor:
-    """Repeat indices up to the size of a full batch, so that the last batch does not trigger a recompilation."""
+    """Repeat indices to fill a batch, so that a smaller last batch does not trigger a recompilation."""
     return torch.from_numpy(np.resize(indices.numpy(), size))
 
 
