@@ -15,11 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+
+
+class SquaredError(NamedTuple):
+    """Squared standard error of a mean or of a difference, and its degrees of freedom."""
+
+    value: float
+    degrees: float
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,9 @@ class Spread:
     deviation: float
     degrees: int
 
-    def error(self, *counts: int) -> tuple[float, float]:
-        """Return the squared standard error of a mean over runs, or of a difference of two, and its degrees."""
-        return self.deviation**2 * sum(1 / count for count in counts), self.degrees
+    def error(self, *counts: int) -> SquaredError:
+        """Return the error of a mean over a number of runs, or of a difference of two means."""
+        return SquaredError(self.deviation**2 * sum(1 / count for count in counts), self.degrees)
 
 
 @dataclass(frozen=True)
@@ -56,31 +64,30 @@ def pooled_spread(family: Sequence[Sequence[float]]) -> Spread | None:
     return Spread(math.sqrt(squares / degrees), degrees)
 
 
-def half_width(errors: Sequence[tuple[float, float]]) -> float:
+def half_width(errors: Sequence[SquaredError]) -> float:
     """Return the half-width of the 95 % interval of a sum of independent errors.
 
-    Args:
-        errors: Squared standard error and degrees of freedom of each part.
-
-    Returns:
-        Student's t with Welch and Satterthwaite's degrees of freedom, times the standard error.
+    It is Student's t with Welch and Satterthwaite's degrees of freedom, times the standard error.
     """
-    total = sum(square for square, _ in errors)
+    total = sum(error.value for error in errors)
     if total == 0:
         return 0.0
-    degrees = total**2 / sum(square**2 / freedom for square, freedom in errors)
+    degrees = total**2 / sum(error.value**2 / error.degrees for error in errors)
     return float(stats.t.ppf(0.5 + LEVEL / 2, degrees)) * math.sqrt(total)
 
 
-def paired_error(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
-    """Return the squared standard error of the mean paired difference and its degrees of freedom; None if unknown."""
-    if len(first) != len(second) or len(first) < 2:
+def paired_error(first: np.ndarray | None, second: np.ndarray | None) -> SquaredError | None:
+    """Return the error of the mean paired difference; None if the values are missing or cannot be paired."""
+    if first is None or second is None or len(first) != len(second) or len(first) < 2:
         return None
-    return float(np.var(first - second, ddof=1)) / len(first), len(first) - 1
+    return SquaredError(float(np.var(first - second, ddof=1)) / len(first), len(first) - 1)
 
 
 def compare(
-    first: Sequence[float], second: Sequence[float], spread: Spread | None, paired: tuple[np.ndarray, np.ndarray] | None
+    first: Sequence[float],
+    second: Sequence[float],
+    spread: Spread | None,
+    blocks: tuple[np.ndarray | None, np.ndarray | None],
 ) -> Interval:
     """Compare two arms.
 
@@ -88,13 +95,14 @@ def compare(
         first: Values of the runs of the first arm, one per seed.
         second: Values of the runs of the second arm.
         spread: Deviation over seeds of the family.
-        paired: Means over blocks of text (or correctness of examples) of both arms, averaged over seeds.
+        blocks: Means over blocks of text (or correctness of examples) of both arms, averaged over seeds; None if they
+            were not stored.
 
     Returns:
         First minus second with its interval. The half-width is NaN if an error is unknown.
     """
     difference = float(np.mean(first) - np.mean(second))
-    text = None if paired is None else paired_error(*paired)
+    text = paired_error(*blocks)
     if spread is None or text is None:
         return Interval(difference, math.nan)
     return Interval(difference, half_width([spread.error(len(first), len(second)), text]))

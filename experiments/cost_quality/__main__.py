@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from experiments.commands import add_plugin
 from mgk._core.validation import fail, number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
@@ -20,9 +21,6 @@ from mgk.cli.cluster_options import (
     TimeLimit,
     read_cluster_options,
 )
-
-# Child processes load the task, the recipes and the layers of this package through MGK_PLUGINS.
-PLUGIN = "experiments.cost_quality"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -49,11 +47,11 @@ def study(
     max_parallel: MaxParallel = None,
 ) -> None:
     """Run the study of cost and quality, and write its page from the results."""
-    from experiments.cost_quality.page import draw, write_page
+    from experiments.cost_quality.page import PICTURE, draw, plotted_recipe, write_page
     from experiments.cost_quality.plan import PLAN, load_plan
-    from experiments.cost_quality.run import read_results
     from experiments.cost_quality.run import run as run_plan
     from experiments.cost_quality.summary import summarize
+    from experiments.result_rows import read_results
     from mgk._core.io import replacing, write_atomically
 
     if minutes is not None:
@@ -72,15 +70,14 @@ def study(
     if not summaries:
         raise ValueError(f"--results {results} has no run of the plan: add --run")
     page.parent.mkdir(parents=True, exist_ok=True)
-    folder = figures or page.parent / "figures"
     text = write_page(loaded, rows, results)
-    recipe = next(iter(summaries)).recipe
-    figure = draw(summaries, recipe) if summaries[next(iter(summaries))].is_language_model else None
-    if figure is not None:
+    recipe = plotted_recipe(summaries)
+    if recipe is not None:
+        folder = figures or page.parent / "figures"
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / "cost-quality.png") as temporary:
-            figure.savefig(temporary, format="png", dpi=110)
-        text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/cost-quality.png)\n"
+        with replacing(folder / f"{PICTURE}.png") as temporary:
+            draw(summaries, recipe).savefig(temporary, format="png", dpi=110)
+        text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/{PICTURE}.png)\n"
     write_atomically(page, text)
     print(page)
     if failed:
@@ -88,8 +85,7 @@ def study(
 
 
 def main() -> None:
-    plugins = [name for name in os.environ.get("MGK_PLUGINS", "").split(",") if name not in ("", PLUGIN)]
-    os.environ["MGK_PLUGINS"] = ",".join([*plugins, PLUGIN])
+    add_plugin("experiments.cost_quality")
     run_app(lambda: app, "python -m experiments.cost_quality", sys.argv[1:])
 
 

@@ -18,8 +18,8 @@ from typing import Annotated
 import torch
 import typer
 
-from experiments.cost_quality.plan import PLAN, PRESET, Arm, Plan, Rows, load_plan
-from mgk import tasks
+from experiments.cost_quality.plan import PLAN, PRESET, Arm, Plan, is_language_model, load_plan
+from experiments.result_rows import Rows, model_of
 from mgk._core.io import markdown_table
 from mgk._core.validation import fail
 from mgk.cli import run_app
@@ -28,8 +28,7 @@ from mgk.models import LanguageModel
 from mgk.models.generation import DecodingStep
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
-from mgk.training.config import ModelSpec, load_recipe
-from mgk.training.objectives import OBJECTIVES, LanguageModelling
+from mgk.training.config import load_recipe
 from mgk.training.runs import finished_runs
 from mgk.variants import VARIANTS
 
@@ -47,9 +46,8 @@ def trained_arms(plan: Plan, runs: Path) -> dict[Arm, Path]:
     """Return a run directory for each language model that has a cache and a finished run."""
     directories = {}
     for arm in plan.arms:
-        objective = OBJECTIVES[tasks.get_task(load_recipe(arm.recipe).task).objective]
         finished = finished_runs(arm.runs_folder(runs), arm.recipe, arm.model, PRESET)
-        has_cache = objective is LanguageModelling and arm.model.variant in VARIANTS
+        has_cache = is_language_model(load_recipe(arm.recipe)) and arm.model.variant in VARIANTS
         # Arms with other steps have the speed of their model.
         if has_cache and finished and arm.time_of is None:
             directories[arm] = finished[0]
@@ -136,9 +134,7 @@ def table(rows: Rows) -> str:
     )
     values: dict[tuple[str, ...], dict[str, float]] = {}
     for row in measured:
-        heads, kv_heads, key_heads = (int(row[name] or 0) for name in ("heads", "kv_heads", "key_heads"))
-        model = ModelSpec(row["variant"], heads, None if kv_heads == heads else kv_heads, key_heads or None)
-        key = row["task"], str(model), row["length"], row["gpu"]
+        key = row["task"], str(model_of(row)), row["length"], row["gpu"]
         values.setdefault(key, {})[row["metric"]] = float(row["value"])
     if not values:
         return ""
@@ -147,6 +143,22 @@ def table(rows: Rows) -> str:
         cells = [f"{by_metric[metric]:,.0f}" if metric in by_metric else "–" for metric in (PREFILL, DECODE, CACHE)]
         lines.append([task, f"`{name}`", f"{int(length):,}", *cells, gpu])
     return markdown_table(lines)
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Parse --lengths; an empty text has none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        fail("--lengths", f"must be positive integers separated by commas, got {text!r}")
+    return list(map(int, parts))
+
+
+def parse_device(text: str | None) -> torch.device:
+    """Parse --device; the default is a GPU if there is one."""
+    try:
+        return torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        fail("--device", f"must be a device of torch such as cpu or cuda:0, got {text!r}")
 
 
 @app.command()
@@ -158,8 +170,7 @@ def decoding(
     device: Annotated[str | None, typer.Option(help="Device; default: cuda if it is available.")] = None,
 ) -> None:
     """Time prefill and decoding of the trained decoders, and append the results."""
-    if not all(text.strip().isdecimal() and int(text) > 0 for text in lengths.split(",")):
-        fail("--lengths", f"must be positive integers separated by commas, got {lengths!r}")
+    cached_tokens, model_device = parse_lengths(lengths), parse_device(device)
     arms = trained_arms(load_plan(plan or PLAN), runs)
     if not arms:
         fail(
@@ -167,14 +178,14 @@ def decoding(
             f"{runs} has no finished run of a decoder of the plan: run python -m experiments.cost_quality --run",
         )
     check_output_directory("--results", out)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for arm, directory in arms.items():
-        model = RunDirectory(directory).load_language_model(place)
-        model = model.to(torch.bfloat16 if place.type == "cuda" else torch.float32)
-        for length in map(int, lengths.split(",")):
+        model = RunDirectory(directory).load_language_model(model_device)
+        model = model.to(torch.bfloat16 if model_device.type == "cuda" else torch.float32)
+        for length in cached_tokens:
             values = measure(model, length)
             results.append(out / f"{RECIPE}.csv", result_rows(arm, model, length, values))
-            print(f"{arm} of {arm.recipe}, {length:,} tokens: " + ", ".join(f"{k} {v:,.0f}" for k, v in values.items()))
+            numbers = ", ".join(f"{metric} {value:,.0f}" for metric, value in values.items())
+            print(f"{arm} of {arm.recipe}, {length:,} tokens: {numbers}")
 
 
 def main() -> None:

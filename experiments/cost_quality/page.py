@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.cost_quality.decoding import table as decoding_table
-from experiments.cost_quality.plan import Arm, Plan, Rows
+from experiments.cost_quality.plan import Arm, Plan
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
+from experiments.result_rows import Rows
 from experiments.statistics import Interval, mean_interval
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.palette import colour_of
@@ -17,6 +18,8 @@ from mgk.training.config import load_recipe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PICTURE = "cost-quality"  # name of the file
+MIN_ARMS = 3  # of the picture
 # Panels of the picture: title and value.
 PANELS = (
     ("training time, minutes", lambda summary: summary.minutes),
@@ -54,12 +57,11 @@ def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
         )
     parts = [f"{finished} of {planned} planned runs have results."]
     parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
-    recipe = next(iter(summaries)).recipe
-    if any(summary.is_language_model and not arm.overrides for arm, summary in summaries.items()):
+    if plotted_recipe(summaries) is not None:
         parts.append(f"![Perplexity against training time, cache and parameters]({picture})")
-    parts.append(_arms_table(summaries, recipe))
-    parts += [text for text in (decoding_table(rows),) if text]
-    return "\n\n".join(parts)
+    parts.append(_arms_table(summaries, next(iter(summaries)).recipe))
+    parts.append(decoding_table(rows))
+    return "\n\n".join(filter(None, parts))
 
 
 def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> str:
@@ -72,12 +74,21 @@ def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> s
     return ""
 
 
+def plotted_recipe(summaries: dict[Arm, ArmSummary]) -> str | None:
+    """Return the recipe of the picture, the first of a language model; None if fewer than MIN_ARMS have results."""
+    recipes = [arm.recipe for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides]
+    return recipes[0] if recipes and recipes.count(recipes[0]) >= MIN_ARMS else None
+
+
+def _plotted_arms(summaries: dict[Arm, ArmSummary], recipe: str) -> list[ArmSummary]:
+    return [summary for arm, summary in summaries.items() if arm.recipe == recipe and not arm.overrides]
+
+
 def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[object]]:
     """Return the numbers that `draw` plots."""
-    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe and not arm.overrides]
     return [
         [str(summary.arm), list(summary.values.values()), *(cost_of(summary) for _, cost_of in PANELS)]
-        for summary in family
+        for summary in _plotted_arms(summaries, recipe)
     ]
 
 
@@ -142,19 +153,16 @@ def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]
     return front
 
 
-def draw(summaries: dict[Arm, ArmSummary], recipe: str) -> Figure | None:
-    """Draw perplexity against training time, cache and parameters; None with results of fewer than three arms."""
+def draw(summaries: dict[Arm, ArmSummary], recipe: str) -> Figure:
+    """Draw perplexity against training time, cache and parameters."""
     from matplotlib.figure import Figure
 
-    family = [s for arm, s in summaries.items() if arm.recipe == recipe and not arm.overrides]
-    if len(family) < 3:
-        return None
     spread = family_spread(summaries, recipe)
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, (title, cost_of) in zip(axes, PANELS, strict=True):
         points = []
-        for summary in family:
+        for summary in _plotted_arms(summaries, recipe):
             cost = cost_of(summary)
             if cost is None:
                 continue
@@ -168,7 +176,8 @@ def draw(summaries: dict[Arm, ArmSummary], recipe: str) -> Figure | None:
                 color=colour,
             )  # fmt: skip
         front = pareto_front(points)
-        axis.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1, zorder=0) if front else None
+        if front:
+            axis.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1, zorder=0)
         axis.set_xlabel(title)
         axis.margins(x=0.2)
         axis.spines[["top", "right"]].set_visible(False)

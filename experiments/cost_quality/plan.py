@@ -1,4 +1,4 @@
-"""The plan of the study: arms, seeds and questions, read from plan.yaml, and the runs that results lack."""
+"""The plan of a study: arms, seeds and questions, read from plan.yaml."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import yaml
 
+from experiments.result_rows import Rows
+from mgk import tasks
 from mgk._core.validation import fail
 from mgk.training.config import ModelSpec, Recipe, load_recipe
 from mgk.training.equal_time import EqualTimeSpec, steps_of, with_steps
+from mgk.training.objectives import OBJECTIVES, LanguageModelling
 from mgk.training.sweep import filter_rows
 
 PRESET = "paper"
 PLAN = Path(__file__).parent / "plan.yaml"
-
-Rows = list[dict[str, str]]
+REQUIRED = ("stages", "questions", "judged_split")  # keys of a plan
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,19 @@ class Plan:
 
 def load_plan(path: Path = PLAN) -> Plan:
     """Read and check a plan."""
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not content.keys() >= set(REQUIRED):
+        fail("plan", f"{path} must have the keys {', '.join(REQUIRED)}")
+    arms = _read_arms(content["stages"], path)
+    questions = _read_questions(content["questions"], arms, path)
+    texts = {name: content[name].strip() for name in ("title", "scope") if name in content}
+    return Plan(arms, questions, content["judged_split"], **texts, option=_plan_option(path))
+
+
+def _read_arms(stages: list[dict[str, Any]], path: Path) -> dict[Arm, int]:
+    """Return the arms of all stages with their numbers of seeds."""
     arms: dict[Arm, int] = {}
-    for stage in content["stages"]:
+    for stage in stages:
         for overrides in stage.get("sets", [[]]):
             # Settings with the recipe's values are no overrides: the runs serve two stages.
             original = load_recipe(stage["recipe"])
@@ -115,19 +127,36 @@ def load_plan(path: Path = PLAN) -> Plan:
             for text, seeds in stage["arms"].items():
                 arm = Arm.parse(stage["recipe"], text, changed)
                 arms[arm] = max(seeds, arms.get(arm, 0))
+    for arm in arms:
+        # The number of steps of a time-matched arm follows from the step times of both models.
+        for model in () if arm.time_of is None else (arm.model, arm.time_of):
+            if Arm(arm.recipe, model) not in arms:
+                fail("arm", f"{arm} of {arm.recipe} needs the step time of {model}: no stage of {path} trains {model}")
+    return arms
+
+
+def _read_questions(entries: list[dict[str, str]], arms: dict[Arm, int], path: Path) -> tuple[Question, ...]:
     questions = []
-    for entry in content["questions"]:
+    for entry in entries:
         first = Arm.parse(entry["recipe"], entry["first"])
         second = Arm.parse(entry.get("second_recipe", entry["recipe"]), entry["second"])
         for arm in (first, second):
             if arm not in arms:
                 fail("question", f"{entry['title']!r}: no stage of {path} trains {arm} of {arm.recipe}")
         questions.append(Question(entry["title"], first, second))
-    texts = {name: content[name].strip() for name in ("title", "scope") if name in content}
+    return tuple(questions)
+
+
+def _plan_option(path: Path) -> str:
+    """Return the option of the command that selects a plan, with the path from the root of the repository."""
     root, absolute = PLAN.parents[2], path.resolve()
-    name = absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path.name
-    option = "" if absolute == PLAN.resolve() else f" --plan {name}"
-    return Plan(arms, tuple(questions), content["judged_split"], **texts, option=option)
+    if absolute == PLAN.resolve():
+        return ""
+    return f" --plan {absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path.name}"
+
+
+def is_language_model(recipe: Recipe) -> bool:
+    return OBJECTIVES[tasks.get_task(recipe.task).objective] is LanguageModelling
 
 
 def runs_of(rows: Rows, arm: Arm, recipe: Recipe) -> Rows:

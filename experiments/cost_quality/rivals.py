@@ -70,6 +70,11 @@ class DifferentialAttention(nn.Module):
         self.lambdas = nn.Parameter(0.1 * torch.randn(2, 2, head_dim))
         self.head_norm = nn.RMSNorm(2 * head_dim, eps=EPS)
 
+    @property
+    def cache_width(self) -> int:
+        """Number of cached values per token."""
+        return self.key.out_features + self.value.out_features
+
     def forward(
         self,
         x: Tensor,

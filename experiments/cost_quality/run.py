@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from experiments.cost_quality.plan import PRESET, Arm, Plan, Rows
+from experiments import commands
+from experiments.cost_quality.plan import PRESET, Arm, Plan
+from experiments.result_rows import Rows, read_results
 from mgk import tasks
-from mgk.training import results
-from mgk.training.cluster import ClusterOptions, execute_jobs, srun_command
+from mgk.tasks.data_cache import Progress
+from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import Recipe, load_recipe
 from mgk.training.equal_time import record_steps
 from mgk.training.job_queue import Job, resolve_max_running
 from mgk.training.sweep import is_timed, is_trained, train_job
 from mgk.training.trainer import Run
-
-Progress = Callable[[str, int, int], None]
-
-
-def read_results(out: Path) -> Rows:
-    return results.read(sorted(out.glob("*.csv")))
 
 
 def setup_of(arm: Arm, recipe: Recipe, data: Path) -> str:
@@ -67,14 +60,13 @@ def timing_commands(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -
     """Return the `mgk compare` commands that time trained arms in isolation."""
     untimed: dict[str, list[str]] = {}
     for arm in plan.arms:
-        if arm.time_of is None and not arm.overrides:
-            recipe = arm.resolve(rows)
-            assert recipe is not None
-            setup = setup_of(arm, recipe, data)
-            if is_trained(rows, recipe, arm.model, PRESET, 0, setup) and not is_timed(
-                rows, recipe, arm.model, PRESET, setup
-            ):
-                untimed.setdefault(arm.recipe, []).append(str(arm.model))
+        if arm.time_of is not None or arm.overrides:
+            continue
+        recipe = load_recipe(arm.recipe)
+        setup = setup_of(arm, recipe, data)
+        trained = is_trained(rows, recipe, arm.model, PRESET, 0, setup)
+        if trained and not is_timed(rows, recipe, arm.model, PRESET, setup):
+            untimed.setdefault(arm.recipe, []).append(str(arm.model))
     options = ["--alone", "--out", str(out), "--runs", str(runs), "--data-dir", str(data)]
     return [["compare", recipe, "--rows", ",".join(models), *options] for recipe, models in untimed.items()]
 
@@ -104,27 +96,24 @@ def run(
         cluster: Resources of jobs on a SLURM cluster, which also times the models; None for this machine.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    for name in dict.fromkeys(arm.recipe for arm in plan.arms):
-        recipe = next(arm for arm in plan.arms if arm.recipe == name).resolve([])
-        if recipe is not None:
-            tasks.get_task(recipe.task).prepare(data, os.cpu_count() or 1, progress)
+    for task in dict.fromkeys(load_recipe(arm.recipe).task for arm in plan.arms):
+        tasks.get_task(task).prepare(data, os.cpu_count() or 1, progress)
     failed: list[str] = []
-    previous: list[str] = []
+    previous: tuple[list[Path], list[Arm]] | None = None
     while time.monotonic() < end:
         pending, waiting = missing_jobs(plan, read_results(out), out, runs, data)
-        names = [f"{job.name} {job.seed} {job.directory}" for job in pending]
-        if names == previous and names:
-            break  # every remaining run failed
-        previous = names
+        missing = [job.directory for job in pending], waiting
+        if missing == previous:  # the last pass has added no results
+            failed += [f"{arm} of {arm.recipe} (the step time of {arm.time_of} is missing)" for arm in waiting]
+            break
+        previous = missing
         remaining = None if minutes is None else max(0.0, end - time.monotonic()) / 60
         queue = execute_jobs(pending, resolve_max_running(jobs), remaining, cluster)
         failed += [f"{job.name} (see {job.log})" for job in queue.failed]
         if queue.unfinished:
             break
         for command in timing_commands(plan, read_results(out), out, runs, data):
-            local = [sys.executable, "-m", "mgk", *command]
-            full = local if cluster is None else srun_command(local, cluster)
-            if time.monotonic() < end and subprocess.call(full):
+            if time.monotonic() < end and commands.run_mgk(command, cluster):
                 failed.append(f"mgk {' '.join(command)}")
         if not waiting or failed:
             break

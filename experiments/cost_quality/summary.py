@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, Rows, runs_of
+from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, is_language_model, runs_of
+from experiments.result_rows import Rows
 from experiments.statistics import Interval, Spread, compare, pooled_spread
 from mgk import tasks
 from mgk.models.attention_layer import make_attention
 from mgk.training import predictions, results
-from mgk.training.config import ModelSpec, Recipe
+from mgk.training.config import ModelSpec, Recipe, load_recipe
 from mgk.training.equal_time import STEP_TIME
 from mgk.training.objectives import OBJECTIVES, LanguageModelling
 
@@ -65,10 +66,9 @@ def cache_bytes_per_token(recipe: Recipe, model: ModelSpec) -> int:
     for index, variant in enumerate(config.layer_variants):
         with torch.device("meta"):
             layer = make_attention(config, variant, index, is_causal=True, rotary=10000.0)
+        # The layers of this package have no cache for decoding, but a property with its width.
         if hasattr(layer, "cache_width"):
             total += layer.cache_width * CACHE_DTYPE.itemsize
-        elif variant == "diff":
-            total += (layer.key.out_features + layer.value.out_features) * CACHE_DTYPE.itemsize
         else:
             total += layer.to(CACHE_DTYPE).make_cache(1, 1).nbytes
     return total
@@ -76,9 +76,8 @@ def cache_bytes_per_token(recipe: Recipe, model: ModelSpec) -> int:
 
 def metric_of(recipe: Recipe, plan: Plan) -> tuple[str, str]:
     """Return the split and the metric that judge the runs of a recipe."""
-    objective = OBJECTIVES[tasks.get_task(recipe.task).objective]
-    metric = objective.test_metric(recipe.training)
-    if objective is LanguageModelling:
+    metric = OBJECTIVES[tasks.get_task(recipe.task).objective].test_metric(recipe.training)
+    if is_language_model(recipe):
         return plan.judged_split, metric.replace("perplexity", "loss", 1)
     return "test", metric
 
@@ -98,9 +97,8 @@ def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
         setups = {row["setup"] for row in judged}
         if len(setups) > 1:
             raise ValueError(f"{arm} of {arm.recipe} has results of {len(setups)} different settings or data")
-        timed = runs_of(rows, arm, arm_recipe) if (arm_recipe := _timed_recipe(arm, rows)) else runs
-        step_ms = results.latest_value(timed, STEP_TIME)
-        is_text = OBJECTIVES[tasks.get_task(recipe.task).objective] is LanguageModelling
+        # Models are timed with the recipe's own settings: a time-matched arm has the step time of its model.
+        step_ms = results.latest_value(runs_of(rows, arm, load_recipe(arm.recipe)), STEP_TIME)
         summaries[arm] = ArmSummary(
             arm,
             recipe,
@@ -109,14 +107,9 @@ def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
             None if step_ms is None else recipe.training.steps * step_ms / 60_000,
             step_ms,
             int(judged[-1]["params"]),
-            cache_bytes_per_token(recipe, arm.model) if is_text else None,
+            cache_bytes_per_token(recipe, arm.model) if is_language_model(recipe) else None,
         )
     return summaries
-
-
-def _timed_recipe(arm: Arm, rows: Rows) -> Recipe | None:
-    """Return the recipe under which the arm's model was timed: a time-matched arm has the step time of its model."""
-    return Arm(arm.recipe, arm.model).resolve(rows) if arm.time_of or arm.overrides else None
 
 
 def family_spread(summaries: dict[Arm, ArmSummary], recipe: str) -> Spread | None:
@@ -163,13 +156,11 @@ def answer(question: Question, plan: Plan, summaries: dict[Arm, ArmSummary], fol
     first, second = summaries.get(question.first), summaries.get(question.second)
     if first is None or second is None:
         return Answer(question, None, "%")
-    blocks = read_blocks(first, plan, folder), read_blocks(second, plan, folder)
-    paired = None if blocks[0] is None or blocks[1] is None else (blocks[0], blocks[1])
     interval = compare(
         list(first.values.values()),
         list(second.values.values()),
         family_spread(summaries, question.first.recipe),
-        paired,
+        (read_blocks(first, plan, folder), read_blocks(second, plan, folder)),
     )
     # A difference of d nats changes the perplexity by the factor exp(d); below 5 % both agree to a fortieth.
     if first.is_language_model:

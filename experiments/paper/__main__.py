@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from experiments.commands import add_plugin
 from mgk._core.validation import fail, number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
@@ -20,9 +20,6 @@ from mgk.cli.cluster_options import (
     TimeLimit,
     read_cluster_options,
 )
-
-# Child processes (training runs, analyses) load the tasks and recipes of this package through MGK_PLUGINS.
-PLUGIN = "experiments.paper"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -92,8 +89,7 @@ def evidence(
 
 
 def main() -> None:
-    plugins = [name for name in os.environ.get("MGK_PLUGINS", "").split(",") if name not in ("", PLUGIN)]
-    os.environ["MGK_PLUGINS"] = ",".join([*plugins, PLUGIN])
+    add_plugin("experiments.paper")
     run_app(lambda: app, "python -m experiments.paper", sys.argv[1:])
 
 

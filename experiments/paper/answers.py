@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from experiments.paper import front_page, kernel_targets, speed_table, verdicts
 from experiments.paper.claims import cost, heads, quality
 from experiments.paper.claims.quality import ExperimentResults, Verdict
 from experiments.paper.intervals import Difference
-from experiments.paper.kernel_targets import Record
 from experiments.paper.text import wrap
+from experiments.result_rows import Rows
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
@@ -110,21 +111,21 @@ def _range_of_differences(item: ExperimentResults, judged: Sequence[Verdict]) ->
     name = NAMES[item.experiment.recipe]
     if not known or not widths:
         return f"{name}: {verdicts.MISSING}"
-    low, high = (pick(difference.difference for difference in known) for pick in (min, max))
-    values = f"{format_signed(low)} to {format_signed(high)} {item.results.scale.unit}"
+    differences = [difference.difference for difference in known]
+    values = f"{format_signed(min(differences))} to {format_signed(max(differences))} {item.results.scale.unit}"
     return f"{name}: {len(known)} pairs, {values}, each ± {format_number(max(widths))} or less"
 
 
 def _same(text: ExperimentResults, listops: ExperimentResults) -> list[str]:
-    judged = [
-        (item, [verdict for verdict in quality.judge_same(item) if verdict.second.variant == "softmax"])
+    in_text, in_listops = (
+        [verdict for verdict in quality.judge_same(item) if verdict.second.variant == "softmax"]
         for item in (text, listops)
-    ]
+    )
     return [
         "2. With the same heads the mixture is better",
         BREAK.join([paper_numbers(text, "softmax:8 smgk:8 mgk:8"), paper_numbers(listops, "softmax:4 smgk:4 mgk:4")]),
-        BREAK.join([evidence(*judged[0]), _range_of_differences(*judged[1])]),
-        BREAK.join(answer(*pair) for pair in judged),
+        BREAK.join([evidence(text, in_text), _range_of_differences(listops, in_listops)]),
+        BREAK.join([answer(text, in_text), answer(listops, in_listops)]),
     ]
 
 
@@ -141,15 +142,16 @@ def _linear(text: ExperimentResults) -> list[str]:
 
 
 def _heads(analyses: dict[str, list[heads.HeadStats]]) -> list[str]:
-    measure, *_ = heads.MEASURES
+    measure = next(iter(heads.MEASURES))
     parts, judged = [], []
     for name in ("retrieval-peerread-random-analysis", "enwiki-lm-2-analysis"):
-        for first, second, measured, result, verdict in heads.judge(analyses.get(name, [])):
-            judged.append(verdict)
-            if measured == measure:
-                loss = heads.loss_difference(analyses[name], first, second, "dev")
+        for item in heads.judge(analyses.get(name, [])):
+            judged.append(item.verdict)
+            if item.measure == measure:
+                loss = heads.loss_difference(analyses[name], item.mixture, item.baseline, "dev")
                 at = "" if loss is None else f" (dev loss {format_signed(loss)})"
-                parts.append(f"{first} against {second}: {format_signed(result.difference, 1)}{at}")
+                difference = format_signed(item.difference.difference, 1)
+                parts.append(f"{item.mixture} against {item.baseline}: {difference}{at}")
     words = WORDS[verdicts.overall(judged)]
     return [
         "4. Ranks are higher, heads less alike",
@@ -164,7 +166,7 @@ def _range(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _cost(experiments: list[ExperimentResults], rows: list[Record]) -> list[str]:
+def _cost(experiments: list[ExperimentResults], rows: Rows) -> list[str]:
     timed = [cost.experiment_costs(item, rows) for item in experiments if item.experiment.timed]
     parts, answers = [], []
     for variant in ("smgk", "mgk"):
@@ -172,15 +174,14 @@ def _cost(experiments: list[ExperimentResults], rows: list[Record]) -> list[str]
         ratios = [cost.ratios(*pair) for pair in pairs]
         judged = [cost.judge_all(*pair) for pair in pairs]
         numbers, counts = [], []
-        for name in (*cost.COUNTS, *list(cost.MEASURED.values())[:2]):
+        for name in (*cost.COUNTS, *cost.TIMES):
             values = [ratio[name] for ratio in ratios if name in ratio]
-            holds, fails = (
-                sum(verdict.get(name) == kind for verdict in judged) for kind in (verdicts.HOLDS, verdicts.FAILS)
-            )
             if values:
+                lower, higher = (
+                    sum(verdict.get(name) == kind for verdict in judged) for kind in (verdicts.HOLDS, verdicts.FAILS)
+                )
                 numbers.append(f"{name} {_range(values)}".replace(" ", JOIN))
-                higher = f", higher in {fails}" if fails else ""
-                counts.append(f"{name} in {holds} of {len(values)} pairs{higher}")
+                counts.append(f"{name} in {lower} of {len(values)} pairs" + (f", higher in {higher}" if higher else ""))
         if numbers:
             parts += [f"{variant}, over softmax with all heads:", *numbers]
             answers += [f"{variant} is lower:", *counts]
@@ -202,7 +203,7 @@ def _hard(listops: ExperimentResults) -> list[str]:
     ]
 
 
-def table(experiments: list[ExperimentResults], analyses: dict[str, list[heads.HeadStats]], rows: list[Record]) -> str:
+def table(experiments: list[ExperimentResults], analyses: dict[str, list[heads.HeadStats]], rows: Rows) -> str:
     """Format the claims: the paper's number, the best evidence, the answer, and the experiment that would settle it."""
     text, listops = (find(experiments, recipe) for recipe in (TEXT, LISTOPS))
     claims = [
@@ -231,7 +232,73 @@ def first_sentence(equal_time: str) -> str:
     return answers.get(equal_time, f"Mixture keys at equal training time against softmax attention: {equal_time}.")
 
 
-def advice(experiments: list[ExperimentResults], rows: list[Record], equal_time: str) -> str:
+class Advice(NamedTuple):
+    """A use of mixture keys, and the verdict on it."""
+
+    verdict: str
+    sentence: str
+
+
+def _language_model_advice(text: ExperimentResults, rows: Rows) -> list[Advice]:
+    """Return the uses in a language model, each decided by a pair of models."""
+    same, half_keys, half = quality.judge_same(text), quality.judge_half_keys(text), quality.judge_half(text)
+    share = front_page.cache_share(ModelSpec.parse("smgk:8/4"), ModelSpec.parse("softmax:8"))
+    uses = (
+        (
+            "You want a lower perplexity from the same heads and the same cache, and accept a longer step",
+            same, "smgk:8", "softmax:8",
+        ),
+        (
+            "You train a decoder with grouped key heads and want a lower perplexity from the same cache",
+            same, "smgk:8/4", "softmax:8/4",
+        ),
+        (f"You want the quality of all key heads at {share:.2f} of the cache", half_keys, "smgk:8/4", "softmax:8"),
+        ("You want to halve all heads of a language model without a loss", half, "smgk:4", "softmax:8"),
+    )  # fmt: skip
+    steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(text, rows)}
+    advices = []
+    for use, judged, first, second in uses:
+        pair = ModelSpec.parse(first), ModelSpec.parse(second)
+        verdict = next((item for item in judged if (item.first, item.second) == pair), None)
+        if verdict is None or verdict.difference is None:
+            advices.append(Advice(verdicts.MISSING, f"{use}: {verdicts.MISSING}."))
+            continue
+        seeds = " and ".join(str(count) for count in verdict.difference.counts)
+        words = f"perplexity {format_difference(text, verdict.difference)}, {seeds} seeds"
+        times = [steps.get(row) for row in pair]
+        if times[0] is not None and times[1] is not None:
+            words += f", training step {times[0] / times[1]:.2f}"
+        advices.append(Advice(verdict.verdict, f"{use}: {words} (`{first}` against `{second}`)."))
+    return advices
+
+
+def _control_advice(listops: ExperimentResults) -> list[Advice]:
+    """Return the advice against mixtures if softmax with half the heads suffices."""
+    judged = quality.judge_half(listops)
+    controls = [item.verdict for item in judged if item.control and item.family == "softmax to MGK"]
+    if verdicts.overall(controls) != verdicts.HOLDS:
+        return []
+    return [Advice(verdicts.FAILS, "Softmax with fewer heads is enough, as on ListOps: train that baseline first.")]
+
+
+def _operator_advice(rows: Rows) -> list[Advice]:
+    """Return the advice on saving time alone, if the times of sMGK and softmax with half the heads are known."""
+    gpu = kernel_targets.on_gpu(rows)
+    mixture = [kernel_targets.mean(kernel_targets.ratios(gpu, "smgk", pass_)) for pass_ in PASSES]
+    softmax = [kernel_targets.mean(speed_table.half_softmax_ratios(gpu, pass_)) for pass_ in PASSES]
+    times = [time for time in (*mixture, *softmax) if time is not None]
+    if len(times) < len(mixture) + len(softmax):
+        return []
+    forward, both, softmax_forward, softmax_both = times
+    sentence = (
+        f"Time is all that you want to save: the operator with half the heads takes {forward:.2f} and {both:.2f} of "
+        f"softmax's time (forward; with gradients), softmax with half the heads {softmax_forward:.2f} and "
+        f"{softmax_both:.2f}."
+    )
+    return [Advice(verdicts.FAILS if softmax_forward < forward else verdicts.OPEN, sentence)]
+
+
+def advice(experiments: list[ExperimentResults], rows: Rows, equal_time: str) -> str:
     """Sort the uses by the verdicts: use it, do not use it, undecided.
 
     Args:
@@ -240,62 +307,15 @@ def advice(experiments: list[ExperimentResults], rows: list[Record], equal_time:
         equal_time: Answer of the study to the comparison at equal training time, "" without runs.
     """
     text, listops = (find(experiments, recipe) for recipe in (TEXT, LISTOPS))
-    steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(text, rows)}
-    uses: dict[str, list[str]] = {verdicts.HOLDS: [], verdicts.FAILS: [], verdicts.OPEN: []}
-
-    def add(verdict: str, sentence: str) -> None:
-        kind = verdicts.HOLDS if verdict in (verdicts.HOLDS, verdicts.SO_FAR) else verdict
-        uses[kind if kind in uses else verdicts.OPEN].append(sentence)
-
-    def measured(judged: list[Verdict], first: str, second: str) -> tuple[str, str]:
-        """Return the verdict on a pair, and its difference, seeds and step in words."""
-        pair = ModelSpec.parse(first), ModelSpec.parse(second)
-        verdict = next((item for item in judged if (item.first, item.second) == pair), None)
-        if verdict is None or verdict.difference is None:
-            return verdicts.MISSING, verdicts.MISSING
-        seeds = " and ".join(str(count) for count in verdict.difference.counts)
-        words = f"perplexity {format_difference(text, verdict.difference)}, {seeds} seeds"
-        times = [steps.get(row) for row in pair]
-        if times[0] is not None and times[1] is not None:
-            words += f", training step {times[0] / times[1]:.2f}"
-        return verdict.verdict, f"{words} (`{first}` against `{second}`)"
-
-    verdict, words = measured(quality.judge_same(text), "smgk:8", "softmax:8")
-    add(
-        verdict,
-        f"You want a lower perplexity from the same heads and the same cache, and accept a longer step: {words}.",
-    )
-    verdict, words = measured(quality.judge_same(text), "smgk:8/4", "softmax:8/4")
-    add(
-        verdict, f"You train a decoder with grouped key heads and want a lower perplexity from the same cache: {words}."
-    )
-    verdict, words = measured(quality.judge_half_keys(text), "smgk:8/4", "softmax:8")
-    share = front_page.cache_share(ModelSpec.parse("smgk:8/4"), ModelSpec.parse("softmax:8"))
-    add(verdict, f"You want the quality of all key heads at {share:.2f} of the cache: {words}.")
-    verdict, words = measured(quality.judge_half(text), "smgk:4", "softmax:8")
-    add(verdict, f"You want to halve all heads of a language model without a loss: {words}.")
-    controls = [
-        item.verdict for item in quality.judge_half(listops) if item.control and item.family == "softmax to MGK"
-    ]
-    if verdicts.overall(controls) == verdicts.HOLDS:
-        add(verdicts.FAILS, "Softmax with fewer heads is enough, as on ListOps: train that baseline first.")
-    gpu = kernel_targets.on_gpu(rows)
-    times = [kernel_targets.mean(kernel_targets.ratios(gpu, "smgk", which)) for which in PASSES]
-    control = [kernel_targets.mean(speed_table.half_softmax_ratios(gpu, which)) for which in PASSES]
-    if all(value is not None for value in (*times, *control)):
-        numbers = [" and ".join(f"{value:.2f}" for value in values) for values in (times, control)]
-        sentence = (
-            f"Time is all that you want to save: the operator with half the heads takes {numbers[0]} of softmax's time "
-            f"(forward; with gradients), softmax with half the heads {numbers[1]}."
-        )
-        add(verdicts.FAILS if control[0] < times[0] else verdicts.OPEN, sentence)  # type: ignore[operator]
-    add(
+    at_equal_time = Advice(
         {"better": verdicts.HOLDS, "worse": verdicts.FAILS}.get(equal_time, verdicts.OPEN),
         f"You compare at equal training time instead of equal steps: {equal_time or 'no run of the study yet'}.",
     )
     titles = {verdicts.HOLDS: "Use it when", verdicts.FAILS: "Do not use it when", verdicts.OPEN: "Not decided yet"}
-    return "\n\n".join(
-        f"**{title}**\n\n" + "\n".join(wrap(f"- {sentence}", indent="  ") for sentence in uses[kind])
-        for kind, title in titles.items()
-        if uses[kind]
-    )
+    uses: dict[str, list[str]] = {title: [] for title in titles.values()}
+    for item in (
+        *_language_model_advice(text, rows), *_control_advice(listops), *_operator_advice(rows), at_equal_time,
+    ):  # fmt: skip
+        verdict = verdicts.HOLDS if item.verdict == verdicts.SO_FAR else item.verdict
+        uses[titles.get(verdict, titles[verdicts.OPEN])].append(wrap(f"- {item.sentence}", indent="  "))
+    return "\n\n".join(f"**{title}**\n\n" + "\n".join(lines) for title, lines in uses.items() if lines)

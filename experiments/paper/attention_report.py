@@ -24,7 +24,6 @@ from experiments.paper.kernel_targets import (
     MEANS,
     NAMES,
     SMALL_SHAPE,
-    Record,
     geometric_mean,
     plain_ratios,
     ratios,
@@ -32,6 +31,7 @@ from experiments.paper.kernel_targets import (
     shape_of,
 )
 from experiments.paper.speed_table import half_softmax_ratios
+from experiments.result_rows import Rows
 from mgk._core.io import format_number, markdown_table, replacing, write_atomically
 from mgk._core.palette import COLOURS
 from mgk.bench.implementations import Shape
@@ -42,10 +42,10 @@ SHAPES = (*GOAL_SHAPES, SMALL_SHAPE)
 SDPA_HEADS = {"H heads": (1, 1), "H heads, H/2 key heads": (1, 2), "H/2 heads": (2, 2)}
 
 
-def speed_table(rows: list[Record]) -> str:
+def speed_table(rows: Rows) -> str:
     """Return the table of times relative to the best SDPA."""
-    columns = {(name, which): ratios(rows, name, which) for name in NAMES for which in PASSES}
-    lines = [["B × H × N × D", *(f"{NAMES[name]} {which}" for name, which in columns)]]
+    columns = {(name, pass_): ratios(rows, name, pass_) for name in NAMES for pass_ in PASSES}
+    lines = [["B × H × N × D", *(f"{NAMES[name]} {pass_}" for name, pass_ in columns)]]
     lines += [[shape, *(format_number(by_shape.get(shape)) for by_shape in columns.values())] for shape in SHAPES]
     means, largest = ["**geometric mean without the last**"], ["largest of them"]
     for by_shape in columns.values():
@@ -54,9 +54,9 @@ def speed_table(rows: list[Record]) -> str:
         means.append("–" if mean is None else f"**{mean:.2f}**")
         largest.append(format_number(max(values, default=None)))
     eager = ["mean of eager calls, with launch overhead"]
-    for name, which in columns:
-        eager.append(format_number(kernel_targets.mean(plain_ratios(rows, name, which))))
-    goals = ["goal of the mean", *(format_number(MEANS[name][PASSES.index(which)]) for name, which in columns)]
+    for name, pass_ in columns:
+        eager.append(format_number(kernel_targets.mean(plain_ratios(rows, name, pass_))))
+    goals = ["goal of the mean", *(format_number(MEANS[name][PASSES.index(pass_)]) for name, pass_ in columns)]
     return markdown_table([*lines, means, largest, goals, eager])
 
 
@@ -67,33 +67,33 @@ FLEX = {
 }
 
 
-def baselines_table(rows: list[Record]) -> str:
+def baselines_table(rows: Rows) -> str:
     """Return the table of other implementations relative to the best SDPA."""
     lines = [["", *PASSES]]
     for heads, (share, key_share) in SDPA_HEADS.items():
         for backend in ("cudnn", "flash"):
-            cells = [sdpa_mean(rows, backend, share, key_share, which) for which in PASSES]
+            cells = [sdpa_mean(rows, backend, share, key_share, pass_) for pass_ in PASSES]
             lines.append([f"SDPA {backend}, {heads}", *cells])
     for backend, description in FLEX.items():
-        flex = [select(rows, "speed", which, backend=backend) for which in PASSES]
+        flex = [select(rows, "speed", pass_, backend=backend) for pass_ in PASSES]
         if any(flex):
             cells = [", ".join(f"{float(row['ratio']):.2f} ({shape_of(row)})" for row in of_pass) for of_pass in flex]
             lines.append([description, *cells])
     return markdown_table(lines)
 
 
-def sdpa_mean(rows: list[Record], backend: str, share: int, key_share: int, which: str) -> str:
+def sdpa_mean(rows: Rows, backend: str, share: int, key_share: int, pass_: str) -> str:
     """Return the geometric mean of SDPA's ratios with H / share heads and H / key_share key heads."""
     by_shape = {
         shape_of(row): float(row["ratio"])
-        for row in select(rows, "speed", which, variant="softmax", backend=backend)
+        for row in select(rows, "speed", pass_, variant="softmax", backend=backend)
         if kernel_targets.has_heads(row, share, key_share)
     }
     values = [by_shape[shape] for shape in GOAL_SHAPES if shape in by_shape]
     return format_number(geometric_mean(values)) if values else "–"
 
 
-def part_table(rows: list[Record], task: str, unit: str) -> str:
+def part_table(rows: Rows, task: str, unit: str) -> str:
     """Return the table of all measurements of a part of the benchmark."""
     lines = [["B × H × N × D", "pass", "variant", "backend", "heads", "M", unit, "ratio", "eager ms"]]
     for row in sorted(select(rows, task), key=lambda r: (int(r["length"]), shape_of(r), r["pass"])):
@@ -115,7 +115,7 @@ TITLES = {
 }
 
 
-def report(rows: list[Record]) -> str:
+def report(rows: Rows) -> str:
     """Return the contents of results/attention.md."""
     last = rows[-1]
     commits, dates = (", ".join(sorted({row[name] for row in rows})) for name in ("commit", "date"))
@@ -142,11 +142,11 @@ def report(rows: list[Record]) -> str:
     return "\n".join(text) + "\n"
 
 
-def draw_speed(axis: Axes, rows: list[Record], which: str) -> None:
+def draw_speed(axis: Axes, rows: Rows, pass_: str) -> None:
     """Draw the ratios of one pass as dots, a line per shape; softmax with half the heads is a vertical tick."""
-    control = half_softmax_ratios(rows, which)
+    control = half_softmax_ratios(rows, pass_)
     for y, shape in enumerate(SHAPES):
-        measured = {name: ratio for name in NAMES if (ratio := ratios(rows, name, which).get(shape)) is not None}
+        measured = {name: ratio for name in NAMES if (ratio := ratios(rows, name, pass_).get(shape)) is not None}
         if measured:
             axis.plot([min(measured.values()), max(measured.values())], [y, y], color="#d0d0d0", linewidth=2, zorder=1)
         if shape in control:
@@ -156,7 +156,8 @@ def draw_speed(axis: Axes, rows: list[Record], which: str) -> None:
     axis.axvline(1, color="black", linewidth=1)
     axis.set_xlim(0.35, 1.4)
     axis.set_ylim(len(SHAPES) - 0.5, -0.5)
-    axis.set_title({"forward": "forward"}.get(which, "forward + backward, all gradients"), fontsize=11)
+    title = pass_ if pass_ == PASSES[0] else "forward + backward, all gradients"
+    axis.set_title(title, fontsize=11)
     axis.set_xlabel("time relative to the best SDPA with H heads", fontsize=10)
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -164,25 +165,25 @@ def draw_speed(axis: Axes, rows: list[Record], which: str) -> None:
 
 
 def describe_shape(shape: str) -> str:
-    """Return a shape in words: length, width, batch and heads."""
+    """Return the length and width of a shape, and whether it is causal."""
     parsed = Shape.parse(shape)
     causal = ", causal" if parsed.causal else ""
     return f"{parsed.length:,} × {parsed.width}{causal}"
 
 
-def draw_linear(axis: Axes, rows: list[Record]) -> None:
+def draw_linear(axis: Axes, rows: Rows) -> None:
     """Draw the times of linear attention against the length, with the names at the ends of the lines."""
     selected = select(rows, "linear")
     for variant, name in (("mlk", "MLK, H/2 heads"), ("softmax", "best SDPA, H heads")):
-        for which, style in zip(PASSES, ("-", "--"), strict=True):
+        for pass_, style in zip(PASSES, ("-", "--"), strict=True):
             times: dict[int, float] = {}
-            for row in (r for r in selected if r["variant"] == variant and r["pass"] == which):
+            for row in (r for r in selected if r["variant"] == variant and r["pass"] == pass_):
                 n, ms = int(row["length"]), float(row["value"])
                 times[n] = min(ms, times.get(n, ms))
             if times:
                 x = sorted(times)
                 axis.plot(x, [times[n] for n in x], style, marker="o", color=COLOURS[variant])
-                label = name if which == PASSES[0] else f"{name}, with gradients"
+                label = name if pass_ == PASSES[0] else f"{name}, with gradients"
                 axis.annotate(
                     label, (x[-1], times[x[-1]]), xytext=(8, 0), textcoords="offset points", va="center", fontsize=10,
                     color=COLOURS[variant],
@@ -198,15 +199,15 @@ def draw_linear(axis: Axes, rows: list[Record]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw(rows: list[Record], path: Path) -> None:
+def draw(rows: Rows, path: Path) -> None:
     """Draw the speed and, if there are several lengths, linear attention to a PNG file."""
     linear = len({row["length"] for row in select(rows, "linear")}) > 1
     heights = [3.6, 2.6][: 1 + linear]
     figure = pyplot.figure(figsize=(8.8, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     speed = parts[0].subplots(1, len(PASSES), sharey=True)
-    for axis, which in zip(speed, PASSES, strict=True):
-        draw_speed(axis, rows, which)
+    for axis, pass_ in zip(speed, PASSES, strict=True):
+        draw_speed(axis, rows, pass_)
     speed[0].set_yticks(range(len(SHAPES)), [describe_shape(shape) for shape in SHAPES], fontsize=10)
     speed[0].set_ylabel("length × head width", fontsize=10)
     handles = [Line2D([], [], marker="o", linestyle="", color=COLOURS[name], label=NAMES[name]) for name in NAMES]

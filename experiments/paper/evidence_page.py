@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments.cost_quality import page as study_page
 from experiments.cost_quality.plan import Arm, load_plan
@@ -19,17 +18,11 @@ from experiments.paper.figures import Picture
 from experiments.paper.peerread import probe_table
 from experiments.paper.recipe_results import read_recipe, split_by_settings
 from experiments.paper.text import wrap
+from experiments.result_rows import Rows, read_results
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk._core.validation import fail
-from mgk.training import results as files
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MARKED = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
-STUDY_PICTURE = "cost-quality"
-
-Record = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Evidence:
 
 def gather(results: Path) -> Evidence:
     """Compute all texts and figures from a results directory."""
-    measured = [row for row in files.read(sorted(results.glob("*.csv"))) if "recipe" in row]
+    measured = [row for row in read_results(results) if "recipe" in row]
     rows, excluded = split_by_settings(measured, [item.recipe for item in plan.EXPERIMENTS])
     experiments = [ExperimentResults(item, read_recipe(rows, item.recipe, results)) for item in plan.EXPERIMENTS]
     folders = sorted(path.parent for path in results.glob("*/pairs.csv"))
@@ -55,7 +48,7 @@ def gather(results: Path) -> Evidence:
     texts = {
         "first": answers.first_sentence(equal_time),
         "answers": answers.table(experiments, analyses, rows),
-        "study": study_page.evidence_section(study, rows, results, f"figures/{STUDY_PICTURE}.png"),
+        "study": study_page.evidence_section(study, rows, results, f"figures/{study_page.PICTURE}.png"),
         "advice": answers.advice(experiments, rows, equal_time),
         "rules": verdicts.rules(),
         "headline": headline(experiments[0], rows),
@@ -93,17 +86,12 @@ def gather(results: Path) -> Evidence:
 
 
 def _study_pictures(summaries: dict[Arm, ArmSummary]) -> list[Picture]:
-    """Return the picture of the study of cost and quality, if its language models have results."""
-    recipes = [arm.recipe for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides]
-    if not recipes:
+    """Return the picture of the study of cost and quality, if enough of its language models have results."""
+    recipe = study_page.plotted_recipe(summaries)
+    if recipe is None:
         return []
-
-    def draw(_: object) -> Figure:
-        figure = study_page.draw(summaries, recipes[0])
-        assert figure is not None
-        return figure
-
-    return [Picture(STUDY_PICTURE, study_page.picture_data(summaries, recipes[0]), draw)]
+    data = study_page.picture_data(summaries, recipe)
+    return [Picture(study_page.PICTURE, data, lambda _: study_page.draw(summaries, recipe))]
 
 
 def _describe_excluded(names: list[str]) -> list[str]:
@@ -114,10 +102,10 @@ def _join(texts: Iterable[str]) -> str:
     """Join texts with blank lines; sentences are wrapped, tables are not."""
     lines = "\n\n".join(texts).splitlines()
     wrapped = [line if line.startswith("|") else wrap(line) for line in lines]
-    return "\n".join(wrapped) or f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
+    return "\n".join(wrapped) or verdicts.MISSING_SENTENCE
 
 
-def headline(item: ExperimentResults, rows: list[Record]) -> str:
+def headline(item: ExperimentResults, rows: Rows) -> str:
     """Format the largest baseline of a task, and the models with half its heads, as a table."""
     results, full = item.results, item.rows[0]
     judged = {verdict.first: verdict for verdict in quality.judge_half(item) if verdict.second == full}
@@ -201,7 +189,7 @@ def _family_verdicts(
     return _verdicts(selected, control)
 
 
-def cost(experiments: list[ExperimentResults], rows: list[Record]) -> str:
+def cost(experiments: list[ExperimentResults], rows: Rows) -> str:
     measured = {item.title: costs.experiment_costs(item, rows) for item in experiments if item.experiment.timed}
     texts = [f"**{title}**\n\n{costs.table(values)}" for title, values in measured.items() if costs.pairs(values)]
     steps = costs.step_costs(rows)
@@ -218,9 +206,7 @@ def cost(experiments: list[ExperimentResults], rows: list[Record]) -> str:
     return _join([text, *texts, costs.operator_table(rows)])
 
 
-def summary(
-    experiments: list[ExperimentResults], analyses: dict[str, list[heads.HeadStats]], rows: list[Record]
-) -> str:
+def summary(experiments: list[ExperimentResults], analyses: dict[str, list[heads.HeadStats]], rows: Rows) -> str:
     """Format all verdicts by claim and task.
 
     Parentheses hold the number of measured and of planned pairs, and the counts of verdicts if they differ.
@@ -261,12 +247,12 @@ def summary(
 
 def head_verdicts(analyses: dict[str, list[heads.HeadStats]]) -> dict[str, list[str]]:
     """Return the verdicts of each analysis; planned analyses without results are missing."""
-    judged = {name: [verdict for *_, verdict in heads.judge(models)] for name, models in analyses.items()}
+    judged = {name: [item.verdict for item in heads.judge(models)] for name, models in analyses.items()}
     planned = [analysis.folder for analysis in plan.ANALYSES]
     return judged | {name: [verdicts.MISSING] for name in planned if name not in judged}
 
 
-def cost_verdicts(experiments: list[ExperimentResults], rows: list[Record], variant: str) -> dict[str, list[str]]:
+def cost_verdicts(experiments: list[ExperimentResults], rows: Rows, variant: str) -> dict[str, list[str]]:
     """Return the verdicts on each cost over all timed experiments; a cost without measurements is missing once."""
     timed = [item for item in experiments if item.experiment.timed]
     sources = [*(costs.experiment_costs(item, rows) for item in timed), costs.step_costs(rows)]

@@ -188,38 +188,16 @@ def draw_endpoints(panels: list[dict[str, Any]]) -> Figure:
 
 
 def draw_differences(data: dict[str, Any]) -> Figure:
+    """Draw a panel per claim, a line per pair of models."""
     panels = data["panels"]
     counts = [max(1, len(panel["lines"])) for panel in panels]
     figure, axes = _pyplot().subplots(
         len(panels), 1, figsize=(8.8, 1.8 + 0.23 * sum(counts)), sharex=True, squeeze=False,
         gridspec_kw={"height_ratios": counts}, constrained_layout=True,
     )  # fmt: skip
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
-        previous = None
-        for position, (label, verdict, control, difference, width, paper) in enumerate(panel["lines"]):
-            pair, _, task = label.removeprefix("control: ").partition("   ")
-            colour = colour_of(ModelSpec.parse(pair.partition(" − ")[0]).variant)
-            marker = VERDICT_MARKERS.get(verdict)
-            axis.errorbar(
-                difference, position, xerr=width or None, fmt=marker or "o", color=colour, capsize=2, markersize=6,
-                markerfacecolor=colour if marker else "white", alpha=0.55 if control else 1.0,
-            )  # fmt: skip
-            if paper is not None:
-                axis.plot(paper, position, "x", color="black", markersize=5)
-            # The name of the task stands once, at its first line.
-            if task != previous:
-                axis.axhline(position - 0.5, color="#cccccc", linewidth=0.8)
-                place = {"xy": (1.01, position), "xycoords": ("axes fraction", "data")}
-                short = re.sub(r"\((\S+) stand-in, ", "(", task)
-                axis.annotate(textwrap.fill(short, 26), **place, va="center", fontsize=9, annotation_clip=False)
-                previous = task
-        axis.axvline(0, color="black", linewidth=0.8)
-        pairs = [label.partition("   ")[0] for label, *_ in panel["lines"]]
-        axis.set_yticks(range(len(pairs)), pairs, fontsize=9)
-        for label in axis.get_yticklabels():
-            first = label.get_text().removeprefix("control: ").partition(" − ")[0]
-            label.set_color(colour_of(ModelSpec.parse(first).variant))
-        axis.set_ylim(counts[panels.index(panel)] - 0.5, -0.5)
+    for axis, panel, count in zip(axes[:, 0], panels, counts, strict=True):
+        _draw_pairs(axis, panel["lines"])
+        axis.set_ylim(count - 0.5, -0.5)
         axis.set_title(f"{panel['title']}, minus the baseline", fontsize=11)
         axis.grid(axis="x", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -234,3 +212,37 @@ def draw_differences(data: dict[str, Any]) -> Figure:
         fontsize=9,
     )
     return figure
+
+
+def _draw_pairs(axis: Any, lines: list[list[Any]]) -> None:
+    """Draw a difference with its interval per line, the pairs on the left and the tasks on the right."""
+    previous = None
+    names = []
+    for position, (label, verdict, control, difference, width, paper) in enumerate(lines):
+        name, _, task = label.partition("   ")
+        names.append(name)
+        marker, colour = VERDICT_MARKERS.get(verdict), _colour_of_pair(name)
+        axis.errorbar(
+            difference, position, xerr=width or None, fmt=marker or "o", color=colour, capsize=2, markersize=6,
+            markerfacecolor=colour if marker else "white", alpha=0.55 if control else 1.0,
+        )  # fmt: skip
+        if paper is not None:
+            axis.plot(paper, position, "x", color="black", markersize=5)
+        # The name of the task stands once, at its first line.
+        if task != previous:
+            axis.axhline(position - 0.5, color="#cccccc", linewidth=0.8)
+            short = re.sub(r"\((\S+) stand-in, ", "(", task)
+            axis.annotate(
+                textwrap.fill(short, 26), xy=(1.01, position), xycoords=("axes fraction", "data"), va="center",
+                fontsize=9, annotation_clip=False,
+            )  # fmt: skip
+            previous = task
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    for label, name in zip(axis.get_yticklabels(), names, strict=True):
+        label.set_color(_colour_of_pair(name))
+
+
+def _colour_of_pair(name: str) -> str:
+    """Return the colour of the first model of a pair such as "control: softmax:4 − softmax:8"."""
+    return colour_of(ModelSpec.parse(name.removeprefix("control: ").partition(" − ")[0]).variant)

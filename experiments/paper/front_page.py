@@ -10,9 +10,9 @@ from experiments.paper import group_table, kernel_targets, speed_table, verdicts
 from experiments.paper.claims import cost
 from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.intervals import compare
-from experiments.paper.kernel_targets import Record
 from experiments.paper.recipe_results import PRESET
 from experiments.paper.text import wrap
+from experiments.result_rows import Row, Rows
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
@@ -24,7 +24,6 @@ from mgk.variants import VARIANTS
 
 # Models of the table, in pairs: softmax and sMGK with the same numbers of heads and key heads.
 MODELS = tuple(map(ModelSpec.parse, ("softmax:8", "smgk:8", "softmax:8/4", "smgk:8/4", "softmax:4", "smgk:4")))
-MISSING = f"{verdicts.MISSING[0].upper()}{verdicts.MISSING[1:]}."
 
 
 def cache_share(row: ModelSpec, full: ModelSpec) -> float:
@@ -39,12 +38,12 @@ def _cached_vectors(row: ModelSpec) -> int:
     return components * (row.key_heads or value_heads) + value_heads
 
 
-def language_model(item: ExperimentResults, rows: list[Record]) -> str:
+def language_model(item: ExperimentResults, rows: Rows) -> str:
     """Format perplexity, cache and training step of MODELS relative to the first."""
     full, results = MODELS[0], item.results
     measured = [row for row in MODELS if results.runs_of(row)]
     if full not in measured:
-        return MISSING
+        return verdicts.MISSING_SENTENCE
     steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(item, rows)}
     lines = [
         [
@@ -66,7 +65,7 @@ def _softmax(row: ModelSpec) -> ModelSpec:
     return dataclasses.replace(row, variant="softmax")
 
 
-def _timed(item: ExperimentResults, rows: list[Record]) -> list[Record]:
+def _timed(item: ExperimentResults, rows: Rows) -> Rows:
     """Return the latest times in isolation of MODELS in an experiment."""
     timed = []
     for row in MODELS:
@@ -76,7 +75,7 @@ def _timed(item: ExperimentResults, rows: list[Record]) -> list[Record]:
     return timed
 
 
-def equal_heads(item: ExperimentResults, rows: list[Record]) -> str:
+def equal_heads(item: ExperimentResults, rows: Rows) -> str:
     """State the cost of sMGK with the same number of heads: the operator, and steps of language models; "" if none."""
     times = group_table.equal_ratios(rows)
     steps = step_ratios(item, rows)
@@ -91,13 +90,13 @@ def equal_heads(item: ExperimentResults, rows: list[Record]) -> str:
     )
 
 
-def step_ratios(item: ExperimentResults, rows: list[Record]) -> list[float]:
+def step_ratios(item: ExperimentResults, rows: Rows) -> list[float]:
     """Return the training steps of sMGK over softmax with the same heads, of the language models with all heads."""
     timed = [row for row in [*_timed(item, rows), *_decoders(rows)] if row["metric"] == STEP_TIME]
     return [ratio for row, ratio in _against_softmax(timed) if row["heads"] == str(MODELS[0].heads)]
 
 
-def _against_softmax(timed: list[Record]) -> Iterable[tuple[Record, float]]:
+def _against_softmax(timed: Rows) -> Iterable[tuple[Row, float]]:
     """Yield the rows of sMGK with their time over that of softmax with the same heads."""
     key = ("recipe", "metric", "variant", "heads", "kv_heads")
     times = {tuple(row[column] for column in key): float(row["value"]) for row in timed}
@@ -107,7 +106,7 @@ def _against_softmax(timed: list[Record]) -> Iterable[tuple[Record, float]]:
             yield row, float(row["value"]) / softmax
 
 
-def inference(item: ExperimentResults, rows: list[Record]) -> str:
+def inference(item: ExperimentResults, rows: Rows) -> str:
     """Format the inference of sMGK over softmax with the same heads, of language models timed in isolation."""
     timed = [row for row in [*_timed(item, rows), *_decoders(rows)] if row["metric"] == SOLO_METRICS[1]]
     lines = [["model", "length", "softmax, ms", "sMGK, ms", "ratio", "commit"]]
@@ -117,7 +116,7 @@ def inference(item: ExperimentResults, rows: list[Record]) -> str:
         lines.append(
             [size, f"{int(row['length']):,}", f"{value / ratio:.1f}", f"{value:.1f}", f"{ratio:.2f}", row["commit"]]
         )
-    return markdown_table(lines) if len(lines) > 1 else MISSING
+    return markdown_table(lines) if len(lines) > 1 else verdicts.MISSING_SENTENCE
 
 
 def perplexities(item: ExperimentResults) -> str:
@@ -125,7 +124,7 @@ def perplexities(item: ExperimentResults) -> str:
     results, full = item.results, MODELS[0]
     rows = [row for row in results.rows if results.mean(row) is not None]
     if full not in rows:
-        return MISSING
+        return verdicts.MISSING_SENTENCE
     splits = sorted({split for run in results.runs for split in run.values})
     lines = [["model", *splits, f"relative to {full}", "seeds"]]
     for row in sorted(rows, key=lambda row: results.mean(row) or 0.0):
@@ -156,38 +155,38 @@ def _heads(heads: str, kv_heads: str) -> str:
     return f"{heads} heads" if heads == kv_heads else f"{heads} heads, {kv_heads} key and value heads"
 
 
-def shapes(rows: list[Record]) -> str:
+def shapes(rows: Rows) -> str:
     """Format the time of each operator by shape: batch, heads, length and width in separate columns."""
     measured = kernel_targets.on_gpu(rows)
     if not measured:
-        return MISSING
+        return verdicts.MISSING_SENTENCE
     columns = {
-        (name, which): kernel_targets.ratios(measured, name, which) for name in ("smgk", "mgk") for which in PASSES
+        (name, pass_): kernel_targets.ratios(measured, name, pass_) for name in ("smgk", "mgk") for pass_ in PASSES
     }
-    control = {which: speed_table.half_softmax_ratios(measured, which) for which in PASSES}
-    plain = {which: kernel_targets.plain_ratios(measured, "smgk", which) for which in PASSES}
+    control = {pass_: speed_table.half_softmax_ratios(measured, pass_) for pass_ in PASSES}
+    plain = {pass_: kernel_targets.plain_ratios(measured, "smgk", pass_) for pass_ in PASSES}
     titles = ["sMGK", "MGK", "softmax, H/2 heads", "sMGK, plain calls"]
     lines = [["length", "width", "batch", "H", "causal", *titles]]
     for name in (*kernel_targets.GOAL_SHAPES, kernel_targets.SMALL_SHAPE):
         shape = Shape.parse(name)
         sizes = [f"{shape.length:,}", str(shape.width), str(shape.batch), str(shape.heads)]
         by_pass = [
-            *({which: columns[variant, which] for which in PASSES} for variant in ("smgk", "mgk")),
+            *({pass_: columns[variant, pass_] for pass_ in PASSES} for variant in ("smgk", "mgk")),
             control,
             plain,
         ]
-        cells = [" / ".join(format_number(values[which].get(name)) for which in PASSES) for values in by_pass]
+        cells = [" / ".join(format_number(values[pass_].get(name)) for pass_ in PASSES) for values in by_pass]
         lines.append([*sizes, "yes" if shape.causal else "no", *cells])
     ours = kernel_targets.select(measured, "speed", variant="smgk", components="2", backend="triton")
     commits = ", ".join(sorted({row["commit"] for row in ours}))
     return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}."
 
 
-def host_time(rows: list[Record]) -> str:
+def host_time(rows: Rows) -> str:
     """Format the CPU time of plain calls (benchmarks/host_time.py), of the first and the last measured commit."""
     measured = [row for row in rows if row["recipe"] == "host-time"]
     if not measured:
-        return MISSING
+        return verdicts.MISSING_SENTENCE
     passes = list(dict.fromkeys(row["split"] for row in measured))
     commits = [measured[0]["commit"], measured[-1]["commit"]]
     lines = [["CPU time of a call, µs", *passes]]
@@ -201,11 +200,11 @@ def host_time(rows: list[Record]) -> str:
     return f"{markdown_table(lines)}\n\n{versions}"
 
 
-def decoder_steps(rows: list[Record]) -> str:
+def decoder_steps(rows: Rows) -> str:
     """Format the training step of the study's decoder, timed in isolation."""
     latest = [row for row in _decoders(rows) if row["metric"] == STEP_TIME]
     if not latest:
-        return MISSING
+        return verdicts.MISSING_SENTENCE
     times = {_decoder_name(row): float(row["value"]) for row in latest}
     lines = [["model", "training step, ms", "relative to softmax with the same heads", "peak memory, MB"]]
     for row in latest:
@@ -217,12 +216,12 @@ def decoder_steps(rows: list[Record]) -> str:
     return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}."
 
 
-def _decoders(rows: list[Record]) -> list[Record]:
+def _decoders(rows: Rows) -> Rows:
     """Return the latest times in isolation of the study's decoder."""
     measured = [row for row in rows if row["recipe"] == "study" and row["metric"] in SOLO_METRICS]
     measured = [row for row in measured if "H200" in row["gpu"]]
     return files.latest(measured, ["metric", "variant", "heads", "kv_heads", "key_heads"])
 
 
-def _decoder_name(row: Record) -> str:
+def _decoder_name(row: Row) -> str:
     return f"{row['variant']}, {_heads(row['heads'], row['kv_heads'])}"

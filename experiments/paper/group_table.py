@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from experiments.paper import kernel_targets
+from experiments.result_rows import Row, Rows
 from mgk._core.io import markdown_table
 from mgk.bench.groups import GROUPS, Group
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 
-Record = dict[str, str]
 Pair = tuple[float, float]  # forward, forward + backward
 
 
@@ -50,7 +50,7 @@ HEADER = [
 EXCESS_HEADER = ["B × H × N × D", "variant, H/2 heads", "pass", "measured", "needed"]
 
 
-def table(rows: list[Record]) -> str:
+def table(rows: Rows) -> str:
     """Return the table with the commits of the measurements, and the shapes that exceed a target by too much."""
     measured = _shown(rows)
     lines = [HEADER]
@@ -69,7 +69,7 @@ def table(rows: list[Record]) -> str:
     return f"{markdown_table(lines)}\n\n{sentence}"
 
 
-def equal_ratios(rows: list[Record]) -> dict[str, float]:
+def equal_ratios(rows: Rows) -> dict[str, float]:
     """Return the latest ratios of sMGK with H heads and all gradients, of the shapes of usual lengths and widths."""
     measured = _shown(rows)
     groups = [_ratios(group, measured, "smgk", 1, PASSES[1]) for group in GROUPS]
@@ -80,7 +80,7 @@ def _is_usual(shape: Shape) -> bool:
     return shape.length >= USUAL_LENGTH and USUAL_WIDTHS[0] <= shape.width <= USUAL_WIDTHS[1]
 
 
-def _shown(rows: list[Record]) -> list[Record]:
+def _shown(rows: Rows) -> Rows:
     """Return the rows of the table, the latest of each measurement, by date."""
     measured = sorted(kernel_targets.on_gpu(rows), key=lambda row: row["date"])
     measured = [row for row in measured if row["task"] in ("speed", "groups") and row["backend"] == "triton"]
@@ -90,35 +90,35 @@ def _shown(rows: list[Record]) -> list[Record]:
 SHAPE_NAMES = {str(shape) for group in GROUPS for shape in group.shapes}
 
 
-def _is_shown(row: Record) -> bool:
+def _is_shown(row: Row) -> bool:
     """Return whether a row is of a shape, a variant and a number of heads of the table."""
     is_half, is_equal = kernel_targets.has_heads(row, 2, 2), kernel_targets.has_heads(row, 1, 1)
     is_variant = (row["variant"] in ("smgk", "mgk") and is_half) or (row["variant"] == "smgk" and is_equal)
     return is_variant and row["components"] == "2" and kernel_targets.shape_of(row) in SHAPE_NAMES
 
 
-def _ratios(group: Group, rows: list[Record], variant: str, share: int, which: str) -> dict[str, float]:
+def _ratios(group: Group, rows: Rows, variant: str, share: int, pass_: str) -> dict[str, float]:
     """Return the latest ratio by shape, with H/share heads."""
     shapes = set(map(str, group.shapes))
     return {
         shape: float(row["ratio"])
         for row in rows
-        if row["pass"] == which and row["variant"] == variant and row["ratio"]
+        if row["pass"] == pass_ and row["variant"] == variant and row["ratio"]
         if kernel_targets.has_heads(row, share, share) and (shape := kernel_targets.shape_of(row)) in shapes
     }
 
 
-def _mean(group: Group, rows: list[Record], variant: str, share: int, which: str) -> str | None:
+def _mean(group: Group, rows: Rows, variant: str, share: int, pass_: str) -> str | None:
     """Return the geometric mean of a pass, with the number of shapes if some are missing; None without any."""
-    ratios = _ratios(group, rows, variant, share, which)
+    ratios = _ratios(group, rows, variant, share, pass_)
     if not ratios:
         return None
     mean = f"{kernel_targets.geometric_mean(list(ratios.values())):.2f}"
     return mean if len(ratios) == len(group.shapes) else f"{mean} ({len(ratios)} of {len(group.shapes)} shapes)"
 
 
-def _measured(group: Group, rows: list[Record], variant: str, share: int = 2) -> str:
-    means = [_mean(group, rows, variant, share, which) for which in PASSES]
+def _measured(group: Group, rows: Rows, variant: str, share: int = 2) -> str:
+    means = [_mean(group, rows, variant, share, pass_) for pass_ in PASSES]
     return NOT_MEASURED if None in means else " / ".join(str(mean) for mean in means)
 
 
@@ -131,7 +131,7 @@ def _gradients(value: float | None) -> str:
     return "–" if value is None else f"– / {value:.2f}"
 
 
-def _commits(group: Group, rows: list[Record]) -> str:
+def _commits(group: Group, rows: Rows) -> str:
     """Return the commits of the latest measurements of a group."""
     shapes = set(map(str, group.shapes))
     latest = {
@@ -142,16 +142,16 @@ def _commits(group: Group, rows: list[Record]) -> str:
     return ", ".join(sorted(set(latest.values()))) or "–"
 
 
-def _excesses(rows: list[Record]) -> list[list[str]]:
+def _excesses(rows: Rows) -> list[list[str]]:
     """Return table lines of the ratios that exceed the needed number of their group by more than MAX_EXCESS."""
     lines = []
     for group in GROUPS:
         targets = TARGETS[group.name]
         for variant, needed in (("smgk", targets.smgk_needed), ("mgk", targets.mgk_needed)):
-            for which, limit in zip(PASSES, needed, strict=True):
-                ratios = _ratios(group, rows, variant, 2, which)
+            for pass_, limit in zip(PASSES, needed, strict=True):
+                ratios = _ratios(group, rows, variant, 2, pass_)
                 lines += [
-                    [shape, kernel_targets.NAMES[variant], which, f"{ratio:.2f}", f"{limit:.2f}"]
+                    [shape, kernel_targets.NAMES[variant], pass_, f"{ratio:.2f}", f"{limit:.2f}"]
                     for shape, ratio in ratios.items()
                     if ratio > MAX_EXCESS * limit
                 ]

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.paper.recipe_results import RecipeResults, Scale, TrainedRun
-from experiments.statistics import Spread, half_width, paired_error, pooled_spread
+from experiments.statistics import Spread, SquaredError, half_width, paired_error, pooled_spread
 from mgk.training.config import ModelSpec
 from mgk.variants import VARIANTS
 
 ONE_SEED = "one seed each, deviation unknown"
-
-# Squared standard error and degrees of freedom.
-Error = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,9 @@ def _is_linear(row: ModelSpec) -> bool:
     return VARIANTS[row.variant].similarity == "linear"
 
 
-def seed_errors(results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> list[Error] | None:
+def seed_errors(
+    results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str
+) -> list[SquaredError] | None:
     """Return the error over seeds: one part within a family, two between families; None if one is unknown."""
     spreads = family_spread(results, a, split), family_spread(results, b, split)
     if spreads[0] is None or spreads[1] is None:
@@ -122,7 +121,9 @@ def scores(scale: Scale, runs: list[TrainedRun], split: str) -> list[float]:
     return [scale.score(run.values[split]) for run in runs if split in run.values]
 
 
-def example_errors(results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str) -> list[Error] | None:
+def example_errors(
+    results: RecipeResults, a: list[TrainedRun], b: list[TrainedRun], split: str
+) -> list[SquaredError] | None:
     """Return the error over examples: paired if every run has stored predictions, otherwise of two samples.
 
     Losses are those of independent blocks of text.
@@ -138,5 +139,6 @@ def example_errors(results: RecipeResults, a: list[TrainedRun], b: list[TrainedR
     shares = [statistics.mean(run.values[split] for run in side) / 100 for side in (a, b)]
     counts = [side[0].examples[split] for side in (a, b)]
     return [
-        (100**2 * share * (1 - share) / count, max(count - 1, 1)) for share, count in zip(shares, counts, strict=True)
+        SquaredError(100**2 * share * (1 - share) / count, max(count - 1, 1))
+        for share, count in zip(shares, counts, strict=True)
     ]

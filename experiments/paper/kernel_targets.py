@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from experiments.result_rows import Row, Rows
 from mgk.bench.suite import SHAPES
 from mgk.bench.timing import PASSES
 from mgk.training.results import latest
-
-Record = dict[str, str]
 
 # Shapes of the geometric means; the last shape, the paper's language model, has a separate target.
 GOAL_SHAPES = tuple(map(str, SHAPES[:-1]))
@@ -37,36 +36,34 @@ class Goal:
     def reached(self) -> bool:
         return self.measured <= self.limit
 
-    def __str__(self) -> str:
-        return f"{'reached' if self.reached else 'MISSED':8} {self.measured:6.3f} of {self.limit:.2f}   {self.title}"
 
-
-def latest_bench(rows: Iterable[Record]) -> list[Record]:
+def latest_bench(rows: Iterable[Row]) -> Rows:
     """Return the latest row of each measurement of `mgk bench`."""
     return latest((row for row in rows if row["recipe"] == "bench"), KEY)
 
 
-def on_gpu(rows: Iterable[Record]) -> list[Record]:
+def on_gpu(rows: Iterable[Row]) -> Rows:
     """Return the latest measurements of operators on a GPU."""
     return latest_bench(row for row in rows if row.get("pass") and not row["gpu"].startswith("cpu"))
 
 
-def shape_of(row: Record) -> str:
+def shape_of(row: Row) -> str:
     mask = "xcausal" if row["causal"] == "True" else ""
     return f"{row['batch']}x{row['full_heads']}x{row['length']}x{row['head_dim']}{mask}"
 
 
-def select(rows: Iterable[Record], task: str, which: str | None = None, **columns: str) -> list[Record]:
+def select(rows: Iterable[Row], task: str, pass_: str | None = None, **columns: str) -> Rows:
+    """Return the rows of a part of `mgk bench`, of one pass if it is given, with these values of columns."""
     return [
         row
         for row in rows
         if row["task"] == task
-        and which in (None, row["pass"])
+        and pass_ in (None, row["pass"])
         and all(row[name] == value for name, value in columns.items())
     ]
 
 
-def has_heads(row: Record, share: int, key_share: int) -> bool:
+def has_heads(row: Row, share: int, key_share: int) -> bool:
     """Return whether a row has H/share query heads and H/key_share key heads."""
     return int(row["full_heads"]) == share * int(row["heads"]) == key_share * int(row["kv_heads"])
 
@@ -81,64 +78,69 @@ def mean(by_shape: dict[str, float]) -> float | None:
     return geometric_mean(values) if len(values) == len(GOAL_SHAPES) else None
 
 
-def ratios(rows: list[Record], variant: str, which: str, components: str = "2") -> dict[str, float]:
+def ratios(rows: Rows, variant: str, pass_: str, components: str = "2") -> dict[str, float]:
     """Return the device time over that of the best SDPA with H heads by shape."""
-    measured = select(rows, "speed", which, variant=variant, components=components, backend="triton")
+    measured = select(rows, "speed", pass_, variant=variant, components=components, backend="triton")
     return {shape_of(row): float(row["ratio"]) for row in measured}
 
 
-def plain_ratios(rows: list[Record], variant: str, which: str) -> dict[str, float]:
+def plain_ratios(rows: Rows, variant: str, pass_: str) -> dict[str, float]:
     """Return the time ratios of plain calls, which include Python and launch overhead."""
-    measured = select(rows, "speed", which, variant=variant, components="2", backend="triton")
+    measured = select(rows, "speed", pass_, variant=variant, components="2", backend="triton")
     return {shape_of(row): float(row["eager_ratio"]) for row in measured if row["eager_ratio"]}
 
 
-def _speed(rows: list[Record]) -> Iterable[Goal]:
+def _speed(rows: Rows) -> Iterable[Goal]:
     for variant, means in MEANS.items():
-        for which, mean in zip(PASSES, means, strict=True):
-            by_shape = {shape: r for shape, r in ratios(rows, variant, which).items() if shape in GOAL_SHAPES}
-            if len(by_shape) == len(GOAL_SHAPES):
-                yield Goal(f"{NAMES[variant]}, {which}: geometric mean", mean, geometric_mean(list(by_shape.values())))
+        for pass_, limit in zip(PASSES, means, strict=True):
+            by_shape = {shape: r for shape, r in ratios(rows, variant, pass_).items() if shape in GOAL_SHAPES}
+            measured = mean(by_shape)
+            if measured is not None:
+                yield Goal(f"{NAMES[variant]}, {pass_}: geometric mean", limit, measured)
             if by_shape:
                 worst = max(by_shape, key=lambda shape: by_shape[shape])
-                title = f"{NAMES[variant]}, {which}: largest, {worst}"
+                title = f"{NAMES[variant]}, {pass_}: largest, {worst}"
                 yield Goal(title, LARGEST[variant], by_shape[worst])
-    for which in PASSES:
-        two, four = (_times(rows, which, components) for components in ("2", "4"))
+    for pass_ in PASSES:
+        two, four = (_times(rows, pass_, components) for components in ("2", "4"))
         by_shape = {shape: four[shape] / two[shape] for shape in four if shape in two}
         if by_shape:
             worst = max(by_shape, key=lambda shape: by_shape[shape])
-            yield Goal(f"sMGK, {which}: M 4 over M 2, {worst}", 1.25, by_shape[worst])
+            yield Goal(f"sMGK, {pass_}: M 4 over M 2, {worst}", 1.25, by_shape[worst])
 
 
-def _times(rows: list[Record], which: str, components: str) -> dict[str, float]:
-    measured = select(rows, "speed", which, variant="smgk", components=components, backend="triton")
+def _times(rows: Rows, pass_: str, components: str) -> dict[str, float]:
+    measured = select(rows, "speed", pass_, variant="smgk", components=components, backend="triton")
     return {shape_of(row): float(row["value"]) for row in measured}
 
 
-def _small(rows: list[Record]) -> Iterable[Goal]:
+def _small(rows: Rows) -> Iterable[Goal]:
     """Compare head width 16 with SDPA-flash with H heads, on the device and in plain calls."""
     small = [row for row in rows if shape_of(row) == SMALL_SHAPE]
-    for which in PASSES:
-        flash = [r for r in select(small, "speed", which, backend="flash") if has_heads(r, 1, 1)]
-        for row in select(small, "speed", which, variant="smgk", components="2", backend="triton") if flash else []:
+    for pass_ in PASSES:
+        flash = [r for r in select(small, "speed", pass_, backend="flash") if has_heads(r, 1, 1)]
+        if not flash:
+            continue
+        for row in select(small, "speed", pass_, variant="smgk", components="2", backend="triton"):
             for label, name in (("device", "value"), ("eager", "step_ms")):
                 ratio = float(row[name]) / min(float(r[name]) for r in flash)
-                yield Goal(f"sMGK, {which}: D 16 over SDPA-flash with H heads, {label}", 1.0, ratio)
+                yield Goal(f"sMGK, {pass_}: D 16 over SDPA-flash with H heads, {label}", 1.0, ratio)
 
 
-def _memory(rows: list[Record]) -> Iterable[Goal]:
+def _memory(rows: Rows) -> Iterable[Goal]:
     for variant in ("smgk", "mgk"):
-        for which in PASSES:
-            measured = [row for row in select(rows, "memory", which, variant=variant) if row["ratio"]]
+        for pass_ in PASSES:
+            measured = [row for row in select(rows, "memory", pass_, variant=variant) if row["ratio"]]
             if measured:
                 worst = max(measured, key=lambda row: float(row["ratio"]))
-                title = f"{NAMES[variant]}, {which}: extra memory over SDPA-flash, N {worst['length']}"
+                title = f"{NAMES[variant]}, {pass_}: extra memory over SDPA-flash, N {worst['length']}"
                 yield Goal(title, 1.2, float(worst["ratio"]))
 
 
-def _decoding(rows: list[Record]) -> Iterable[Goal]:
-    for row in (r for r in select(rows, "decoding", variant="smgk", backend="triton") if r["heads"] == r["kv_heads"]):
+def _decoding(rows: Rows) -> Iterable[Goal]:
+    for row in select(rows, "decoding", variant="smgk", backend="triton"):
+        if row["heads"] != row["kv_heads"]:
+            continue
         yield Goal(f"sMGK, decoding {shape_of(row)} over SDPA with H heads", 0.60, float(row["ratio"]))
         same = [r for r in select(rows, "decoding", variant="softmax") if shape_of(r) == shape_of(row)]
         grouped = [float(r["value"]) for r in same if r["heads"] == row["full_heads"] and r["kv_heads"] == row["heads"]]
@@ -147,39 +149,29 @@ def _decoding(rows: list[Record]) -> Iterable[Goal]:
             yield Goal(title, 1.1, float(row["value"]) / min(grouped))
 
 
-def _linear(rows: list[Record]) -> Iterable[Goal]:
+def _linear(rows: Rows) -> Iterable[Goal]:
     for variant, name in (("mlk", "MLK"), ("smlk", "sMLK")):
-        for which in PASSES:
-            measured = select(rows, "linear", which, variant=variant, backend="triton")
+        for pass_ in PASSES:
+            measured = select(rows, "linear", pass_, variant=variant, backend="triton")
             for row in measured:
                 if row["length"] == "16384" and row["ratio"]:
-                    yield Goal(f"{name}, {which}: N 16384 over SDPA with H heads", 0.5, float(row["ratio"]))
+                    yield Goal(f"{name}, {pass_}: N 16384 over SDPA with H heads", 0.5, float(row["ratio"]))
             times = {int(row["length"]): float(row["value"]) for row in measured}
             last = max(times, default=0)
             if last > 16384 and 16384 in times:
                 power = math.log(times[last] / times[16384], last / 16384)
-                yield Goal(f"{name}, {which}: power of N from 16384 to {last}", 1.05, power)
+                yield Goal(f"{name}, {pass_}: power of N from 16384 to {last}", 1.05, power)
 
 
-def _em(rows: list[Record]) -> Iterable[Goal]:
+def _em(rows: Rows) -> Iterable[Goal]:
     for row in select(rows, "em", variant="smgk-em"):
         yield Goal(f"sMGK-EM over sMGK, training layer {shape_of(row)}", 1.3, float(row["ratio"]))
 
 
-SECTIONS: dict[str, Callable[[list[Record]], Iterable[Goal]]] = {
-    "speed": _speed,
-    "small": _small,
-    "memory": _memory,
-    "decoding": _decoding,
-    "linear": _linear,
-    "em": _em,
-}
+SECTIONS: tuple[Callable[[Rows], Iterable[Goal]], ...] = (_speed, _small, _memory, _decoding, _linear, _em)
 
 
-def goals(rows: Iterable[Record]) -> list[Goal]:
-    rows = latest_bench(rows)
-    return [goal for section in SECTIONS.values() for goal in section(rows)]
-
-
-def lines(rows: Iterable[Record]) -> list[str]:
-    return [str(goal) for goal in goals(rows)]
+def goals(rows: Iterable[Row]) -> list[Goal]:
+    """Return the goals whose quantities were measured."""
+    latest_rows = latest_bench(rows)
+    return [goal for section in SECTIONS for goal in section(latest_rows)]

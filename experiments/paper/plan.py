@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments.paper.recipe_results import PRESET
 from experiments.paper.text import wrap
+from experiments.result_rows import Rows
 from mgk._core.io import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
@@ -20,7 +22,7 @@ SEVERAL_SEEDS = 3
 class Experiment:
     """Models of a recipe with their planned number of seeds."""
 
-    item: int
+    item: int  # number in the table
     title: str
     recipe: str
     seeds: dict[ModelSpec, int]
@@ -74,20 +76,36 @@ EXPERIMENTS = (
 # Recipes for the tasks of Tables 1, 2 and 4, in their order.
 LRA = ("listops-4e-4", "text-5k", "retrieval-peerread-random")
 
-# Figures of the paper: number, subject and required files, relative to the results directory.
-FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("1", "curves on retrieval", ("curves/retrieval-peerread-random-mgk-2-paper-s0.csv",)),
-    (
+
+class PaperFigure(NamedTuple):
+    """A figure of the paper.
+
+    Attributes:
+        number: Its number in the paper.
+        subject: What it shows.
+        files: Files of our version, relative to the results directory.
+    """
+
+    number: str
+    subject: str
+    files: tuple[str, ...]
+
+
+FIGURES = (
+    PaperFigure("1", "curves on retrieval", ("curves/retrieval-peerread-random-mgk-2-paper-s0.csv",)),
+    PaperFigure(
         "2",
         "maps and ranks on retrieval",
         ("retrieval-peerread-random-analysis/maps-1.png", "retrieval-peerread-random-analysis/ranks.csv"),
     ),
-    ("3", "FLOPs and parameters", ("../docs/figures/figure-3a.png", "../docs/figures/figure-3b.png")),
-    ("4", "curves of the language model", ("curves/enwiki-lm-2-softmax-8-paper-s0.csv",)),
-    ("5", "maps of the language model", ("enwiki-lm-2-analysis/maps-1.png",)),
-    ("6", "ranks of the language model", ("enwiki-lm-2-analysis/ranks.csv",)),
-    ("7", "FLOPs and parameters of EM and hard inference", ("../docs/figures/figure-7.png",)),
-    ("8", "maps of linear attention on retrieval", ("retrieval-peerread-random-linear-analysis/maps-1.png",)),
+    PaperFigure("3", "FLOPs and parameters", ("../docs/figures/figure-3a.png", "../docs/figures/figure-3b.png")),
+    PaperFigure("4", "curves of the language model", ("curves/enwiki-lm-2-softmax-8-paper-s0.csv",)),
+    PaperFigure("5", "maps of the language model", ("enwiki-lm-2-analysis/maps-1.png",)),
+    PaperFigure("6", "ranks of the language model", ("enwiki-lm-2-analysis/ranks.csv",)),
+    PaperFigure("7", "FLOPs and parameters of EM and hard inference", ("../docs/figures/figure-7.png",)),
+    PaperFigure(
+        "8", "maps of linear attention on retrieval", ("retrieval-peerread-random-linear-analysis/maps-1.png",)
+    ),
 )
 
 
@@ -128,14 +146,14 @@ ANALYSES = (
 )
 
 
-def next_seed(rows: list[dict[str, str]], recipe: str, row: ModelSpec) -> int:
+def next_seed(rows: Rows, recipe: str, row: ModelSpec) -> int:
     """Return a seed that is neither in the results nor planned."""
     planned = [item.seeds[row] for item in EXPERIMENTS if item.recipe == recipe and row in item.seeds]
     trained = filter_rows(rows, config.load_recipe(recipe), row, PRESET, None)
     return max([0, *planned, *(int(line["seed"]) + 1 for line in trained)])
 
 
-def missing_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
+def missing_seeds(rows: Rows, experiment: Experiment) -> dict[ModelSpec, list[int]]:
     """Return the planned seeds without results, by model; complete models are omitted."""
     recipe = config.load_recipe(experiment.recipe)
     missing = {
@@ -145,7 +163,7 @@ def missing_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[Mo
     return {row: seeds for row, seeds in missing.items() if seeds}
 
 
-def untimed_models(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
+def untimed_models(rows: Rows, experiment: Experiment) -> list[ModelSpec]:
     """Return the models whose times in isolation are planned but missing."""
     recipe = config.load_recipe(experiment.recipe)
     return [
@@ -155,27 +173,27 @@ def untimed_models(rows: list[dict[str, str]], experiment: Experiment) -> list[M
     ]
 
 
-def trained_models(rows: list[dict[str, str]], experiment: Experiment) -> list[ModelSpec]:
+def trained_models(rows: Rows, experiment: Experiment) -> list[ModelSpec]:
     """Return the models that have results."""
     recipe = config.load_recipe(experiment.recipe)
     return [row for row in experiment.seeds if is_trained(rows, recipe, row, PRESET, 0)]
 
 
-def unplanned_seeds(rows: list[dict[str, str]], experiment: Experiment) -> dict[ModelSpec, list[int]]:
+def unplanned_seeds(rows: Rows, experiment: Experiment) -> dict[ModelSpec, list[int]]:
     """Return the seeds of an experiment's models that have results and are not planned, by model."""
     recipe = config.load_recipe(experiment.recipe)
-    seeds = {
+    stored_seeds = {
         row: sorted({int(line["seed"]) for line in filter_rows(rows, recipe, row, PRESET, None)})
         for row in experiment.seeds
     }
     unplanned = {
-        row: [seed for seed in found if seed >= experiment.seeds[row] and is_trained(rows, recipe, row, PRESET, seed)]
-        for row, found in seeds.items()
+        row: [seed for seed in stored if seed >= experiment.seeds[row] and is_trained(rows, recipe, row, PRESET, seed)]
+        for row, stored in stored_seeds.items()
     }
-    return {row: found for row, found in unplanned.items() if found}
+    return {row: seeds for row, seeds in unplanned.items() if seeds}
 
 
-def _describe_unplanned(rows: list[dict[str, str]]) -> str:
+def _describe_unplanned(rows: Rows) -> str:
     """List the runs of planned models that are not planned, with their number; "" if there are none."""
     count, parts = 0, []
     for experiment in EXPERIMENTS:
@@ -188,7 +206,7 @@ def _describe_unplanned(rows: list[dict[str, str]]) -> str:
     return f"{count} more runs of these models are not in the plan; all intervals include them. {'; '.join(parts)}."
 
 
-def _describe_remaining(rows: list[dict[str, str]], experiment: Experiment) -> str:
+def _describe_remaining(rows: Rows, experiment: Experiment) -> str:
     missing = missing_seeds(rows, experiment)
     runs = [f"{row} (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items()]
     untimed = [str(row) for row in untimed_models(rows, experiment)]
@@ -197,7 +215,7 @@ def _describe_remaining(rows: list[dict[str, str]], experiment: Experiment) -> s
     return "; ".join(parts) or "nothing"
 
 
-def table(rows: list[dict[str, str]], results: Path) -> str:
+def table(rows: Rows, results: Path) -> str:
     """Format the state of every planned experiment and figure."""
     lines = [["item", "experiment", "finished runs", "complete models", "timed in isolation", "remaining"]]
     for experiment in EXPERIMENTS:
@@ -215,8 +233,9 @@ def table(rows: list[dict[str, str]], results: Path) -> str:
             ]
         )
     figures = [["figure (item 5)", "subject", "from models of the size above"]]
-    for number, subject, files in FIGURES:
-        figures.append([number, subject, "yes" if all((results / path).exists() for path in files) else "no"])
+    for figure in FIGURES:
+        exists = all((results / path).exists() for path in figure.files)
+        figures.append([figure.number, figure.subject, "yes" if exists else "no"])
     command = "`python -m experiments.paper --run` trains, times and analyses the remaining ones."
     unplanned = wrap(_describe_unplanned(rows))
     return "\n\n".join(filter(None, [markdown_table(lines), unplanned, command, markdown_table(figures)]))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.result_rows import Row, Rows, model_of
 from mgk import tasks
 from mgk.training import config as recipes
 from mgk.training import predictions
@@ -40,7 +41,7 @@ class Scale:
     unit: str
     margin: float
     digits: int
-    sign: float  # 1 if higher stored predictions are better, -1 if lower ones are
+    sign: float  # 1 if higher values are better, -1 if lower ones are
 
     def score(self, value: float) -> float:
         """Convert a displayed value, an accuracy in per cent or a perplexity, to the scale."""
@@ -127,7 +128,7 @@ class RecipeResults:
         return numbers.get(str(row))
 
 
-def changed_settings(line: dict[str, str], recipe: Recipe) -> str:
+def changed_settings(line: Row, recipe: Recipe) -> str:
     """Describe the settings of a line of results that differ from the recipe's; "" if none do."""
     try:
         words = shlex.split(line.get("command") or "")
@@ -146,21 +147,21 @@ def changed_settings(line: dict[str, str], recipe: Recipe) -> str:
     return "" if line.get("components") in (None, "", str(expected)) else f"{line['components']} components"
 
 
-def split_by_settings(rows: list[dict[str, str]], names: Iterable[str]) -> tuple[list[dict[str, str]], list[str]]:
+def split_by_settings(rows: Rows, names: Iterable[str]) -> tuple[Rows, list[str]]:
     """Drop rows whose settings differ from their recipe; return the other rows and the names of the dropped runs."""
     known = {name: recipes.load_recipe(name) for name in names}
-    selected, dropped = [], dict[str, None]()
+    selected, dropped = [], []
     for row in rows:
         recipe = known.get(row["recipe"])
         changes = "" if recipe is None else changed_settings(row, recipe)
         if not changes:
             selected.append(row)
         else:
-            dropped[f"{row['recipe']} {row['variant']}:{row['heads']} seed {row['seed']} ({changes})"] = None
-    return selected, list(dropped)
+            dropped.append(f"{row['recipe']} {row['variant']}:{row['heads']} seed {row['seed']} ({changes})")
+    return selected, list(dict.fromkeys(dropped))
 
 
-def read_recipe(rows: list[dict[str, str]], name: str, results: Path) -> RecipeResults:
+def read_recipe(rows: Rows, name: str, results: Path) -> RecipeResults:
     """Collect the runs of a recipe.
 
     Args:
@@ -169,41 +170,39 @@ def read_recipe(rows: list[dict[str, str]], name: str, results: Path) -> RecipeR
         results: Results directory, for stored predictions.
     """
     recipe = recipes.load_recipe(name)
-    metric = metric_format(recipe)
-    runs: dict[tuple[ModelSpec, int], TrainedRun] = {}
     recipe_rows = [row for row in rows if row.get("recipe") == name and row.get("seed", "").isdigit()]
-    models = {
-        ModelSpec(
-            row["variant"],
-            int(row["heads"]),
-            None if row["kv_heads"] == row["heads"] else int(row["kv_heads"]),
-            int(row["key_heads"]) if row.get("key_heads") else None,
-        )
-        for row in recipe_rows
-    }
     order = {model: number for number, model in enumerate(recipe.rows)}
-    for model in sorted(models, key=lambda model: (order.get(model, len(order)), str(model))):
-        model_rows = filter_rows(recipe_rows, recipe, model, PRESET, None)
-        test_rows = [row for row in model_rows if row["metric"] == metric.metric]
-        setups = {row["setup"] for row in test_rows}
-        if len(setups) > 1:
-            raise ValueError(
-                f"{name} has results of {model} from {len(setups)} versions of the recipe or of its data "
-                f"(setups {', '.join(sorted(setups))}): keep one of them in {results}"
-            )
-        for row in test_rows:
-            key = model, int(row["seed"])
-            run = runs.setdefault(key, TrainedRun(*key))
-            run.values[row["split"]] = metric.factor * float(row["value"])
-            run.examples[row["split"]] = int(row["n_examples"])
-            run.setup, run.params, run.flops = row["setup"], int(row["params"]), int(row["flops"])
-        for row in model_rows:
-            known = runs.get((model, int(row["seed"])))
-            if known is not None and row["metric"] == "plateau_left_at_step":
-                known.left_at = int(float(row["value"]))
-                known.late = known.left_at > 0.9 * recipe.training.steps
-            if known is not None and row["metric"] == "majority_share":
-                known.majority[row["split"]] = 100 * float(row["value"])
+    models = sorted(set(map(model_of, recipe_rows)), key=lambda model: (order.get(model, len(order)), str(model)))
+    runs = [run for model in models for run in _read_runs(recipe_rows, recipe, model, results)]
     scale = SCALES[tasks.get_task(recipe.task).objective]
-    ordered = sorted(runs.values(), key=lambda run: (order.get(run.row, 99), run.seed))
-    return RecipeResults(recipe, scale, ordered, results)
+    return RecipeResults(recipe, scale, runs, results)
+
+
+def _read_runs(rows: Rows, recipe: Recipe, model: ModelSpec, results: Path) -> list[TrainedRun]:
+    """Return the runs of a model by seed; runs of several setups raise a ValueError."""
+    metric = metric_format(recipe)
+    model_rows = filter_rows(rows, recipe, model, PRESET, None)
+    test_rows = [row for row in model_rows if row["metric"] == metric.metric]
+    setups = {row["setup"] for row in test_rows}
+    if len(setups) > 1:
+        raise ValueError(
+            f"{recipe.name} has results of {model} from {len(setups)} versions of the recipe or of its data "
+            f"(setups {', '.join(sorted(setups))}): keep one of them in {results}"
+        )
+    runs: dict[int, TrainedRun] = {}
+    for row in test_rows:
+        seed = int(row["seed"])
+        run = runs.setdefault(seed, TrainedRun(model, seed))
+        run.values[row["split"]] = metric.factor * float(row["value"])
+        run.examples[row["split"]] = int(row["n_examples"])
+        run.setup, run.params, run.flops = row["setup"], int(row["params"]), int(row["flops"])
+    for row in model_rows:
+        tested = runs.get(int(row["seed"]))
+        if tested is None:
+            continue
+        if row["metric"] == "plateau_left_at_step":
+            tested.left_at = int(float(row["value"]))
+            tested.late = tested.left_at > 0.9 * recipe.training.steps
+        elif row["metric"] == "majority_share":
+            tested.majority[row["split"]] = 100 * float(row["value"])
+    return [runs[seed] for seed in sorted(runs)]

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from experiments import commands
 from experiments.paper import plan
 from experiments.paper.recipe_results import PRESET
+from experiments.result_rows import Rows, read_results
 from mgk import tasks
-from mgk.training import config, results
-from mgk.training.cluster import ClusterOptions, execute_jobs, srun_command
+from mgk.tasks.data_cache import Progress
+from mgk.training import config
+from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import ModelSpec
 from mgk.training.evaluate import count_parameters
 from mgk.training.job_queue import Job, resolve_max_running
 from mgk.training.sweep import filter_rows, train_job
 from mgk.training.trainer import Run
 
-Progress = Callable[[str, int, int], None]
 # No command is started if fewer seconds remain.
 MIN_SECONDS = 1.0
-
-
-def read_results(folder: Path) -> list[dict[str, str]]:
-    return results.read(sorted(folder.glob("*.csv")))
 
 
 def train_jobs(seeds: dict[str, list[tuple[ModelSpec, int]]], out: Path, runs: Path, data: Path) -> list[Job]:
@@ -44,7 +41,7 @@ def train_jobs(seeds: dict[str, list[tuple[ModelSpec, int]]], out: Path, runs: P
     return [job for _, job in sorted(jobs, key=lambda sized: -sized[0])]
 
 
-def preflight_error(name: str, rows: list[dict[str, str]], data: Path, progress: Progress) -> str | None:
+def preflight_error(name: str, rows: Rows, data: Path, progress: Progress) -> str | None:
     """Return the reason why results cannot be added to a recipe (missing or different data), or None."""
     recipe = config.load_recipe(name)
     task = tasks.get_task(recipe.task)
@@ -59,7 +56,7 @@ def preflight_error(name: str, rows: list[dict[str, str]], data: Path, progress:
     return None
 
 
-def seeds_to_train(rows: list[dict[str, str]], out: Path, runs: Path) -> dict[str, list[tuple[ModelSpec, int]]]:
+def seeds_to_train(rows: Rows, out: Path, runs: Path) -> dict[str, list[tuple[ModelSpec, int]]]:
     """Return models and seeds to train by recipe.
 
     These are the missing seeds of the experiments, and one additional seed of each model to be analysed whose run
@@ -150,22 +147,9 @@ def run(
                 command += ["--jobs", str(max_running)]
                 command += [] if minutes is None else ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"]
             print(f"mgk {' '.join(command)}", file=sys.stderr, flush=True)
-            local = [sys.executable, "-m", "mgk", *command]
             # Drawing a table again needs no node.
-            remote = None if "--redraw" in command else cluster
-            if _run_command(local if remote is None else srun_command(local, remote)):
+            if commands.run_mgk(command, None if "--redraw" in command else cluster):
                 failed.append(f"mgk {' '.join(followup)}")
     if time.monotonic() + MIN_SECONDS >= end:
         print(f"Stopped after {minutes:g} minutes. Run the same command again to continue.", file=sys.stderr)
     return failed
-
-
-def _run_command(command: list[str]) -> int:
-    """Run a command and return its exit code; terminate it if this process is interrupted."""
-    process = subprocess.Popen(command)
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise

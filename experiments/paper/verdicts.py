@@ -12,6 +12,7 @@ from experiments.paper.recipe_results import SCALES
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"
 OPEN, MISSING = "undecided", "not measured yet"
 ALL = (HOLDS, SO_FAR, FAILS, OPEN, MISSING)
+MISSING_SENTENCE = f"{MISSING.capitalize()}."
 # Tolerances of a ratio. Two measurements of the same training step differed by up to 4.5 %, and of its memory by 13 %;
 # a ratio has two measurements. An operator is timed in the same run as its baseline. Steps under SHORT milliseconds
 # differed by up to 25 %: they are bound by kernel launches and the host.

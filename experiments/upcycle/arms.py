@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.result_rows import Row
 from mgk._core.io import DataError
 from mgk.training import results
 
@@ -23,8 +24,9 @@ HEADS, LAYERS, HEAD_DIM = 12, 6, 32
 STEPS, BATCH, LENGTH, RATE = 40, 32, 64, 3e-4
 TRAIN_SENTENCES = 1422  # a tenth is held out: 40 batches of 32
 SEEDS = (0, 1, 2)
+# Numbers of key heads and value heads of the merged models.
 NUMBERS = ((6, 12), (4, 12), (3, 12), (2, 12), (1, 12), (6, 6), (3, 3))
-BUDGETS = (0.75, 0.5, 0.25)
+BUDGETS = (0.75, 0.5, 0.25)  # sizes of the cache for numbers of heads per layer
 EXTRA_COLUMNS = ("method", "cache", "transformers")
 
 
@@ -66,6 +68,10 @@ class Arm:
             "seed": str(self.seed),
         }
 
+    def is_of(self, row: Row) -> bool:
+        """Return whether a result row is a measurement of the arm."""
+        return self.key().items() <= row.items()
+
 
 def plan() -> list[Arm]:
     """Return all arms, the most informative first. Untrained mixture keys equal the merge without them."""
@@ -84,10 +90,9 @@ def plan() -> list[Arm]:
     return list(dict.fromkeys(arms))
 
 
-def is_measured(arm: Arm, rows: Sequence[dict[str, str]]) -> bool:
+def is_measured(arm: Arm, rows: Sequence[Row]) -> bool:
     """Return whether results have the cosine of an arm."""
-    key = arm.key()
-    return any(row["metric"] == "cosine" and all(row[column] == value for column, value in key.items()) for row in rows)
+    return any(row["metric"] == "cosine" and arm.is_of(row) for row in rows)
 
 
 def read_pairs(data_dir: Path, split: str) -> tuple[list[float], list[str], list[str]]:

@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import experiments.cost_quality  # noqa: F401  (registers the tasks and recipes of the study)
-from mgk._core.validation import fail, number
+from mgk._core.validation import number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, check_results_file, resolve_data_dir
 
@@ -39,6 +38,7 @@ def decoder(
     minutes: Annotated[float | None, typer.Option(help="Start no measurement after this time.")] = None,
 ) -> None:
     """Measure perplexity, speed and cache of merged decoders, and write the page. The same command continues."""
+    from experiments.cost_quality.decoding import parse_device, parse_lengths
     from experiments.cost_quality.plan import PLAN, load_plan
     from experiments.upcycle import decoder_arms
     from experiments.upcycle.decoder_page import write_section
@@ -47,9 +47,7 @@ def decoder(
 
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
-    counts = [text.strip() for text in lengths.split(",") if text.strip()]
-    if not all(text.isdecimal() and int(text) > 0 for text in counts):
-        fail("--lengths", f"must be positive integers separated by commas, got {lengths!r}")
+    cached_tokens, model_device = parse_lengths(lengths), parse_device(device)
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     file = out / f"{decoder_arms.RECIPE}.csv"
     if measure:
@@ -61,7 +59,7 @@ def decoder(
             runs,
             resolve_data_dir(data_dir),
             load_plan(plan or PLAN).judged_split,
-            torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+            model_device,
         )
         missing = study.missing(results.read([file]), decoder_arms.select_seeds(seeds, list(study.runs)))
         for done, (arm, seed) in enumerate(missing, 1):
@@ -72,7 +70,7 @@ def decoder(
             print(
                 f"{done} of {len(missing)}: {arm}, seed {seed}: {rows[0]['metric']} {rows[0]['value']:.3f}", flush=True
             )
-        for spec, length in study.missing_speeds(results.read([file]), map(int, counts)):
+        for spec, length in study.missing_speeds(results.read([file]), cached_tokens):
             if time.monotonic() > end:
                 break
             rows = study.measure_speed(spec, length)

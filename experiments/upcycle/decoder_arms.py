@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from experiments.cost_quality import decoding
-from experiments.cost_quality.plan import PRESET, Arm, Rows
+from experiments.cost_quality.plan import PRESET, Arm, is_language_model
+from experiments.result_rows import Row, Rows
 from mgk import tasks
 from mgk._core.validation import fail
 from mgk.models import LanguageModel
@@ -25,7 +26,7 @@ from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.data import EpochPermutation, seed_of
 from mgk.training.evaluate import result_columns
-from mgk.training.objectives import OBJECTIVES, LanguageModelling
+from mgk.training.objectives import LanguageModelling
 from mgk.training.objectives.base import Metric
 from mgk.training.runs import finished_runs
 from mgk.training.trainer import Run, check_same_settings, continue_training
@@ -110,7 +111,7 @@ class DecoderStudy:
     ) -> None:
         self.recipe, self.model, self.data_dir, self.split, self.device = recipe, model, data_dir, split, device
         self.task: Any = tasks.get_task(recipe.task)
-        if OBJECTIVES[self.task.objective] is not LanguageModelling:
+        if not is_language_model(recipe):
             fail("--recipe", f"{recipe.name} trains no language model")
         self.arms = plan_arms(recipe, model)
         self.runs = self._find_runs(runs)
@@ -269,7 +270,7 @@ def origin() -> dict[str, Any]:
     }
 
 
-def is_match(row: dict[str, str], key: dict[str, str]) -> bool:
+def is_match(row: Row, key: dict[str, str]) -> bool:
     """Return whether a row has the values of a key."""
     return all((row.get(column) or "") == value for column, value in key.items())
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from experiments.cost_quality import decoding
 from experiments.cost_quality.page import format_interval
-from experiments.cost_quality.plan import Arm, Plan, Rows
-from experiments.cost_quality.run import read_results
+from experiments.cost_quality.plan import Arm, Plan
 from experiments.cost_quality.summary import ArmSummary, family_spread, read_blocks, summarize
 from experiments.paper.evidence_page import fill
-from experiments.statistics import Interval, compare, half_width, paired_error
+from experiments.result_rows import Rows, read_results
+from experiments.statistics import Interval, SquaredError, compare, half_width, paired_error
 from experiments.upcycle.decoder_arms import (
     MEAN,
     ORIGINAL,
@@ -100,8 +100,8 @@ def compare_merges(first: Losses, second: Losses) -> str:
     text = paired_error(*blocks)
     if text is None:
         return as_percent(Interval(difference, math.nan))
-    seed_error = float(np.var(differences, ddof=1)) / len(seeds), len(seeds) - 1
-    return as_percent(Interval(difference, half_width([seed_error, text])))
+    over_seeds = SquaredError(float(np.var(differences, ddof=1)) / len(seeds), len(seeds) - 1)
+    return as_percent(Interval(difference, half_width([over_seeds, text])))
 
 
 def compare_with_start(
@@ -111,9 +111,8 @@ def compare_with_start(
     if summary is None or not merged.values:
         return "–"
     blocks = merged.mean_blocks(), read_blocks(summary, plan, folder)
-    paired = None if blocks[0] is None or blocks[1] is None else (blocks[0], blocks[1])
     spread = family_spread(dict(summaries), summary.arm.recipe)
-    return as_percent(compare(list(merged.values.values()), list(summary.values.values()), spread, paired))
+    return as_percent(compare(list(merged.values.values()), list(summary.values.values()), spread, blocks))
 
 
 def table(rows: Rows, study_rows: Rows, folder: Path, recipe: Recipe, model: ModelSpec, split: str) -> str:
@@ -131,22 +130,22 @@ def table(rows: Rows, study_rows: Rows, folder: Path, recipe: Recipe, model: Mod
     plan = Plan({Arm(recipe.name, spec): 1 for spec in (model, *specs)}, (), split)
     summaries = summarize(plan, study_rows)
     steps = training_after(recipe).training.steps
-    lines = [["model", "cache", "training", "SVD", "SVD without refit", "mean", "SVD − mean, %", "from the start"]]
-    lines[0].append("SVD − from the start, %")
+    header = ["model", "cache", "training", "SVD", "SVD without refit", "mean", "SVD − mean, %", "from the start"]
+    lines = [[*header, "SVD − from the start, %"]]
     for spec in specs:
         start = summaries.get(Arm(recipe.name, spec))
         share = ((spec.key_heads or spec.kv_heads or spec.heads) + (spec.kv_heads or spec.heads)) / (2 * spec.heads)
-        for count in (0, steps):
-            svd, plain, mean = (
-                read_losses(rows, folder, recipe.name, DecoderArm(method, spec, count))
+        for trained_steps in (0, steps):
+            svd, without_refit, mean = (
+                read_losses(rows, folder, recipe.name, DecoderArm(method, spec, trained_steps))
                 for method in (SVD, WITHOUT_REFIT, MEAN)
             )
             lines.append(
                 [
                     f"`{spec}`",
                     f"{share:.2f}",
-                    f"{100 * count / recipe.training.steps:.3g} %",
-                    *(cell(losses.perplexities, 2) for losses in (svd, plain, mean)),
+                    f"{100 * trained_steps / recipe.training.steps:.3g} %",
+                    *(cell(losses.perplexities, 2) for losses in (svd, without_refit, mean)),
                     compare_merges(svd, mean),
                     cell([] if start is None else [math.exp(loss) for loss in start.values.values()], 2),
                     compare_with_start(svd, start, plan, summaries, folder),
@@ -156,37 +155,42 @@ def table(rows: Rows, study_rows: Rows, folder: Path, recipe: Recipe, model: Mod
 
 
 def section(folder: Path) -> str:
-    """Return the section from a results directory: one part per recipe."""
+    """Return the section from a results directory: one part per model of a recipe."""
     rows = [row for row in results.read([folder / f"{RECIPE}.csv"]) if row["recipe"] == RECIPE]
     if not rows:
         return "No runs yet."
     study_rows = read_results(folder)
-    parts = []
-    groups = dict.fromkeys((row["task"], row["heads"], row["split"]) for row in rows if row["method"])
-    for name, heads, split in groups:
-        recipe, model = load_recipe(name), ModelSpec("softmax", int(heads))
-        own = [row for row in rows if (row["task"], row["heads"], row["split"]) == (name, heads, split)]
-        after = training_after(recipe).training
-        original = [
-            cell(read_losses(own, folder, name, DecoderArm(ORIGINAL, model, count)).perplexities, 2)
-            for count in (0, after.steps)
-        ]
-        tokens = recipe.training.steps * recipe.training.batch_size * int(own[0]["length"])
-        parts += [
-            f"### `{name}`: {recipe.title}",
-            f"Perplexity on `{split}`, mean ± standard deviation (number of seeds). The original, `{model}`, has "
-            f"{original[0]}, and {original[1]} after\nthe same training: {after.steps} steps with a peak learning "
-            f"rate of {after.lr:g}. Training from the start takes {tokens:,} tokens.",
-            table(own, study_rows, folder, recipe, model, split),
-        ]
+    parts: list[str] = []
+    for name, heads, split in dict.fromkeys((row["task"], row["heads"], row["split"]) for row in rows if row["method"]):
+        model_rows = [row for row in rows if (row["task"], row["heads"], row["split"]) == (name, heads, split)]
+        parts += model_part(model_rows, study_rows, folder, load_recipe(name), ModelSpec("softmax", int(heads)), split)
     speeds = decoding.table([{**row, "recipe": decoding.RECIPE} for row in rows if row["metric"] in SPEEDS])
-    last = rows[-1]
     parts += [speeds] if speeds else []
+    last = rows[-1]
     parts.append(
         f"Measured on {last['date']} with torch {last['torch']}, Transformers {last['transformers']}, {last['gpu']}, "
         f"commit {last['commit']};\n`results/{RECIPE}.csv`."
     )
     return "\n\n".join(parts)
+
+
+def model_part(
+    rows: Rows, study_rows: Rows, folder: Path, recipe: Recipe, model: ModelSpec, split: str
+) -> tuple[str, str, str]:
+    """Return the title, the description and the table of a model; the arguments are those of `table`."""
+    after = training_after(recipe).training
+    original, trained = (
+        cell(read_losses(rows, folder, recipe.name, DecoderArm(ORIGINAL, model, steps)).perplexities, 2)
+        for steps in (0, after.steps)
+    )
+    tokens = recipe.training.steps * recipe.training.batch_size * int(rows[0]["length"])
+    description = (
+        f"Perplexity on `{split}`, mean ± standard deviation (number of seeds). The original, `{model}`, has "
+        f"{original}, and {trained} after\nthe same training: {after.steps} steps with a peak learning "
+        f"rate of {after.lr:g}. Training from the start takes {tokens:,} tokens."
+    )
+    title = f"### `{recipe.name}`: {recipe.title}"
+    return title, description, table(rows, study_rows, folder, recipe, model, split)
 
 
 def write_section(folder: Path, page: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.paper.evidence_page import fill
 from experiments.paper.figures import Picture
+from experiments.result_rows import Rows
 from experiments.upcycle import decoder_page
 from experiments.upcycle.arms import BUDGETS, HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
 from experiments.upcycle.decoder_page import cell
@@ -18,25 +18,25 @@ from mgk.training import results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Rows = Sequence[dict[str, str]]
 KEY = ("method", "variant", "key_heads", "kv_heads", "steps", "seed", "metric")
-# Column of the tables -> method, mixture, whether it is trained.
-COLUMNS = {
-    "SVD": ("svd", False, False),
-    "SVD without refit": ("svd without refit", False, False),
-    "mean": ("mean", False, False),
-    "SVD, trained": ("svd", False, True),
-    "mean, trained": ("mean", False, True),
-    "SVD + mixture, trained": ("svd", True, True),
+# Column of the tables -> fields of its arms.
+COLUMNS: dict[str, dict[str, Any]] = {
+    "SVD": {"method": "svd"},
+    "SVD without refit": {"method": "svd without refit"},
+    "mean": {"method": "mean"},
+    "SVD, trained": {"method": "svd", "steps": STEPS},
+    "mean, trained": {"method": "mean", "steps": STEPS},
+    "SVD + mixture, trained": {"method": "svd", "steps": STEPS, "mixture": True},
 }
 PER_LAYER = "SVD, numbers per layer"
+# Colour, marker and colour inside of the marker.
 STYLES = {
-    PER_LAYER: ("tab:green", "D", "none"),
-    "SVD": ("tab:blue", "o", "none"),
-    "mean": ("tab:red", "s", "none"),
-    "SVD, trained": ("tab:blue", "o", "full"),
-    "mean, trained": ("tab:red", "s", "full"),
-    "SVD + mixture, trained": ("tab:orange", "^", "full"),
+    PER_LAYER: ("tab:green", "D", "white"),
+    "SVD": ("tab:blue", "o", "white"),
+    "mean": ("tab:red", "s", "white"),
+    "SVD, trained": ("tab:blue", "o", "tab:blue"),
+    "mean, trained": ("tab:red", "s", "tab:red"),
+    "SVD + mixture, trained": ("tab:orange", "^", "tab:orange"),
 }
 
 
@@ -48,17 +48,13 @@ def read_results(path: Path) -> Rows:
 def values(rows: Rows, arm: Arm, metric: str) -> list[float]:
     """Return the values of an arm, one per seed."""
     key = {name: value for name, value in arm.key().items() if name != "seed"}
-    return [
-        float(row["value"])
-        for row in rows
-        if row["metric"] == metric and all(row[name] == value for name, value in key.items())
-    ]
+    return [float(row["value"]) for row in rows if row["metric"] == metric and key.items() <= row.items()]
 
 
 def arm_of(column: str, numbers: tuple[int, int]) -> Arm:
     """Return the arm of a column of the tables."""
-    method, mixture, is_trained = COLUMNS[column]
-    return Arm(method, *numbers, mixture=mixture, steps=STEPS if is_trained else 0)
+    key_heads, value_heads = numbers
+    return Arm(key_heads=key_heads, value_heads=value_heads, **COLUMNS[column])
 
 
 def table(rows: Rows, metric: str) -> str:
@@ -76,7 +72,7 @@ def budget_table(rows: Rows) -> str:
     lines = [["cache at most", "cache", "parameters", "cosine", "Spearman"]]
     for budget in BUDGETS:
         arm = Arm("svd", 0, 0, budget=budget)
-        measured = [row for row in rows if all(row[name] == value for name, value in arm.key().items())]
+        measured = [row for row in rows if arm.is_of(row)]
         size = f"{float(measured[0]['cache']):.3f}" if measured else "–"
         parameters = f"{int(measured[0]['params']):,}" if measured else "–"
         metrics = [cell(values(rows, arm, metric)) for metric in ("cosine", "spearman")]
@@ -88,8 +84,7 @@ def sizes(rows: Rows) -> str:
     """Return a table of parameters, cache and latency."""
     lines = [["key / value heads", "parameters", "cache, bytes per token", "latency, ms"]]
     for arm in [Arm("none", HEADS, HEADS), *(Arm("svd", *numbers) for numbers in NUMBERS)]:
-        key = arm.key()
-        measured = [row for row in rows if all(row[name] == value for name, value in key.items())]
+        measured = [row for row in rows if arm.is_of(row)]
         parameters = f"{int(measured[0]['params']):,}" if measured else "–"
         width = (arm.key_heads + arm.value_heads) * HEAD_DIM * LAYERS * 4
         latency = cell(values(rows, arm, "latency_ms"), 0)
@@ -138,8 +133,7 @@ def _draw(data: dict[str, list[Any]]) -> Figure:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     for column, points in data.items():
-        colour, marker, fill_style = STYLES[column]
-        face = colour if fill_style == "full" else "white"
+        colour, marker, face = STYLES[column]
         caches, _, cosines = zip(*points, strict=True) if points else ((), (), ())
         axes.plot(caches, cosines, marker, color=colour, markerfacecolor=face, label=column)
     for cache, label, cosine in data["SVD"]:

@@ -88,7 +88,7 @@ def test_missing_experiments_of_the_paper_run_on_slurm(slurm, monkeypatch):
     monkeypatch.setattr(paper_plan, "EXPERIMENTS", (experiment,))
     monkeypatch.setattr(paper_plan, "ANALYSES", ())
     commands = []
-    monkeypatch.setattr(run_missing, "_run_command", time_models(commands))
+    monkeypatch.setattr("experiments.commands.run_command", time_models(commands))
     arguments = [Path("results"), Path("runs"), Path("data"), None, None, lambda *_: None, OPTIONS]
     assert run_missing.run(*arguments) == []
     check_runs(slurm, submissions=4)
@@ -119,7 +119,7 @@ def test_study_of_cost_and_quality_runs_on_slurm(slurm, monkeypatch):
     equal_time = Arm("listops", MODELS[0], time_of=MODELS[1])
     plan = Plan({**{Arm("listops", model): 1 for model in MODELS}, equal_time: 1}, (), "test")
     commands = []
-    monkeypatch.setattr(cost_quality_run.subprocess, "call", time_models(commands))
+    monkeypatch.setattr("experiments.commands.run_command", time_models(commands))
     arguments = [plan, Path("results"), Path("runs"), Path("data"), None, None, lambda *_: None, OPTIONS]
     with monkeypatch.context() as patch:
         # Both models take 4 ms: the arm of equal time would repeat the run of softmax:8.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from experiments.paper import kernel_targets, verdicts
 from experiments.paper.claims.quality import BASELINES, ExperimentResults
 from experiments.paper.recipe_results import PRESET
+from experiments.result_rows import Rows
 from mgk._core.io import format_number, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
@@ -15,7 +16,8 @@ from mgk.training.sweep import SOLO_METRICS, filter_rows
 
 COUNTS = ("parameters", "FLOPs")
 UNITS = {"parameters": (1e3, "k"), "FLOPs": (1e9, "G")}
-MEASURED = dict(zip(SOLO_METRICS, ("training step", "inference", "memory of the step"), strict=True))
+TIMES = ("training step", "inference")
+MEASURED = dict(zip(SOLO_METRICS, (*TIMES, "memory of the step"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class RowCost:
     values: dict[str, float]
 
 
-def experiment_costs(item: ExperimentResults, rows: list[dict[str, str]]) -> list[RowCost]:
+def experiment_costs(item: ExperimentResults, rows: Rows) -> list[RowCost]:
     """Read parameters and FLOPs from the runs, and times and memory from models timed in isolation."""
     costs = []
     for row in item.results.rows:
@@ -39,13 +41,13 @@ def experiment_costs(item: ExperimentResults, rows: list[dict[str, str]]) -> lis
     return costs
 
 
-def step_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def step_rows(rows: Rows) -> Rows:
     """Select the training steps at the length and batch size of the claim."""
     size = {"recipe": "training-step", "length": "4096", "batch": "32"}
     return [row for row in rows if size.items() <= row.items() and not row["gpu"].startswith("cpu")]
 
 
-def step_costs(rows: list[dict[str, str]]) -> list[RowCost]:
+def step_costs(rows: Rows) -> list[RowCost]:
     """Return the latest measurement of each model by benchmarks/training_step.py on a GPU."""
     steps = [row for row in step_rows(rows) if row["metric"] == "step_ms"]
     return [
@@ -107,7 +109,7 @@ def _cell(name: str, mixture: float, baseline: float) -> str:
     return f"{format_number(mixture / baseline)} ({values} {unit}), {judge(name, mixture, baseline)}"
 
 
-def machine(rows: list[dict[str, str]]) -> str:
+def machine(rows: Rows) -> str:
     """Describe the machine and the dates of the measurements."""
     dates: dict[str, set[str]] = {}
     for row in rows:
@@ -115,7 +117,7 @@ def machine(rows: list[dict[str, str]]) -> str:
     return "; ".join(f"{name}, {' and '.join(sorted(days))}" for name, days in dates.items())
 
 
-def operator_table(rows: list[dict[str, str]]) -> str:
+def operator_table(rows: Rows) -> str:
     """Format the geometric means of the operator's time with H/2 heads relative to the best SDPA with H."""
     measured = [
         row
@@ -125,8 +127,8 @@ def operator_table(rows: list[dict[str, str]]) -> str:
     lines = [["operator, H/2 heads, over SDPA with H", *PASSES]]
     for variant, name in kernel_targets.NAMES.items():
         cells = []
-        for which in PASSES:
-            ratio = kernel_targets.mean(kernel_targets.ratios(measured, variant, which))
+        for pass_ in PASSES:
+            ratio = kernel_targets.mean(kernel_targets.ratios(measured, variant, pass_))
             cells.append(f"{format_number(ratio)}, {verdicts.cheaper(ratio, verdicts.TIMING)}")
         lines.append([name, *cells])
     return f"**The operator alone** ({machine(measured)})\n\n{markdown_table(lines)}"

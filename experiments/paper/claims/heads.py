@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import BASELINES
@@ -27,12 +28,21 @@ class HeadStats:
 
     row: ModelSpec
     seed: int
-    numbers: dict[str, float] = field(default_factory=dict)
-
+    numbers: dict[str, float] = field(default_factory=dict)  # by measure
     losses: dict[str, float] = field(default_factory=dict)  # by split: mean of the last quarter of the records
 
 
-# Measure: its table, and the value of a line. The paper claims higher values for mixtures.
+class HeadComparison(NamedTuple):
+    """A mixture and a baseline compared by one measure."""
+
+    mixture: ModelSpec
+    baseline: ModelSpec
+    measure: str
+    difference: Difference
+    verdict: str
+
+
+# Measure -> its table, and the value of a line of it. The paper claims higher values for mixtures.
 MEASURES: dict[str, tuple[str, Callable[[dict[str, str]], float]]] = {
     "rank, % of full": ("ranks.csv", lambda line: 100 * float(line["rank"]) / float(line["size"])),
     "effective rank, % of full": ("ranks.csv", lambda line: 100 * float(line["effective_rank"]) / float(line["size"])),
@@ -96,7 +106,7 @@ def compare(models: list[HeadStats], first: ModelSpec, second: ModelSpec, measur
     return Difference("", statistics.mean(a) - statistics.mean(b), width, 0.0, width, (len(a), len(b)), remark)
 
 
-def judge(models: list[HeadStats]) -> list[tuple[ModelSpec, ModelSpec, str, Difference, str]]:
+def judge(models: list[HeadStats]) -> list[HeadComparison]:
     """Compare mixtures with baselines that have the same number of heads, and with those that have twice the number."""
     comparisons = []
     rows = list(dict.fromkeys(stats.row for stats in models))
@@ -104,26 +114,29 @@ def judge(models: list[HeadStats]) -> list[tuple[ModelSpec, ModelSpec, str, Diff
         for heads in (mixture.heads, 2 * mixture.heads):
             baseline = ModelSpec(BASELINES.get(mixture.variant, ""), heads)
             for measure in MEASURES:
-                result = compare(models, mixture, baseline, measure) if baseline in rows else None
-                if result is not None:
-                    comparisons.append((mixture, baseline, measure, result, verdicts.better(result)))
+                difference = compare(models, mixture, baseline, measure)
+                if difference is not None:
+                    verdict = verdicts.better(difference)
+                    comparisons.append(HeadComparison(mixture, baseline, measure, difference, verdict))
     return comparisons
 
 
 def table(models: list[HeadStats]) -> str:
     lines = [["pair", *MEASURES, *LOSSES.values(), "verdict"]]
     comparisons = judge(models)
-    for pair in dict.fromkeys((mixture, baseline) for mixture, baseline, *_ in comparisons):
-        by_measure = {
-            measure: (result, verdict) for *names, measure, result, verdict in comparisons if tuple(names) == pair
-        }
-        cells = []
-        for measure in MEASURES:
-            result = by_measure.get(measure, (None, ""))[0]
-            width = "" if result is None or result.half_width is None else f" ± {format_number(result.half_width)}"
-            cells.append("–" if result is None else format_signed(result.difference) + width)
-        remarks = dict.fromkeys(result.remark for result, _ in by_measure.values() if result.remark)
-        verdict = verdicts.overall([verdict for _, verdict in by_measure.values()])
-        cells += [format_signed(loss_difference(models, *pair, split), 3) for split in LOSSES]
-        lines.append([f"{pair[0]} − {pair[1]}", *cells, f"**{verdict}**" + "".join(f" ({text})" for text in remarks)])
+    for mixture, baseline in dict.fromkeys((item.mixture, item.baseline) for item in comparisons):
+        of_pair = [item for item in comparisons if (item.mixture, item.baseline) == (mixture, baseline)]
+        differences = {item.measure: item.difference for item in of_pair}
+        cells = [_format_difference(differences.get(measure)) for measure in MEASURES]
+        cells += [format_signed(loss_difference(models, mixture, baseline, split), 3) for split in LOSSES]
+        verdict = verdicts.overall([item.verdict for item in of_pair])
+        remarks = dict.fromkeys(item.difference.remark for item in of_pair if item.difference.remark)
+        lines.append([f"{mixture} − {baseline}", *cells, f"**{verdict}**" + "".join(f" ({text})" for text in remarks)])
     return markdown_table(lines)
+
+
+def _format_difference(difference: Difference | None) -> str:
+    if difference is None:
+        return "–"
+    width = "" if difference.half_width is None else f" ± {format_number(difference.half_width)}"
+    return format_signed(difference.difference) + width

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from experiments.paper import verdicts
 from experiments.paper.claims.quality import BASELINES, ExperimentResults
-from experiments.statistics import half_width, pooled_spread
+from experiments.statistics import SquaredError, half_width, pooled_spread
 from mgk._core.io import format_number, format_signed, markdown_table
 from mgk.training.config import ModelSpec
 
@@ -21,7 +22,7 @@ class PlateauDifference:
     """Step at which a mixture leaves the plateau minus that of softmax with the same heads.
 
     The mean is over the pairs of an experiment and a number of heads. The deviation over seeds is pooled over their
-    models. `value` is the p-value of Student's t test that the difference is 0.
+    models. `p_value` is that of Student's t test of a difference of 0.
     """
 
     mixture: str
@@ -29,7 +30,7 @@ class PlateauDifference:
     counts: tuple[int, int]
     difference: float
     half_width: float
-    value: float
+    p_value: float
 
 
 def compare(experiments: list[ExperimentResults], mixture: str) -> PlateauDifference | None:
@@ -48,17 +49,18 @@ def compare(experiments: list[ExperimentResults], mixture: str) -> PlateauDiffer
     if spread is None:
         return None
     difference = float(np.mean([np.mean(first) - np.mean(second) for first, second in pairs]))
-    square = sum(spread.error(len(first), len(second))[0] for first, second in pairs) / len(pairs) ** 2
-    t = abs(difference) / math.sqrt(square) if square else math.inf
+    variance = sum(spread.error(len(first), len(second)).value for first, second in pairs) / len(pairs) ** 2
+    t = abs(difference) / math.sqrt(variance) if variance else math.inf
     counts = sum(len(first) for first, _ in pairs), sum(len(second) for _, second in pairs)
-    width = half_width([(square, spread.degrees)])
-    return PlateauDifference(mixture, len(pairs), counts, difference, width, float(2 * stats.t.sf(t, spread.degrees)))
+    width = half_width([SquaredError(variance, spread.degrees)])
+    p_value = float(2 * stats.t.sf(t, spread.degrees))
+    return PlateauDifference(mixture, len(pairs), counts, difference, width, p_value)
 
 
 def sentences(experiments: list[ExperimentResults]) -> str:
     """State the difference of each mixture in words."""
     known = [result for mixture in MIXTURES if (result := compare(experiments, mixture)) is not None]
-    return " ".join(map(_sentence, known)) or "Not measured yet."
+    return " ".join(map(_sentence, known)) or verdicts.MISSING_SENTENCE
 
 
 def _sentence(result: PlateauDifference) -> str:
@@ -66,7 +68,7 @@ def _sentence(result: PlateauDifference) -> str:
     steps = f"{abs(result.difference):.0f} ± {result.half_width:.0f} steps {direction}"
     return (
         f"{result.mixture} leaves the plateau of ListOps {steps} than "
-        f"softmax with the same heads (p = {result.value:.3f}; {result.counts[0]} and {result.counts[1]} runs)."
+        f"softmax with the same heads (p = {result.p_value:.3f}; {result.counts[0]} and {result.counts[1]} runs)."
     )
 
 
@@ -77,5 +79,5 @@ def table(experiments: list[ExperimentResults]) -> str:
         if result is not None:
             steps = f"{format_signed(result.difference, 0)} ± {format_number(result.half_width, 0)}"
             runs = f"{result.counts[0]} − {result.counts[1]}"
-            lines.append([mixture, str(result.pairs), runs, steps, f"{result.value:.3f}"])
-    return markdown_table(lines) if len(lines) > 1 else "Not measured yet."
+            lines.append([mixture, str(result.pairs), runs, steps, f"{result.p_value:.3f}"])
+    return markdown_table(lines) if len(lines) > 1 else verdicts.MISSING_SENTENCE

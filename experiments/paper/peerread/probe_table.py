@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from experiments.paper import verdicts
+from experiments.result_rows import Rows
 from mgk._core.io import format_number, markdown_table
 
 PROBE, RECIPE, BASELINE = "retrieval-probe", "retrieval-peerread", "baseline: "
 
 
-def text(rows: list[dict[str, str]]) -> str:
+def text(rows: Rows) -> str:
     """Format the latest accuracy of each method, in per cent."""
     accuracies: dict[str, dict[str, float]] = {}
     for row in rows:

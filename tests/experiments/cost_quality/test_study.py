@@ -15,11 +15,13 @@ from scipy import stats
 
 from experiments import statistics
 from experiments.cost_quality import page, run, summary
-from experiments.cost_quality.plan import PRESET, Arm, load_plan
+from experiments.cost_quality.plan import PRESET, Arm, Plan, load_plan
+from mgk import tasks
 from mgk.models.run_directory import RunDirectory
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
 from mgk.training.equal_time import STEPS
+from mgk.training.job_queue import JobQueue
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,6 +65,35 @@ def test_a_question_without_runs_is_refused(tmp_path):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"no stage of .* trains gaussian:8 of study"):
         load_plan(tmp_path / "plan.yaml")
+
+
+def test_a_time_without_a_timed_model_is_refused(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text().replace('"softmax:10": 3, ', "")
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ValueError, match="softmax:10@time=smgk:8 of study needs the step time of softmax:10"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_a_plan_without_stages_is_refused(tmp_path):
+    (tmp_path / "plan.yaml").write_text("title: none\n")
+    with pytest.raises(ValueError, match=r"plan .*plan.yaml must have the keys stages, questions, judged_split"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_arm_without_step_times_ends_the_run(tmp_path, monkeypatch):
+    """A pass that adds no results is the last one."""
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: None)
+    queues = []
+
+    def execute_jobs(jobs, *_):
+        queues.append(JobQueue([]))
+        assert len(queues) < 10
+        return queues[-1]
+
+    monkeypatch.setattr(run, "execute_jobs", execute_jobs)
+    plan = Plan({Arm.parse("listops", "softmax:8@time=smgk:4"): 1}, (), "test")
+    failed = run.run(plan, tmp_path, tmp_path / "runs", tmp_path, None, None, lambda *_: None)
+    assert failed == ["softmax:8@time=smgk:4 of listops (the step time of smgk:4 is missing)"]
 
 
 def test_time_matched_steps():
@@ -116,7 +147,7 @@ def test_unknown_errors_give_no_interval():
     blocks = np.arange(4.0)
     assert math.isnan(statistics.compare([1.0], [2.0], None, (blocks, blocks)).half_width)
     spread = statistics.Spread(1.0, 2)
-    assert math.isnan(statistics.compare([1.0], [2.0], spread, None).half_width)
+    assert math.isnan(statistics.compare([1.0], [2.0], spread, (blocks, None)).half_width)
     assert math.isnan(statistics.compare([1.0], [2.0], spread, (blocks, blocks[:3])).half_width)
 
 
@@ -198,7 +229,11 @@ def test_picture_shows_every_arm(study):
     figure = page.draw(summaries, "study")
     for axis in figure.axes:
         assert {text.get_text() for text in axis.texts} == {"softmax:8", "smgk:8", "gaussian:8"}
-    assert page.draw(summaries, "study-8") is None
+    assert page.plotted_recipe(summaries) == "study"
+    # Two arms are too few: neither page has the picture.
+    two = [row for row in run.read_results(study) if row["variant"] != "gaussian"]
+    assert page.plotted_recipe(summary.summarize(load_plan(), two)) is None
+    assert "](figures/study.png)" not in page.evidence_section(load_plan(), two, study, "figures/study.png")
 
 
 PLAN = """

@@ -142,7 +142,7 @@ def test_plateau_is_left_earlier(tmp_path):
     assert (result.difference, result.counts, result.pairs) == (-500, (4, 4), 2)
     error = (250**2 / 2 * (1 / 4 + 1 / 4)) ** 0.5  # four groups of two runs 250 steps apart
     assert result.half_width == pytest.approx(stats.t.ppf(0.975, 4) * error)
-    assert result.value == pytest.approx(2 * stats.t.sf(500 / error, 4))
+    assert result.p_value == pytest.approx(2 * stats.t.sf(500 / error, 4))
     assert "smgk leaves the plateau of ListOps 500 ± 347 steps earlier" in plateau.sentences([item])
     assert plateau.compare([item], "mgk") is None
     # A run that never leaves has no step, so that its pair is omitted.

@@ -1,6 +1,6 @@
 """Tables of the front pages."""
 
-from experiments.paper import front_page
+from experiments.paper import front_page, verdicts
 
 
 def row(variant, kv_heads, value, **more):
@@ -35,4 +35,4 @@ def test_decoder_steps_are_relative_to_softmax_with_the_same_heads():
 
 
 def test_decoder_steps_without_measurements():
-    assert front_page.decoder_steps([]) == front_page.MISSING
+    assert front_page.decoder_steps([]) == verdicts.MISSING_SENTENCE

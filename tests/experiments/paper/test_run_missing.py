@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from experiments import commands
 from experiments.paper import __main__, plan, run_missing
 from mgk import tasks
 from mgk.training import results
@@ -61,7 +62,7 @@ def harness(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr("mgk.training.cluster.run_jobs", run_jobs)
-    monkeypatch.setattr(run_missing, "_run_command", run_command)
+    monkeypatch.setattr(commands, "run_command", run_command)
     monkeypatch.setattr(run_missing.Run, "setup", lambda run, task: "made-up")
     return calls
 
@@ -174,9 +175,9 @@ time.sleep(60)
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_missing.subprocess.Popen, "wait", wait)
+    monkeypatch.setattr(commands.subprocess.Popen, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        run_missing._run_command([sys.executable, "-c", script])
+        commands.run_command([sys.executable, "-c", script])
     assert gone.exists()
 
 
