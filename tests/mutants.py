@@ -1,7 +1,7 @@
 """Run tests against copies of the code with one wrong line each (mutants), and list the mutants that survive.
 
     python -m tests.mutants                      all mutants; writes results/mutants.csv and docs/mutants.md
-    python -m tests.mutants --only cache.py      mutants whose file or text contains this; prints the results only
+    python -m tests.mutants --only cache.py      mutants whose file or text contains this; keeps the other results
 
 A mutant is killed if its tests fail. The table is in `tests/support/mutant_table.py`.
 """
@@ -115,12 +115,16 @@ def page(rows: list[dict[str, str]]) -> str:
 
 
 def write_results(results: list[tuple[Mutant, str]]) -> None:
+    """Write the results of these mutants, and the recorded ones of the other mutants of the table."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     date = datetime.now(timezone.utc).date().isoformat()
+    rows = {(row["file"], row["mutation"]): [*row.values()] for row in read_rows()}
+    rows |= {(m.file, m.description): [m.file, m.description, result, date, commit] for m, result in results}
+    keys = [(mutant.file, mutant.description) for mutant in MUTANTS]
     with tempfile.TemporaryFile("w+", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([COLUMNS, *((m.file, m.description, result, date, commit) for m, result in results)])
+        writer.writerows([COLUMNS, *(rows[key] for key in keys if key in rows)])
         file.seek(0)
         write_atomically(CSV, file.read())
     write_atomically(PAGE, page(read_rows()))
@@ -143,8 +147,7 @@ def main() -> None:
             check_unchanged_code(Path(folder), mutants)
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(zip(mutants, pool.map(run_mutant, mutants), strict=True))
-    if not args.only:
-        write_results(results)
+    write_results(results)
     survivors = sum(result == "survived" for _, result in results)
     print(f"{len(results)} mutants, {survivors} survived")
     sys.exit(1 if survivors else 0)

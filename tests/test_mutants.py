@@ -1,5 +1,7 @@
 """The page of mutants matches the recorded results."""
 
+import pytest
+
 from tests import mutants
 
 
@@ -13,3 +15,8 @@ def test_results_are_killed_or_explained():
     reasons = {(mutant.file, mutant.description): mutant.equivalence for mutant in mutants.MUTANTS}
     for row in mutants.read_rows():
         assert row["result"] == "killed" or reasons[row["file"], row["mutation"]]
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.description)
+def test_original_text_occurs_once(mutant):
+    assert (mutants.ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.original) == 1

@@ -43,6 +43,7 @@ DATA = ("tests/training/test_data.py",)
 SAMPLING = ("tests/models/test_sampling.py",)
 WINDOW = ("tests/models/test_sliding_window.py",)
 STRESS = ("tests/backends/test_stress.py",)
+FACTORED = ("tests/backends/test_factored.py",)
 GPUS = ("tests/backends/test_unsupported_gpus.py",)
 SELECTION = ("tests/backends/test_selection.py",)
 DECODER = ("tests/models/test_decoder.py",)
@@ -118,16 +119,24 @@ MUTANTS = [
     Mutant("mgk/functional.py", "lse = lse.masked_fill(lse == -torch.inf, -torch.inf)", "pass", STRESS),
     # Backends.
     Mutant("mgk/backends/cpu_flash.py", "output[..., -1] = -grad_lse", "output[..., -1] = 0", PADDING),
-    Mutant("mgk/backends/cpu_flash.py", "key_term = key_term.clamp(min=MASK_VALUE)", "key_term = key_term", STRESS),
+    Mutant("mgk/_core/logit_terms.py", "squared_norms(keys)).clamp(min=MASK_VALUE)", "squared_norms(keys))", STRESS),
+    Mutant("mgk/backends/cpu_factored.py", "(result[..., -1] < MIN_SUM) & ~is_masked", "is_masked & ~is_masked", FACTORED),
+    Mutant("mgk/backends/cpu_factored.py", "block.diagonal < products.shape[2]", "block.diagonal >= 0", FACTORED),
+    Mutant("mgk/backends/cpu_factored.py", "delta = (grad_output * output).sum(-1) - grad_lse",
+           "delta = (grad_output * output).sum(-1)", FACTORED),
+    Mutant("mgk/backends/cpu_factored.py", "is_factored = (sums > 0) | is_masked", "is_factored = sums >= 0", FACTORED),
+    Mutant("mgk/backends/cpu_factored.py", "masked_fill_(key_term <= MASK_VALUE / 2, 0)", "masked_fill_(key_term < -torch.inf, 0)", FACTORED),
+    Mutant("mgk/backends/cpu_factored.py", "    with without_autocast(query):\n        factors = _factors(query, key, query_term, key_term)\n        delta",
+           "    if True:\n        factors = _factors(query, key, query_term, key_term)\n        delta", FACTORED),
     Mutant("mgk/backends/chunked.py", "dtype=torch.bool, device=query.device).tril()\n",
            "dtype=torch.bool, device=query.device)\n", FEATURES),
-    Mutant("mgk/backends/triton.py", "UNSUPPORTED_BY_MIXTURE = (10, 11)", "UNSUPPORTED_BY_MIXTURE = (11,)", GPUS),
+    Mutant("mgk/backends/triton.py", "TENSOR_MEMORY, TENSOR_MEMORY_TRITON = (10, 11)", "TENSOR_MEMORY, TENSOR_MEMORY_TRITON = (11,)", GPUS),
     Mutant("mgk/backends/triton.py", "torch.version.hip is not None", "False", GPUS),
     Mutant("mgk/backends/__init__.py", "if call.query.dtype == torch.float64:", "if False:", SELECTION),
     # Kernels.
     Mutant("mgk/kernels/mixture/preprocess.py", "finite = finite + (tl.minimum(norms[r], FP32_MAX),)",
            "finite = finite + (norms[r],)", KERNEL_PADDING),
-    Mutant("mgk/kernels/mixture/preprocess.py", "b_c = tl.where(b_bias.to(tl.float32) < -1e30, -float(\"inf\"), b_c)",
+    Mutant("mgk/kernels/mixture/preprocess.py", "b_c = tl.where(b_bias.to(tl.float32) < MASK_VALUE, -float(\"inf\"), b_c)",
            "b_c = b_c", KERNEL_PADDING),
     Mutant("mgk/kernels/mixture/decode.py", "b_norm = 0.5 * tau * tl.minimum(tl.sum(b_k * b_k, 1), FP32_MAX)",
            "b_norm = 0.5 * tau * tl.sum(b_k * b_k, 1)", KERNEL_PADDING),
