@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mgk._core.validation import fail
 from mgk.training import results
 from mgk.training.config import ModelSpec
 
@@ -17,6 +18,14 @@ def read_results(folder: Path) -> Rows:
 
 
 def model_of(row: Row) -> ModelSpec:
-    """Return the model of a row; a number of key heads or value heads that is not stored is that of the heads."""
+    """Return the model of a row.
+
+    Missing value heads are as many as the heads, missing key heads as many as the value heads.
+
+    Raises:
+        ValueError: The row has no number of heads: it would be missing from every mean.
+    """
+    if not row.get("heads", "").isdecimal():
+        fail("results", f"has a row of {row.get('recipe')}, {row['variant']}, without heads: {row}")
     heads, kv_heads, key_heads = (int(row.get(name) or 0) for name in ("heads", "kv_heads", "key_heads"))
     return ModelSpec(row["variant"], heads, None if kv_heads in (0, heads) else kv_heads, key_heads or None)
