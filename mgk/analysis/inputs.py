@@ -5,6 +5,7 @@ Samples of a task's splits are drawn by `mgk.tasks.analysis_samples`.
 
 from __future__ import annotations
 
+import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,10 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
         rows = _read_array(path) if path.suffix == ".npy" else _read_lines(path)
     except OSError as error:
         fail("--ids", f"{path} cannot be read: {error.strerror or error}")
-    except (ValueError, EOFError, OverflowError) as error:
+    # Damaged headers of .npy files raise the errors of Python's parser.
+    except (ValueError, EOFError, OverflowError, SyntaxError, tokenize.TokenError) as error:
         reason = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"--ids: {path} must hold integers: {reason}") from error
+        raise ValueError(f"--ids: {path} must hold integers, [L] or [N, L]: {reason}") from error
     shortest = min((len(row) for row in rows), default=0)
     required = max(length or 0, MIN_LENGTH)
     if shortest < required:
@@ -61,11 +63,13 @@ def read_ids(path: Path, length: int | None) -> list[list[int]]:
 
 def _read_array(path: Path) -> list[list[int]]:
     with path.open("rb") as file:
-        np.lib.format.read_magic(file)  # np.load would also read zip archives and pickles
+        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            # np.load would also read zip archives and pickles.
+            raise ValueError("it is not a .npy file; save it with numpy.save")
     # Memory-mapped, so that a header with a huge shape is compared with the size of the file.
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise ValueError(f"expected an integer array [L] or [N, L], got {array.dtype} {list(array.shape)}")
+        raise ValueError(f"it has {array.dtype} {list(array.shape)}")
     rows: list[list[int]] = np.atleast_2d(array).tolist()
     return rows
 

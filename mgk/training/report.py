@@ -173,6 +173,13 @@ def add_differences(
     return split if any(summary.difference for summary in later) else ""
 
 
+class Column(NamedTuple):
+    """Title of a column of the table, and the function that formats its cell for a model."""
+
+    title: str
+    cell: Callable[[ModelSummary], str]
+
+
 def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str = "") -> list[list[str]]:
     """Return the table as text cells, the header first."""
     splits, style = ordered_splits(summaries), metric_format(recipe)
@@ -196,13 +203,6 @@ def make_table(summaries: list[ModelSummary], recipe: Recipe, paired_split: str 
     ]
     lines = [[column.cell(summary) for column in columns] for summary in summaries]
     return [[column.title for column in columns], *lines]
-
-
-class Column(NamedTuple):
-    """Title of a column of the table, and the function that formats its cell for a model."""
-
-    title: str
-    cell: Callable[[ModelSummary], str]
 
 
 def _format_scores(summary: ModelSummary, split: str) -> str:

@@ -325,3 +325,10 @@ def test_gpu_and_cpu_agree(variant):
         assert np.allclose(one.similarity.divergence, other.similarity.divergence, atol=1e-4)
         assert np.allclose(one.similarity.cka, other.similarity.cka, atol=1e-3)
         assert np.allclose(one.removal.change, other.removal.change, rtol=0.05)
+
+
+def test_layer_that_is_the_whole_model():
+    """The name of the root module is empty; its hooks must not replace the output."""
+    results = analyse(mgk.Attention(32, 4), [torch.randn(1, 20, 32)], removal=2)
+    assert len(results.layers) == 1
+    assert results.layers[0].heads == 4

@@ -52,6 +52,10 @@ def test_token_ids_from_files(run, tmp_path):
     assert {row["size"] for row in read_csv(run / "analysis" / "ranks.csv")} == {"20", "30"}
     np.savez(tmp_path / "ids.npz", np.full((2, 40), 5))
     (tmp_path / "ids.npz").rename(tmp_path / "ids.npy")
+    assert "it is not a .npy file" in str(run_analyze(run, "--ids", tmp_path / "ids.npy").exception)
+    np.save(tmp_path / "ids.npy", np.full(100, 5))
+    data = (tmp_path / "ids.npy").read_bytes()
+    (tmp_path / "ids.npy").write_bytes(data.replace(b"(100,)", b"(9999 "))
     assert "ids.npy must hold integers" in str(run_analyze(run, "--ids", tmp_path / "ids.npy").exception)
     np.save(tmp_path / "ids.npy", np.full((2, 40), 5))
     assert run_analyze(run, "--ids", tmp_path / "ids.npy", "--length", 10, "--removal", 0).exception is None
