@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-WIDTH = 132  # characters per line
+WIDTH = 120  # characters per line
 
 
 def wrap(sentences: str, indent: str = "") -> str:
