@@ -114,14 +114,17 @@ docs: $(STAMP) ## Build the documentation into build/docs and run its tutorials;
 
 # The installed wheel is tried in an environment without the clone on its path.
 dist: $(STAMP) ## Build wheel and sdist into dist/, check them, and try the wheel in a clean environment
-	rm -rf dist build/dist-env
+	rm -rf dist build/dist-env build/dist-demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 	python3 -m venv build/dist-env
 	build/dist-env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[train]"
-	cd build && dist-env/bin/python -c "import torch, mgk; print(mgk.__version__, mgk.__file__, mgk.Attention(64, 4)(torch.randn(1, 8, 64)).shape)"
-	cd build && dist-env/bin/mgk --version && dist-env/bin/mgk recipes > /dev/null
+	! $(BIN)/python -m zipfile --list dist/*.whl | grep experiments
+	sed -n '/^```python/,/^```/{/^```/!p}' README.md > build/readme_example.py
+	cd build && dist-env/bin/python -c "import mgk; print(mgk.__version__, mgk.__file__)" && dist-env/bin/python readme_example.py
+	cd build && dist-env/bin/mgk --version && dist-env/bin/mgk --help > /dev/null && dist-env/bin/mgk recipes > /dev/null
+	cd build && dist-env/bin/mgk compare demo --steps 20 --out dist-demo --data-dir dist-demo
 
 lint: $(STAMP) ## Check style, formatting, types and import layers
 	$(BIN)/ruff check .
