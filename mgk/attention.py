@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from mgk import functional
 from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, Packed
 from mgk._core.em import EMStatistics
-from mgk._core.em_checkpointing import is_recomputed_forward
+from mgk._core.em_update import update_em
 from mgk._core.from_softmax import from_softmax
 from mgk._core.head_shards import local_tensor
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.priors import PRIORS, VARIANCES, EMPrior, EMVariance
-from mgk._core.projections import count_heads, project_inputs
+from mgk._core.priors import PRIORS, VARIANCES
+from mgk._core.projections import count_heads, project_inputs, reset_projections
 from mgk._core.validation import (
     SIMILARITIES,
     check_cache,
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         self.prior = PRIORS[self.variant.prior](heads, components, *options, num_positions, **factory_kwargs)
         self.variance = VARIANCES[self.variant.variance](heads, components, width, *options, **factory_kwargs)
         self.tau = nn.Parameter(torch.empty(heads, **factory_kwargs)) if self.variant.similarity == "between" else None
-        self._reset_projections()
+        reset_projections(self)
 
     # Overridden by layers whose sequences are sharded over ranks.
     run_mixture = staticmethod(functional.run_mixture)
@@ -164,15 +164,7 @@ class Attention(nn.Module):
             reset_parameters = getattr(module, "reset_parameters", None)
             if reset_parameters is not None:
                 reset_parameters()
-        self._reset_projections()
-
-    def _reset_projections(self) -> None:
-        for projection in (self.query, self.value, self.out):
-            nn.init.xavier_uniform_(projection.weight)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if self.tau is not None:
-            nn.init.ones_(self.tau)
+        reset_projections(self)
 
     def forward(
         self,
@@ -309,24 +301,10 @@ class Attention(nn.Module):
         result = self.run_mixture(call, self.backend)
         if cache is not None:
             cache.padded = args.key_padding_mask is not None
-        self._update_em(call, positions, args, is_self)
+        update_em(self, call, positions, args, is_self)
         return result if args.need_weights else (result, None)
 
-    def _update_em(self, call: MixtureCall, positions: Tensor | None, args: AttentionArgs, is_self: bool) -> None:
-        """Update EM priors and variances from a training batch, after the batch has used the old ones."""
-        if not self.training or not torch.is_grad_enabled():
-            return
-        # A tuple: the compiler of torch 2.6 does not support isinstance with a union.
-        modules = [module for module in (self.prior, self.variance) if isinstance(module, (EMPrior, EMVariance))]
-        if modules and not is_recomputed_forward():
-            # The padding mask covers the keys: it applies to the queries only in self-attention.
-            real_queries = args.real_tokens() if is_self and args.cache is None else None
-            with_spread = isinstance(self.variance, EMVariance)
-            statistics, positions = self._em_statistics(call, positions, real_queries, with_spread)
-            for module in modules:
-                module.update(statistics, positions)
-
-    def _em_statistics(
+    def em_statistics(
         self, call: MixtureCall, positions: Tensor | None, real_queries: Tensor | None, with_spread: bool
     ) -> tuple[EMStatistics, Tensor | None]:
         """Return the statistics of a call's keys, and the positions of these keys."""
