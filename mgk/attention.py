@@ -158,7 +158,12 @@ class Attention(nn.Module):
         return ", ".join([sizes, *(f"{axis}={getattr(self.variant, axis)!r}" for axis in AXES)])
 
     def reset_parameters(self) -> None:
-        """Reinitialise all parameters and buffers of the layer and its submodules."""
+        """Reinitialise all parameters and buffers of the layer and its submodules.
+
+        Examples:
+            >>> attention = mgk.Attention(64, 2, device="meta").to_empty(device="cpu")  # memory without values
+            >>> attention.reset_parameters()
+        """
         # Children before their parents, which initialise some of them in another way.
         for module in reversed(list(self.modules())[1:]):
             reset_parameters = getattr(module, "reset_parameters", None)
@@ -199,6 +204,13 @@ class Attention(nn.Module):
 
         Returns:
             The output [B, L, embed_dim], or a tuple (output, weights) with ``need_weights``.
+
+        Examples:
+            >>> attention, x = mgk.Attention(64, 2), torch.randn(3, 10, 64)
+            >>> padding = torch.arange(10) >= torch.tensor([[10], [7], [4]])  # sequences of 10, 7 and 4 tokens
+            >>> output, weights = attention(x, key_padding_mask=padding, need_weights=True)
+            >>> output.shape, weights.shape
+            (torch.Size([3, 10, 64]), torch.Size([3, 2, 10, 10]))
         """
         flag("need_weights", need_weights)
         args = AttentionArgs(
@@ -369,6 +381,10 @@ class Attention(nn.Module):
 
         Returns:
             A ``KeyValueCache``, or for linear variants a ``StateCache``.
+
+        Examples:
+            >>> mgk.Attention(64, 2, variant="smlk", is_causal=True).make_cache(1, max_length=1000).nbytes  # any length
+            8448
         """
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
@@ -414,6 +430,12 @@ class Attention(nn.Module):
 
         Returns:
             The layer. Its inputs are [B, L, embed_dim], regardless of the source's ``batch_first``.
+
+        Examples:
+            >>> source = torch.nn.MultiheadAttention(64, 2, batch_first=True)
+            >>> layer, x = mgk.Attention.from_softmax(source), torch.randn(1, 10, 64)
+            >>> torch.allclose(layer(x), source(x, x, x)[0], atol=1e-5)
+            True
         """
         layer: Attention = from_softmax(
             cls, source, variant, num_components=num_components, is_causal=is_causal, noise=noise, backend=backend

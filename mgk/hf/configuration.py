@@ -64,13 +64,25 @@ class MGKConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: DecoderConfig | EncoderConfig) -> MGKConfig:
-        """Convert the configuration of a LanguageModel or Classifier."""
+        """Convert the configuration of a LanguageModel or Classifier.
+
+        Examples:
+            >>> config = mgk.models.DecoderConfig(64, num_layers=2, embed_dim=32, num_heads=2)
+            >>> mgk.hf.MGKConfig.of(config).num_hidden_layers
+            2
+        """
         kind = next(name for name, (config_class, _) in KINDS.items() if isinstance(config, config_class))
         fields = dataclasses.fields(config)
         return cls(kind=kind, **{NAMES.get(field.name, field.name): getattr(config, field.name) for field in fields})
 
     def settings(self) -> DecoderConfig | EncoderConfig:
-        """Return the DecoderConfig or EncoderConfig; raise a ValueError if a field is invalid."""
+        """Return the DecoderConfig or EncoderConfig; raise a ValueError if a field is invalid.
+
+        Examples:
+            >>> config = mgk.hf.MGKConfig(vocab_size=64, hidden_size=32, num_attention_heads=2)
+            >>> config.settings().num_heads
+            2
+        """
         config_class = KINDS[self.kind][0]
         names = [field.name for field in dataclasses.fields(config_class)]
         config: DecoderConfig | EncoderConfig = config_class(**{n: getattr(self, NAMES.get(n, n)) for n in names})

@@ -43,6 +43,11 @@ class ModelSpec:
     """A model of a sweep: "smgk:4" is sMGK with 4 heads.
 
     "softmax:8/4" has 8 query heads and 4 key and value heads; "softmax:8/1/4" has 8 query, 1 key and 4 value heads.
+
+    Examples:
+        >>> from mgk.training.config import ModelSpec
+        >>> str(ModelSpec("smgk", heads=8, kv_heads=4))
+        'smgk:8/4'
     """
 
     variant: str
@@ -64,6 +69,11 @@ class ModelSpec:
         Args:
             text: The model.
             name: Start of the error messages.
+
+        Examples:
+            >>> from mgk.training.config import ModelSpec
+            >>> ModelSpec.parse("smgk:8/4")
+            ModelSpec(variant='smgk', heads=8, kv_heads=4, key_heads=None)
         """
         variant, colon, heads = text.strip().partition(":")
         if colon:
@@ -98,7 +108,13 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training settings; `batch_size` is the total over processes and accumulated micro-batches."""
+    """Training settings; `batch_size` is the total over processes and accumulated micro-batches.
+
+    Examples:
+        >>> from mgk.training.config import TrainConfig
+        >>> TrainConfig(steps=2000, warmup=200).schedule
+        'one-cycle'
+    """
 
     steps: int = 5000
     batch_size: int = 32
@@ -148,7 +164,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment: task, model settings, training settings, models to compare, and the paper's numbers."""
+    """An experiment: task, model settings, training settings, models to compare, and the paper's numbers.
+
+    Examples:
+        >>> from mgk.training.config import ModelSpec, Recipe
+        >>> recipe = Recipe("mine", "Short ListOps", task="listops-short", rows=(ModelSpec("smgk", 2),))
+        >>> recipe.training.steps
+        5000
+    """
 
     name: str
     title: str
@@ -170,6 +193,12 @@ class Recipe:
 
         Args:
             settings: "key=value" for a field of TrainConfig, "model.key=value" for a model setting.
+
+        Examples:
+            >>> from mgk.training.config import load_recipe
+            >>> changed = load_recipe("demo").with_settings(["lr=5e-4", "model.num_layers=3"])
+            >>> changed.training.lr, changed.model["num_layers"]
+            (0.0005, 3)
         """
         import yaml
 
@@ -295,6 +324,12 @@ def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
     Args:
         name: Name of a known recipe, or path of a YAML file.
         extending: Recipes that extend this one, to detect cycles.
+
+    Examples:
+        >>> from mgk.training.config import load_recipe
+        >>> recipe = load_recipe("demo")
+        >>> recipe.task, [str(row) for row in recipe.rows]
+        ('listops-short', ['softmax:4', 'smgk:2'])
     """
     if name in extending:
         fail("recipe", f"{name} extends itself")
