@@ -85,7 +85,7 @@ def test_invalid_input_is_one_line_and_exit_code_2(own_text, tmp_path):
     (classifier / "run.json").write_text('{"task": "listops", "training": {}}')
     run = str(own_text / "run")
     cases = [
-        (["generate", run, "--prompt", ""], "--prompt must contain some text"),
+        (["generate", run, "--prompt", ""], "--prompt must not be empty"),
         (["generate", run, "--prompt", "a", "--temperature", "-1"], "temperature"),
         (["generate", str(classifier), "--prompt", "a"], "not of a language model"),
         (["generate", str(tmp_path), "--prompt", "a"], "is not a run directory"),
