@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from mgk._core.validation import fail, nearest, one_of
+from mgk.hf.readme import write_readme
 from mgk.models import DecoderConfig, EncoderConfig
 from mgk.models.checkpoint import KINDS
 
@@ -22,6 +23,8 @@ NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "num_classes": "num_labels",
 }
+# Auto classes of the kinds.
+AUTO_CLASSES = {"language-model": "AutoModelForCausalLM", "classifier": "AutoModelForSequenceClassification"}
 
 
 class MGKConfig(PreTrainedConfig):
@@ -61,6 +64,11 @@ class MGKConfig(PreTrainedConfig):
                 warnings.warn(f"{name} is not a setting of MGKConfig{suggestion}", stacklevel=2)
         super().__post_init__(**kwargs)
         self.settings()
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save the configuration, and a README that shows how to load the model."""
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        write_readme(save_directory, self.model_type, AUTO_CLASSES[self.kind])
 
     @classmethod
     def of(cls, config: DecoderConfig | EncoderConfig) -> MGKConfig:
