@@ -158,13 +158,13 @@ class Attention(nn.Module):
         return ", ".join([sizes, *(f"{axis}={getattr(self.variant, axis)!r}" for axis in AXES)])
 
     def reset_parameters(self) -> None:
-        """Reinitialise all parameters and buffers of the layer and its submodules.
+        """Reinitialize all parameters and buffers of the layer and its submodules.
 
         Examples:
             >>> attention = mgk.Attention(64, 2, device="meta").to_empty(device="cpu")  # memory without values
             >>> attention.reset_parameters()
         """
-        # Children before their parents, which initialise some of them in another way.
+        # Children before their parents, which initialize some of them in another way.
         for module in reversed(list(self.modules())[1:]):
             reset_parameters = getattr(module, "reset_parameters", None)
             if reset_parameters is not None:
@@ -288,10 +288,10 @@ class Attention(nn.Module):
             causal = "bottom-right" if args.is_causal and query.shape[2] > 1 else None
             num_valid_keys = cache.num_valid_keys
         length = keys.shape[-2]
-        scale, log_normaliser = self.variance()
+        scale, log_normalizer = self.variance()
         log_prior = self.prior(length, positions)
-        if log_normaliser is not None:
-            log_prior = log_normaliser if log_prior is None else log_prior + log_normaliser
+        if log_normalizer is not None:
+            log_prior = log_normalizer if log_prior is None else log_prior + log_normalizer
         heads, cu_seqlens = self.num_key_heads, args.cu_seqlens
         call = MixtureCall(
             query=query,
@@ -388,7 +388,7 @@ class Attention(nn.Module):
         """
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
-        # Projections may have been replaced by quantised modules. If all were, they compute in the default dtype.
+        # Projections may have been replaced by quantized modules. If all were, they compute in the default dtype.
         tensors = (*self.parameters(), *self.buffers(), torch.empty(0))
         like = local_tensor(next(x for x in tensors if x.is_floating_point()))
         if self.is_linear:

@@ -43,7 +43,7 @@ def squared_norms(x: Tensor) -> Tensor:
 def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
     """Compute P(t_j = 1 | q_i), Eq. 4–5, for keys that are Gaussians N(k_j, σ_j²I) with priors π_j.
 
-    As in the paper, the normalisers of the Gaussians are omitted.
+    As in the paper, the normalizers of the Gaussians are omitted.
 
     Args:
         query: [B, H, L, D].
@@ -218,7 +218,7 @@ def m_step(query: Tensor, gamma: Tensor, floor: float = 1e-6) -> MStep:
     """Compute Eq. 13 and the prior of §2.3 per key.
 
     π = N_jr/N, k_jr = Σ_i γ q_i / N_jr and σ² = Σ_i γ ‖q_i − k_jr‖² / (D N_jr). The paper omits the D of an isotropic
-    Gaussian in D dimensions. Unequal variances need the normaliser −(D/2) log σ² in Eq. 9 and 11 (added to log_prior):
+    Gaussian in D dimensions. Unequal variances need the normalizer −(D/2) log σ² in Eq. 9 and 11 (added to log_prior):
     without it the iteration collapses.
 
     Args:

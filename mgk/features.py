@@ -49,7 +49,7 @@ class FAVOR(nn.Module):
         num_features: Number of features F. Default: D log D, rounded.
         scale: Factor of the dot product. Default: 1/√D.
         similarity: ``"dot"`` (Eq. 8), or ``"gaussian"``: the key features are multiplied by exp(-scale/2 ‖k‖²), which
-            gives the kernel of Eq. 9 up to a factor per query that the normalisation removes.
+            gives the kernel of Eq. 9 up to a factor per query that the normalization removes.
 
     Examples:
         >>> attention = mgk.Attention(64, 2, variant="mlk", feature_map=mgk.FAVOR(head_dim=32, num_features=64))
@@ -105,7 +105,7 @@ class FAVOR(nn.Module):
         return projected - norm_weight * x.square().sum(-1, keepdim=True) - 0.5 * math.log(self.directions.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return query features [..., F], scaled to a maximum of 1; the factor cancels in the normalisation.
+        """Return query features [..., F], scaled to a maximum of 1; the factor cancels in the normalization.
 
         Examples:
             >>> features = mgk.FAVOR(head_dim=8, num_features=16)(torch.randn(1, 2, 10, 8))

@@ -198,7 +198,7 @@ class MultiheadAttention(nn.Module):
         flag("average_attn_weights", average_attn_weights)
         flag("is_causal", is_causal)
         batched = self._check_batched(query, key, value)
-        # Equal inputs stay the same object, by which the layer recognises self-attention.
+        # Equal inputs stay the same object, by which the layer recognizes self-attention.
         first = self._to_batch_first(query, batched)
         value = first if value is query else self._to_batch_first(value, batched)
         key = first if key is query else self._to_batch_first(key, batched)

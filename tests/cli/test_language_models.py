@@ -130,7 +130,7 @@ def test_comparison_shows_perplexity(tmp_path):
         }
         for split, value in (("dev", 80.25), ("wikitext-103-valid", 90.5))
     ]
-    lines = report.make_table(report.summarise(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
+    lines = report.make_table(report.summarize(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
     assert lines[0][:4] == ["model", "dev perplexity", "wikitext-103-valid perplexity", "each seed"]
     assert lines[1][:4] == ["softmax:8", "80.25", "90.50", "80.2"]
 

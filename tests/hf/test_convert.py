@@ -104,11 +104,11 @@ def test_converted_model_learns(name):
     start = loss()
     start.backward()
     assert all((mixture.tau.grad.abs() > 1e-4).all() for mixture in mixtures(model))
-    optimiser = torch.optim.Adam(learned, lr=0.02)
+    optimizer = torch.optim.Adam(learned, lr=0.02)
     for _ in range(8):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss().backward()
-        optimiser.step()
+        optimizer.step()
     assert loss() < start - 0.02
     for mixture in mixtures(model):
         assert mixture.shift.grad.abs().max() > 1e-4
