@@ -155,7 +155,7 @@ def _attend(call: Call) -> None:
     value = tensor(B, value_heads, N, D)
     shift = (tensor(H, M, D, dtype=torch.float32),) if is_shifted else ()
     prior = None if hard else tensor(1, H, M, 1, dtype=torch.float32)
-    if call.feature == "counts":  # of expectation maximisation
+    if call.feature == "counts":  # of expectation maximization
         if not is_linear and not hard:
             shifted: dict[str, Any] = {"shift": shift[0], "shifted": True} if shift else {}
             em_statistics(mixture_call(query, keys, value, log_prior=prior, **shifted), with_spread=False)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from mgk import functional
 from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, Packed
 from mgk._core.em import EMStatistics
-from mgk._core.em_checkpointing import is_recomputed_forward
+from mgk._core.em_update import update_em
 from mgk._core.from_softmax import from_softmax
 from mgk._core.head_shards import local_tensor
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.priors import PRIORS, VARIANCES, EMPrior, EMVariance
-from mgk._core.projections import count_heads, project_inputs
+from mgk._core.priors import PRIORS, VARIANCES
+from mgk._core.projections import count_heads, project_inputs, reset_projections
 from mgk._core.validation import (
     SIMILARITIES,
     check_cache,
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         self.prior = PRIORS[self.variant.prior](heads, components, *options, num_positions, **factory_kwargs)
         self.variance = VARIANCES[self.variant.variance](heads, components, width, *options, **factory_kwargs)
         self.tau = nn.Parameter(torch.empty(heads, **factory_kwargs)) if self.variant.similarity == "between" else None
-        self._reset_projections()
+        reset_projections(self)
 
     # Overridden by layers whose sequences are sharded over ranks.
     run_mixture = staticmethod(functional.run_mixture)
@@ -158,21 +158,18 @@ class Attention(nn.Module):
         return ", ".join([sizes, *(f"{axis}={getattr(self.variant, axis)!r}" for axis in AXES)])
 
     def reset_parameters(self) -> None:
-        """Reinitialise all parameters and buffers of the layer and its submodules."""
-        # Children before their parents, which initialise some of them in another way.
+        """Reinitialize all parameters and buffers of the layer and its submodules.
+
+        Examples:
+            >>> attention = mgk.Attention(64, 2, device="meta").to_empty(device="cpu")  # memory without values
+            >>> attention.reset_parameters()
+        """
+        # Children before their parents, which initialize some of them in another way.
         for module in reversed(list(self.modules())[1:]):
             reset_parameters = getattr(module, "reset_parameters", None)
             if reset_parameters is not None:
                 reset_parameters()
-        self._reset_projections()
-
-    def _reset_projections(self) -> None:
-        for projection in (self.query, self.value, self.out):
-            nn.init.xavier_uniform_(projection.weight)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if self.tau is not None:
-            nn.init.ones_(self.tau)
+        reset_projections(self)
 
     def forward(
         self,
@@ -207,6 +204,13 @@ class Attention(nn.Module):
 
         Returns:
             The output [B, L, embed_dim], or a tuple (output, weights) with ``need_weights``.
+
+        Examples:
+            >>> attention, x = mgk.Attention(64, 2), torch.randn(3, 10, 64)
+            >>> padding = torch.arange(10) >= torch.tensor([[10], [7], [4]])  # sequences of 10, 7 and 4 tokens
+            >>> output, weights = attention(x, key_padding_mask=padding, need_weights=True)
+            >>> output.shape, weights.shape
+            (torch.Size([3, 10, 64]), torch.Size([3, 2, 10, 10]))
         """
         flag("need_weights", need_weights)
         args = AttentionArgs(
@@ -284,10 +288,10 @@ class Attention(nn.Module):
             causal = "bottom-right" if args.is_causal and query.shape[2] > 1 else None
             num_valid_keys = cache.num_valid_keys
         length = keys.shape[-2]
-        scale, log_normaliser = self.variance()
+        scale, log_normalizer = self.variance()
         log_prior = self.prior(length, positions)
-        if log_normaliser is not None:
-            log_prior = log_normaliser if log_prior is None else log_prior + log_normaliser
+        if log_normalizer is not None:
+            log_prior = log_normalizer if log_prior is None else log_prior + log_normalizer
         heads, cu_seqlens = self.num_key_heads, args.cu_seqlens
         call = MixtureCall(
             query=query,
@@ -309,24 +313,10 @@ class Attention(nn.Module):
         result = self.run_mixture(call, self.backend)
         if cache is not None:
             cache.padded = args.key_padding_mask is not None
-        self._update_em(call, positions, args, is_self)
+        update_em(self, call, positions, args, is_self)
         return result if args.need_weights else (result, None)
 
-    def _update_em(self, call: MixtureCall, positions: Tensor | None, args: AttentionArgs, is_self: bool) -> None:
-        """Update EM priors and variances from a training batch, after the batch has used the old ones."""
-        if not self.training or not torch.is_grad_enabled():
-            return
-        # A tuple: the compiler of torch 2.6 does not support isinstance with a union.
-        modules = [module for module in (self.prior, self.variance) if isinstance(module, (EMPrior, EMVariance))]
-        if modules and not is_recomputed_forward():
-            # The padding mask covers the keys: it applies to the queries only in self-attention.
-            real_queries = args.real_tokens() if is_self and args.cache is None else None
-            with_spread = isinstance(self.variance, EMVariance)
-            statistics, positions = self._em_statistics(call, positions, real_queries, with_spread)
-            for module in modules:
-                module.update(statistics, positions)
-
-    def _em_statistics(
+    def em_statistics(
         self, call: MixtureCall, positions: Tensor | None, real_queries: Tensor | None, with_spread: bool
     ) -> tuple[EMStatistics, Tensor | None]:
         """Return the statistics of a call's keys, and the positions of these keys."""
@@ -391,10 +381,14 @@ class Attention(nn.Module):
 
         Returns:
             A ``KeyValueCache``, or for linear variants a ``StateCache``.
+
+        Examples:
+            >>> mgk.Attention(64, 2, variant="smlk", is_causal=True).make_cache(1, max_length=1000).nbytes  # any length
+            8448
         """
         positive_integer("batch_size", batch_size)
         positive_integer("max_length", max_length)
-        # Projections may have been replaced by quantised modules. If all were, they compute in the default dtype.
+        # Projections may have been replaced by quantized modules. If all were, they compute in the default dtype.
         tensors = (*self.parameters(), *self.buffers(), torch.empty(0))
         like = local_tensor(next(x for x in tensors if x.is_floating_point()))
         if self.is_linear:
@@ -436,6 +430,12 @@ class Attention(nn.Module):
 
         Returns:
             The layer. Its inputs are [B, L, embed_dim], regardless of the source's ``batch_first``.
+
+        Examples:
+            >>> source = torch.nn.MultiheadAttention(64, 2, batch_first=True)
+            >>> layer, x = mgk.Attention.from_softmax(source), torch.randn(1, 10, 64)
+            >>> torch.allclose(layer(x), source(x, x, x)[0], atol=1e-5)
+            True
         """
         layer: Attention = from_softmax(
             cls, source, variant, num_components=num_components, is_causal=is_causal, noise=noise, backend=backend

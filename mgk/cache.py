@@ -62,7 +62,13 @@ class Cache(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers in bytes."""
+        """Size of the buffers in bytes.
+
+        Examples:
+            >>> cache = mgk.Attention(64, 2, is_causal=True).make_cache(batch_size=1, max_length=100)
+            >>> cache.nbytes  # 100 keys and 100 values of 64 numbers of 4 bytes
+            51200
+        """
         return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
@@ -82,6 +88,13 @@ class Cache(ABC):
 
         Args:
             rows: Integer tensor [B].
+
+        Examples:
+            >>> attention = mgk.Attention(64, 2, is_causal=True)
+            >>> cache = attention.make_cache(batch_size=3, max_length=10)
+            >>> with torch.no_grad():
+            ...     output = attention(torch.randn(3, 4, 64), cache=cache)
+            >>> cache.reorder(torch.tensor([2, 2, 0]))  # continue the last sequence twice, and the first
         """
 
     @abstractmethod
@@ -90,21 +103,54 @@ class Cache(ABC):
 
         Args:
             rows: Integer tensor of row indices, of any length.
+
+        Examples:
+            >>> cache = mgk.Attention(64, 2, is_causal=True).make_cache(batch_size=3, max_length=10)
+            >>> cache.take(torch.tensor([0, 2]))  # the second sequence has ended
+            >>> cache.batch_size
+            2
         """
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Discard all but the first `length` tokens."""
+        """Discard all but the first `length` tokens.
+
+        Examples:
+            >>> attention = mgk.Attention(64, 2, is_causal=True)
+            >>> cache = attention.make_cache(batch_size=1, max_length=10)
+            >>> with torch.no_grad():
+            ...     output = attention(torch.randn(1, 6, 64), cache=cache)
+            >>> cache.crop(4)
+            >>> cache.length
+            4
+        """
 
     def enlarge(self, max_length: int) -> None:
-        """Raise the maximum length; the contents stay."""
+        """Raise the maximum length; the contents stay.
+
+        Examples:
+            >>> cache = mgk.Attention(64, 2, is_causal=True).make_cache(batch_size=1, max_length=10)
+            >>> cache.enlarge(20)
+            >>> cache.max_length
+            20
+        """
         if max_length < self.max_length:
             fail("max_length", f"must be at least the current {self.max_length}, got {max_length}")
         self.max_length = max_length
 
     @abstractmethod
     def reset(self) -> None:
-        """Discard all tokens; the buffers stay allocated."""
+        """Discard all tokens; the buffers stay allocated.
+
+        Examples:
+            >>> attention = mgk.Attention(64, 2, is_causal=True)
+            >>> cache = attention.make_cache(batch_size=1, max_length=10)
+            >>> with torch.no_grad():
+            ...     output = attention(torch.randn(1, 6, 64), cache=cache)
+            >>> cache.reset()
+            >>> cache.length
+            0
+        """
 
     def advance(self, batch: int, new_tokens: int) -> int:
         """Increase the length by `new_tokens`, and return the previous length."""
@@ -144,7 +190,14 @@ class Cache(ABC):
 
 
 class KeyValueCache(Cache):
-    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hv, S, E] and optionally positions [B, S]."""
+    """Keys [B, Hk, (M,) S, D] before any shift, values [B, Hv, S, E] and optionally positions [B, S].
+
+    Examples:
+        >>> cache = mgk.Attention(64, 4, num_kv_heads=2, is_causal=True).make_cache(batch_size=1, max_length=20)
+        >>> keys, values = cache.buffers
+        >>> keys.shape, values.shape
+        (torch.Size([1, 2, 20, 16]), torch.Size([1, 2, 20, 16]))
+    """
 
     def __init__(self, max_length: int, keys: Tensor, value: Tensor, *, with_positions: bool = False) -> None:
         super().__init__(keys.shape[0], max_length)
@@ -227,7 +280,14 @@ class KeyValueCache(Cache):
 
 
 class StateCache(Cache):
-    """The sums Z and z of linear attention, whose size does not depend on the length."""
+    """The sums Z and z of linear attention, whose size does not depend on the length.
+
+    Examples:
+        >>> attention = mgk.Attention(64, 4, variant="smlk", is_causal=True)
+        >>> short, long = (attention.make_cache(batch_size=1, max_length=length) for length in (10, 10_000))
+        >>> short.nbytes == long.nbytes
+        True
+    """
 
     state: tuple[Tensor, ...]
 

@@ -17,21 +17,33 @@ from torch import Tensor
 
 
 def safe_softmax(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return softmax and logsumexp over `dim`; zeros and -inf, with zero gradients, if all logits are -inf."""
+    """Return softmax and logsumexp over `dim`; zeros and -inf, with zero gradients, if all logits are -inf.
+
+    Examples:
+        >>> logits = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
+        >>> mgk.equations.safe_softmax(logits, dim=-1)
+        (tensor([[0.5000, 0.5000],
+                [0.0000, 0.0000]]), tensor([0.6931,   -inf]))
+    """
     empty = (logits == -math.inf).all(dim, keepdim=True)
     logits = logits.masked_fill(empty, 0)
     return logits.softmax(dim).masked_fill(empty, 0), logits.logsumexp(dim).masked_fill(empty.squeeze(dim), -math.inf)
 
 
 def squared_norms(x: Tensor) -> Tensor:
-    """Return ‖x‖² over the last dimension, at most the largest number: masked padding times τ = 0 stays 0."""
+    """Return ‖x‖² over the last dimension, at most the largest number: masked padding times τ = 0 stays 0.
+
+    Examples:
+        >>> mgk.equations.squared_norms(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+        tensor([25.,  1.])
+    """
     return x.square().sum(-1).clamp(max=torch.finfo(x.dtype).max)
 
 
 def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
     """Compute P(t_j = 1 | q_i), Eq. 4–5, for keys that are Gaussians N(k_j, σ_j²I) with priors π_j.
 
-    As in the paper, the normalisers of the Gaussians are omitted.
+    As in the paper, the normalizers of the Gaussians are omitted.
 
     Args:
         query: [B, H, L, D].
@@ -41,6 +53,13 @@ def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, varia
 
     Returns:
         Weights [B, H, L, S].
+
+    Examples:
+        >>> query, key = torch.randn(2, 1, 2, 10, 8)
+        >>> prior = torch.rand(1, 2, 10).softmax(-1)
+        >>> weights = mgk.equations.posterior(query, key, prior.log())
+        >>> torch.allclose(weights.sum(-1), torch.ones(1, 2, 10))
+        True
     """
     scale = 1 / math.sqrt(query.shape[-1]) if variance is None else (1 / variance).unsqueeze(-2)
     if log_prior is not None:
@@ -50,7 +69,14 @@ def posterior(query: Tensor, key: Tensor, log_prior: Tensor | None = None, varia
 
 
 def normalised_posterior(query: Tensor, key: Tensor) -> Tensor:
-    """Compute Eq. 6: with q and k of norm 1, variances √D and a uniform prior, Eq. 5 is softmax(q·k/√D)."""
+    """Compute Eq. 6: with q and k of norm 1, variances √D and a uniform prior, Eq. 5 is softmax(q·k/√D).
+
+    Examples:
+        >>> query, key = torch.nn.functional.normalize(torch.randn(2, 1, 2, 10, 16), dim=-1)
+        >>> softmax = (query @ key.mT / 4).softmax(-1)
+        >>> torch.allclose(mgk.equations.normalised_posterior(query, key), softmax, atol=1e-6)
+        True
+    """
     query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
     return posterior(query, key)
 
@@ -79,6 +105,12 @@ def component_logits(
 
     Returns:
         Logits [B, H, L, M, S], and the omitted term of the logsumexp, [B, H, L] (zeros if λ differs).
+
+    Examples:
+        >>> query, keys = torch.randn(1, 2, 10, 8), torch.randn(1, 2, 3, 10, 8)  # three components per key
+        >>> logits, omitted = mgk.equations.component_logits(query, keys)
+        >>> logits.shape, omitted.shape
+        (torch.Size([1, 2, 10, 3, 10]), torch.Size([1, 2, 10]))
     """
     scale = torch.as_tensor(scale, dtype=query.dtype, device=query.device)
     tau = torch.as_tensor(tau, dtype=query.dtype, device=query.device)[..., None, None]
@@ -134,6 +166,13 @@ def mixture_attention(
         bias: Added to ℓ_ij, broadcastable to [B, H, L, S].
         allowed: bool, False masks a pair; broadcastable to [B, H, L, S].
         dropout_p: Dropout probability of the weights.
+
+    Examples:
+        >>> query, value = torch.randn(2, 1, 2, 10, 8)
+        >>> keys = torch.randn(1, 2, 3, 10, 8)  # three components per key
+        >>> output, weights, lse = mgk.equations.mixture_attention(query, keys, value, scale=8**-0.5)
+        >>> output.shape, weights.shape, lse.shape
+        (torch.Size([1, 2, 10, 8]), torch.Size([1, 2, 10, 10]), torch.Size([1, 2, 10]))
     """
     logits, query_term = component_logits(query, keys, None if hard else log_prior, scale, tau, exact_ties=hard)
     if hard:
@@ -155,7 +194,14 @@ def mixture_attention(
 def responsibilities(
     query: Tensor, keys: Tensor, log_prior: Tensor | None, *, scale: float | Tensor, tau: float | Tensor = 1.0
 ) -> Tensor:
-    """Compute the responsibilities of Eq. 11, γ_ijr of component r for query i and key j; they sum to 1 over r."""
+    """Compute the responsibilities of Eq. 11, γ_ijr of component r for query i and key j; they sum to 1 over r.
+
+    Examples:
+        >>> query, keys = torch.randn(1, 2, 10, 8), torch.randn(1, 2, 3, 10, 8)
+        >>> gamma = mgk.equations.responsibilities(query, keys, None, scale=8**-0.5)  # [B, H, L, M, S]
+        >>> torch.allclose(gamma.sum(-2), torch.ones(1, 2, 10, 10))
+        True
+    """
     logits, _ = component_logits(query, keys, log_prior, scale, tau)
     return safe_softmax(logits, -2)[0]
 
@@ -172,13 +218,20 @@ def m_step(query: Tensor, gamma: Tensor, floor: float = 1e-6) -> MStep:
     """Compute Eq. 13 and the prior of §2.3 per key.
 
     π = N_jr/N, k_jr = Σ_i γ q_i / N_jr and σ² = Σ_i γ ‖q_i − k_jr‖² / (D N_jr). The paper omits the D of an isotropic
-    Gaussian in D dimensions. Unequal variances need the normaliser −(D/2) log σ² in Eq. 9 and 11 (added to log_prior):
+    Gaussian in D dimensions. Unequal variances need the normalizer −(D/2) log σ² in Eq. 9 and 11 (added to log_prior):
     without it the iteration collapses.
 
     Args:
         query: [B, H, L, D].
         gamma: Responsibilities [B, H, L, M, S], with zeros for masked pairs.
         floor: Minimum variance.
+
+    Examples:
+        >>> query, keys = torch.randn(1, 2, 10, 8), torch.randn(1, 2, 3, 10, 8)
+        >>> gamma = mgk.equations.responsibilities(query, keys, None, scale=8**-0.5)
+        >>> prior, means, variance = mgk.equations.m_step(query, gamma)
+        >>> prior.shape, means.shape, variance.shape
+        (torch.Size([1, 2, 3, 10]), torch.Size([1, 2, 3, 10, 8]), torch.Size([1, 2, 3, 10]))
     """
     count = gamma.sum(-3)  # N_jr: [B, H, M, S]
     safe = count.clamp(min=torch.finfo(count.dtype).tiny).unsqueeze(-1)
@@ -194,7 +247,13 @@ def m_step(query: Tensor, gamma: Tensor, floor: float = 1e-6) -> MStep:
 
 
 def mixed_features(keys: Tensor, log_prior: Tensor | None, feature_map: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute the key features of Eq. 14, φ̃_j = Σ_r π_jr φ(k_jr): [B, H, M, S, D] -> [B, H, S, F]."""
+    """Compute the key features of Eq. 14, φ̃_j = Σ_r π_jr φ(k_jr): [B, H, M, S, D] -> [B, H, S, F].
+
+    Examples:
+        >>> keys = torch.randn(1, 2, 3, 10, 8)  # three components per key
+        >>> mgk.equations.mixed_features(keys, None, torch.relu).shape
+        torch.Size([1, 2, 10, 8])
+    """
     features = feature_map(keys)
     if log_prior is None:
         return features.mean(-3)
@@ -204,7 +263,14 @@ def mixed_features(keys: Tensor, log_prior: Tensor | None, feature_map: Callable
 def linear_attention(
     query_features: Tensor, key_features: Tensor, value: Tensor, allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute Eq. 14: output [B, H, L, E] and weights [B, H, L, S]; zeros for a row whose scores sum to 0."""
+    """Compute Eq. 14: output [B, H, L, E] and weights [B, H, L, S]; zeros for a row whose scores sum to 0.
+
+    Examples:
+        >>> query_features, key_features = torch.rand(2, 1, 2, 10, 16)
+        >>> output, weights = mgk.equations.linear_attention(query_features, key_features, torch.randn(1, 2, 10, 8))
+        >>> output.shape, weights.shape
+        (torch.Size([1, 2, 10, 8]), torch.Size([1, 2, 10, 10]))
+    """
     scores = query_features @ key_features.transpose(-1, -2)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, 0)

@@ -49,7 +49,7 @@ class FAVOR(nn.Module):
         num_features: Number of features F. Default: D log D, rounded.
         scale: Factor of the dot product. Default: 1/√D.
         similarity: ``"dot"`` (Eq. 8), or ``"gaussian"``: the key features are multiplied by exp(-scale/2 ‖k‖²), which
-            gives the kernel of Eq. 9 up to a factor per query that the normalisation removes.
+            gives the kernel of Eq. 9 up to a factor per query that the normalization removes.
 
     Examples:
         >>> attention = mgk.Attention(64, 2, variant="mlk", feature_map=mgk.FAVOR(head_dim=32, num_features=64))
@@ -78,7 +78,15 @@ class FAVOR(nn.Module):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Draw new directions."""
+        """Draw new directions.
+
+        Examples:
+            >>> favor = mgk.FAVOR(head_dim=8, num_features=16)
+            >>> before = favor.directions.clone()
+            >>> favor.redraw()
+            >>> torch.equal(favor.directions, before)
+            False
+        """
         count, width = self.directions.shape
         blocks = []
         for _ in range(math.ceil(count / width)):
@@ -97,12 +105,24 @@ class FAVOR(nn.Module):
         return projected - norm_weight * x.square().sum(-1, keepdim=True) - 0.5 * math.log(self.directions.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return query features [..., F], scaled to a maximum of 1; the factor cancels in the normalisation."""
+        """Return query features [..., F], scaled to a maximum of 1; the factor cancels in the normalization.
+
+        Examples:
+            >>> features = mgk.FAVOR(head_dim=8, num_features=16)(torch.randn(1, 2, 10, 8))
+            >>> features.shape, features.max().item()
+            (torch.Size([1, 2, 10, 16]), 1.0)
+        """
         logs = self._log_features(x, 0.5)
         return (logs - logs.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key features divided by their maximum, [..., F], and its logarithm, [...]."""
+        """Return key features divided by their maximum, [..., F], and its logarithm, [...].
+
+        Examples:
+            >>> features, log_peak = mgk.FAVOR(head_dim=8, num_features=16).key_features(torch.randn(1, 2, 10, 8))
+            >>> features.shape, log_peak.shape
+            (torch.Size([1, 2, 10, 16]), torch.Size([1, 2, 10]))
+        """
         logs = self._log_features(x, 1.0 if self.similarity == "gaussian" else 0.5)
         peak = logs.amax(-1).detach()
         return (logs - peak.unsqueeze(-1)).exp(), peak
@@ -124,7 +144,12 @@ class DPFP(nn.Module):
         self.nu = positive_integer("nu", nu)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features [..., 2·D·nu] of x [..., D]."""
+        """Return features [..., 2·D·nu] of x [..., D].
+
+        Examples:
+            >>> mgk.DPFP()(torch.tensor([1.0, 2.0]))  # max(x, 0) and max(-x, 0), times their neighbours
+            tensor([0., 2., 0., 0.])
+        """
         rectified = torch.cat([x, -x], dim=-1).relu()
         return torch.cat([rectified * rectified.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
 

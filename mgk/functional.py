@@ -79,7 +79,7 @@ def mgk_attention(
         dropout_p: Probability of dropout on the attention weights.
         scale: 1/σ², a number or broadcastable to [Hk, M] (backend "eager": also [B, Hk, M, S]). Default: 1/√D.
         log_prior: log π, broadcastable to [B, Hk, M, S] ([Hk, M, 1]: one per head); -inf is allowed. Need not be
-            normalised: the sum of π over components weights the key. Default: uniform, 1/M.
+            normalized: the sum of π over components weights the key. Default: uniform, 1/M.
         similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them, where 1 is gaussian and 0 is dot: a number or
             a tensor [Hk].
         assignment: "soft" (Eq. 10), or "hard" (Eq. 12), which ignores log_prior.
@@ -157,7 +157,7 @@ def smgk_attention(
         dropout_p: Probability of dropout on the attention weights.
         scale: 1/σ², a number or broadcastable to [Hk, M] (backend "eager": also [B, Hk, M, S]). Default: 1/√D.
         log_prior: log π, broadcastable to [B, Hk, M, S] ([Hk, M, 1]: one per head); -inf is allowed. Need not be
-            normalised: the sum of π over components weights the key. Default: uniform, 1/M.
+            normalized: the sum of π over components weights the key. Default: uniform, 1/M.
         similarity: "gaussian" (Eq. 9), "dot" (Eq. 8), or τ between them, where 1 is gaussian and 0 is dot: a number or
             a tensor [Hk].
         assignment: "soft" (Eq. 10), or "hard" (Eq. 12), which ignores log_prior.

@@ -129,6 +129,12 @@ class MultiheadAttention(nn.Module):
         """Make a replacement for a trained torch.nn.MultiheadAttention, with its batch_first and mask conventions.
 
         See `Attention.from_softmax` for the arguments.
+
+        Examples:
+            >>> source = torch.nn.MultiheadAttention(64, 2)
+            >>> layer, x = mgk.MultiheadAttention.from_softmax(source), torch.randn(10, 1, 64)
+            >>> torch.allclose(layer(x, x, x)[0], source(x, x, x)[0], atol=1e-5)
+            True
         """
         attention = from_softmax(
             Attention, source, variant, num_components=num_components, is_causal=False, noise=noise, backend=backend
@@ -180,12 +186,19 @@ class MultiheadAttention(nn.Module):
         Returns:
             A tuple of the output, in the layout of the query, and the weights [B, L, S] ([B, H, L, S] if not averaged),
             or None without need_weights.
+
+        Examples:
+            >>> attention, x = mgk.MultiheadAttention(64, 2), torch.randn(10, 3, 64)
+            >>> masked = torch.ones(10, 10, dtype=torch.bool).triu(1)  # True = masked
+            >>> output, weights = attention(x, x, x, attn_mask=masked, average_attn_weights=False)
+            >>> output.shape, weights.shape
+            (torch.Size([10, 3, 64]), torch.Size([3, 2, 10, 10]))
         """
         flag("need_weights", need_weights)
         flag("average_attn_weights", average_attn_weights)
         flag("is_causal", is_causal)
         batched = self._check_batched(query, key, value)
-        # Equal inputs stay the same object, by which the layer recognises self-attention.
+        # Equal inputs stay the same object, by which the layer recognizes self-attention.
         first = self._to_batch_first(query, batched)
         value = first if value is query else self._to_batch_first(value, batched)
         key = first if key is query else self._to_batch_first(key, batched)

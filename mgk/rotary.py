@@ -39,6 +39,11 @@ class Rotary(nn.Module):
 
         Returns:
             The rotated tensor, of the shape of x.
+
+        Examples:
+            >>> rotary, x = mgk.Rotary(head_dim=2), torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]])  # [B, H, S, D]
+            >>> rotary(x, torch.tensor([0, 1]))[0, 0, 1]  # angle 1 at position 1
+            tensor([0.5403, 0.8415])
         """
         if x.shape[-1] // 2 != self.pairs:
             fail("x", f"has head dimension {x.shape[-1]}, but Rotary was made for {self.pairs} pairs of features")

@@ -74,7 +74,7 @@ def seed():
 
 @pytest.fixture
 def poisoned():
-    """Fill uninitialised memory with NaN, which reveals a kernel that reads what it has not written."""
+    """Fill uninitialized memory with NaN, which reveals a kernel that reads what it has not written."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
     yield
@@ -83,7 +83,7 @@ def poisoned():
 
 @pytest.fixture(autouse=INTERPRETED)
 def filled_with_max(monkeypatch):
-    """Fill uninitialised memory with the largest number under Triton's interpreter.
+    """Fill uninitialized memory with the largest number under Triton's interpreter.
 
     Arithmetic with it overflows, and NumPy's warning is an error, even if the result is not used. Without the fixture
     this would happen at random.

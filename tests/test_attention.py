@@ -164,7 +164,7 @@ def test_learned_tau(variant):
 @pytest.mark.parametrize("keys", ["independent", "shifted"])
 @pytest.mark.parametrize("prior", ["uniform", "learned", "em"])
 @pytest.mark.parametrize("variance", ["learned", "em"])
-def test_unequal_variances_include_the_normaliser(keys, prior, variance):
+def test_unequal_variances_include_the_normalizer(keys, prior, variance):
     layer, x = make(Variant("gaussian", keys, prior, variance=variance), num_kv_heads=HK), randn(2, L, EMBED)
     start = Attention(EMBED, H, head_dim=D, variant=layer.variant).variance.log_variance
     close(start.exp().double(), torch.full((H, 2), D**0.5, dtype=F64), 1e-6)
@@ -174,8 +174,8 @@ def test_unequal_variances_include_the_normaliser(keys, prior, variance):
     prior = log_prior(layer, L)
     prior = torch.tensor(0.5, dtype=F64).log() if prior is None else prior
     q, k, v = split(layer.query(x), H), component_keys(layer, x), split(layer.value(x), HK)
-    normalised = prior + (D / 2 * (1 / variances).log())[..., None]
-    out = oracle.mixture(q, k, v, log_prior=normalised, scale=1 / variances)[0]
+    normalized = prior + (D / 2 * (1 / variances).log())[..., None]
+    out = oracle.mixture(q, k, v, log_prior=normalized, scale=1 / variances)[0]
     close(layer(x), layer.out(out.transpose(1, 2).flatten(2)))
     assert isinstance(layer.variance.log_variance, torch.nn.Parameter) == (variance == "learned")
     if variance == "learned":
@@ -184,8 +184,8 @@ def test_unequal_variances_include_the_normaliser(keys, prior, variance):
 
 
 @pytest.mark.parametrize("keys", ["independent", "shifted"])
-def test_normalised_queries_and_keys(keys):
-    """Normalise queries and projected keys before shifts. With one component and no shift this is Eq. 6."""
+def test_normalized_queries_and_keys(keys):
+    """Normalize queries and projected keys before shifts. With one component and no shift this is Eq. 6."""
     layer, x = make(Variant("gaussian", keys, normalise=True)), randn(2, L, EMBED)
     unit = lambda t: t / t.norm(dim=-1, keepdim=True)  # noqa: E731
     close(layer(x), reference(layer, x, rotate=unit)[0])

@@ -103,8 +103,8 @@ def test_lower_precision_layers(variant, dtype):
 
 @pytest.mark.parametrize("preset", ["paper", "ref-lra", "ref-lm"])
 @pytest.mark.parametrize("variant", [*mgk.VARIANTS, Variant("between", variance="learned", prior="learned")], ids=str)
-def test_reset_parameters_initialises_everything(variant, preset):
-    """Start from uninitialised memory, as after to_empty() of a layer on the meta device."""
+def test_reset_parameters_initializes_everything(variant, preset):
+    """Start from uninitialized memory, as after to_empty() of a layer on the meta device."""
     options = {"preset": preset, "max_positions": 8} if preset == "ref-lm" else {"preset": preset}
     torch.manual_seed(3)
     fresh = Attention(EMBED, H, head_dim=D, variant=variant, **options)
@@ -135,7 +135,7 @@ def test_replaced_projections():
     close(layer(x), expected)
 
     class Packed(torch.nn.Module):
-        """Linear layer with a weight of bytes, like the 4-bit layers of quantisation libraries."""
+        """Linear layer with a weight of bytes, like the 4-bit layers of quantization libraries."""
 
         def __init__(self, linear):
             super().__init__()

@@ -354,12 +354,12 @@ def test_reorder_rejects_wrong_rows(rows):
 # torch 2.10 warns that torchao replaces torch.ao.quantization.
 @pytest.mark.filterwarnings("ignore:.*quantiz:DeprecationWarning", "ignore:.*quantiz:UserWarning")
 @pytest.mark.parametrize("variant", ["softmax", "linear", "mgk-em", "smgk"])
-def test_cache_of_a_dynamically_quantised_layer(variant):
+def test_cache_of_a_dynamically_quantized_layer(variant):
     layer = Attention(16, 2, variant=variant, is_causal=True).eval()
     layer = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
     x = torch.randn(2, 6, 16)
     with torch.no_grad():
         expected, cache = layer(x), layer.make_cache(2, 6)
         actual = torch.cat([layer(x[:, :5], cache=cache), layer(x[:, 5:], cache=cache)], dim=1)
-    # The quantisation of activations depends on the range of the call.
+    # The quantization of activations depends on the range of the call.
     torch.testing.assert_close(actual, expected, atol=0.05, rtol=0)

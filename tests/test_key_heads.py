@@ -119,8 +119,8 @@ def test_dropout_with_one_key_head():
     shift = torch.randn(1, 2, 4)
     exact, weights = mgk.smgk_attention(query, key, value, shift, return_weights=True)
     dropped = mgk.smgk_attention(query, key, value, shift, dropout_p=0.5, return_weights=True)
-    kept = dropped[1] != 0
-    close(dropped[1][kept], 2 * weights[kept], 1e-5)
+    is_undropped = dropped[1] != 0
+    close(dropped[1][is_undropped], 2 * weights[is_undropped], 1e-5)
     close(dropped[0], dropped[1] @ value, 1e-5)
     close(exact, weights @ value, 1e-5)
 

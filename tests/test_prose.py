@@ -39,6 +39,19 @@ BLOCKED = re.compile(
     )\b""",
     re.VERBOSE | re.IGNORECASE,
 )
+# Forms in -ise of verbs that are spelled in -ize, except the public name `normalise`.
+SPELLING = re.compile(
+    r"""\b(?:
+    (?:un|re)?(?:normalis|summaris|initialis|optimis|recognis|quantis|synchronis|materialis|serialis|maximis|minimis|
+                 specialis|memoris|capitalis|parallelis|visualis|generalis|organis|factoris)(?:ed|es|ing|ers?|ations?) |
+    (?:un|re)?(?:summaris|initialis|optimis|recognis|quantis|synchronis|materialis|serialis|maximis|minimis|specialis|
+                 memoris|capitalis|parallelis|visualis|generalis|organis|factoris)e |
+    (?<!["'`.])normalise(?!["'`:=])
+    )\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# Comments of a kernel are part of the key of its compiled code: they change with the code only.
+KERNELS = "mgk/kernels/"
 # A relative clause or a genitive in place of the noun that the reader needs.
 HEADLESS = re.compile(r"^\W*(What|Who|Whoever|Of|Where)\b(?!.*\?$)")
 
@@ -78,6 +91,32 @@ def test_docstrings_and_comments_open_with_a_noun_or_a_verb(path):
         f"{name(path)}:{line}: {text[:60]!r}" for line, text in [*docstrings(path), *comments] if HEADLESS.match(text)
     ]
     assert not hits, "\n".join(hits)
+
+
+def test_words_in_ize_are_spelled_alike():
+    hits = []
+    for path in [*SOURCES, *PAGES]:
+        lines = texts(path) if path.suffix == ".py" else enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if not name(path).startswith(KERNELS) and path.name != "CHANGELOG.md":
+            hits += [f"{name(path)}:{line}: {match[0]!r}" for line, text in lines for match in SPELLING.finditer(text)]
+    assert not hits, "\n".join(hits)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("weights are normalised", True),
+        ("must not normalise queries", True),
+        ("Reinitialise all buffers", True),
+        ("summarising the results", True),
+        ("Variant(normalise=True)", False),
+        ("without `normalise`, return", False),
+        ("mgk.equations.normalised_posterior(query, key)", False),
+        ("is initialized; precise; otherwise; raises; parallelism", False),
+    ],
+)
+def test_spelling_pattern(text, is_found):
+    assert bool(SPELLING.search(text)) == is_found
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

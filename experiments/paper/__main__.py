@@ -11,7 +11,7 @@ import typer
 from experiments.commands import add_plugin
 from mgk._core.validation import fail, number
 from mgk.cli import run_app
-from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
+from mgk.cli.app import DataDir, check_bounds, check_output_directory, print_progress, resolve_data_dir
 from mgk.cli.cluster_options import (
     ClusterName,
     GpusPerNode,
@@ -20,11 +20,15 @@ from mgk.cli.cluster_options import (
     TimeLimit,
     read_cluster_options,
 )
+from mgk.cli.help_texts import examples_epilog
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+EXAMPLES = ("python -m experiments.paper", "python -m experiments.paper --run --minutes 30 --data-dir DIR")
+
+
+@app.command(epilog=examples_epilog(*EXAMPLES))
 def evidence(
     results: Annotated[Path, typer.Option(help="Results directory.")] = Path("results"),
     page: Annotated[
@@ -41,7 +45,11 @@ def evidence(
         bool, typer.Option("--run", help="First run the planned experiments without results (hours on a GPU).")
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --run: concurrent training runs; default: 4 on a GPU, otherwise 1.")
+        int | None,
+        typer.Option(
+            callback=check_bounds("--jobs", 1),
+            help="With --run: concurrent training runs; default: 4 on a GPU, otherwise 1.",
+        ),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="With --run: stop after this time; the same command continues.")

@@ -12,11 +12,12 @@ import typer
 from mgk._core.validation import number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_results_file, resolve_data_dir
+from mgk.cli.help_texts import examples_epilog
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(epilog=examples_epilog("python -m experiments.upcycle --data-dir DIR"))
 def upcycle(
     results: Annotated[Path, typer.Option(help="CSV file of the measurements.")] = Path("results/upcycle.csv"),
     page: Annotated[Path, typer.Option(help="Page whose marked parts are written.")] = Path("docs/upcycling.md"),

@@ -16,13 +16,14 @@ import experiments.cost_quality  # noqa: F401  (registers the tasks and recipes 
 from mgk._core.validation import number
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, check_results_file, resolve_data_dir
+from mgk.cli.help_texts import examples_epilog
 
 LENGTHS = "8192,32768"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(epilog=examples_epilog("python -m experiments.upcycle.decoder --runs RUNS --data-dir DIR"))
 def decoder(
     runs: Annotated[Path, typer.Option(help="Parent directory of the study's run directories.")] = Path("runs"),
     out: Annotated[Path, typer.Option("--results", help="Results directory.")] = Path("results"),

@@ -1,4 +1,4 @@
-"""Statistics of expectation maximisation: sums of responsibilities over queries."""
+"""Statistics of expectation maximization: sums of responsibilities over queries."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class CheckpointedStateLog:
         region = _current_region()
         if region is None:
             return current
-        # From the CPU's generator: no synchronisation with a GPU.
+        # From the CPU's generator: no synchronization with a GPU.
         forward_id = int(torch.randint(2**62, (), device="cpu"))
         if is_in_backward():
             return self._lookup(forward_id)

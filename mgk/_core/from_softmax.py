@@ -37,7 +37,7 @@ def from_softmax(
     if target.similarity == "linear":
         fail("variant", "must not be linear: softmax attention has no exact linear form")
     if target.normalise:
-        fail("variant", "must not normalise queries and keys: softmax attention does not, and outputs would change")
+        fail("variant", "must not normalize queries and keys: softmax attention does not, and outputs would change")
     if (target.similarity, target.components) != ("dot", 1):
         target = dataclasses.replace(target, similarity="between")
     layer = layer_class(

@@ -119,7 +119,7 @@ def append_durably(path: Path, text: str) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the path of a temporary file beside `path`, which `remove_stale_temporaries` recognises."""
+    """Return the path of a temporary file beside `path`, which `remove_stale_temporaries` recognizes."""
     return path.with_name(f".{path.name}.mgk-{_host()}-{os.getpid()}.tmp")
 
 

@@ -29,7 +29,7 @@ class KeyProjection(nn.Module):
         raise NotImplementedError
 
     def load_softmax_keys(self, weight: Tensor, bias: Tensor | None, noise: float) -> None:
-        """Initialise from the key projection of a softmax layer, [Hk·D, kdim] and [Hk·D]."""
+        """Initialize from the key projection of a softmax layer, [Hk·D, kdim] and [Hk·D]."""
         raise NotImplementedError
 
 

@@ -42,7 +42,7 @@ class EMState(nn.Module):
     """
 
     def register_state(self, name: str, *shape: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        """Register an uninitialised buffer in the compute dtype of `dtype`."""
+        """Register an uninitialized buffer in the compute dtype of `dtype`."""
         dtype = compute_dtype(dtype or torch.get_default_dtype())
         self.register_buffer(name, torch.empty(*shape, device=device, dtype=dtype))
 
@@ -204,12 +204,12 @@ class FixedVariance(nn.Module):
             self.scales.copy_(self.scale * torch.tensor(self.factors).to(self.scales))
 
     def forward(self) -> tuple[float | Tensor, Tensor | None]:
-        """Return 1/σ² and the logarithm of the Gaussians' normaliser, which is added to log π: [Hk, M, 1] or None."""
+        """Return 1/σ² and the logarithm of the Gaussians' normalizer, which is added to log π: [Hk, M, 1] or None."""
         return (self.scale if self.scales is None else self.scales), None
 
 
 class LogVariance(nn.Module):
-    """Base class: log σ² per head and component. Unequal variances require the normaliser (D/2) log 1/σ²."""
+    """Base class: log σ² per head and component. Unequal variances require the normalizer (D/2) log 1/σ²."""
 
     log_variance: Tensor  # [Hk, M]
     head_shards: HeadShards | None = None

@@ -1,4 +1,4 @@
-"""Numbers of heads of a layer, and the projection of its inputs to queries, keys and values."""
+"""Numbers of heads of a layer, its projections, and the projection of its inputs to queries, keys and values."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def count_heads(num_heads: int, num_kv_heads: int | None, num_key_heads: int | N
         if num_heads % count:
             fail(name, f"= {count} must divide num_heads = {num_heads}")
     return key_heads, value_heads
+
+
+def reset_projections(layer: Any) -> None:
+    """Initialize query, value and output projection of an `Attention` layer, and τ."""
+    for projection in (layer.query, layer.value, layer.out):
+        nn.init.xavier_uniform_(projection.weight)
+        if projection.bias is not None:
+            nn.init.zeros_(projection.bias)
+    if layer.tau is not None:
+        nn.init.ones_(layer.tau)
 
 
 def project_inputs(

@@ -46,7 +46,7 @@ def expand_inputs(call: MixtureCall) -> EquationInputs:
 def query_blocks(call: MixtureCall) -> list[slice]:
     """Split the queries into blocks whose logits have at most BLOCK_ELEMENTS elements."""
     queries = call.query.shape[2]
-    # One block under torch.compile: a loop over blocks would specialise on the symbolic length.
+    # One block under torch.compile: a loop over blocks would specialize on the symbolic length.
     if torch.compiler.is_compiling() or queries == 0:
         return [slice(0, queries)]
     per_row = call.query.shape[0] * call.query.shape[1] * call.components * call.keys.shape[-2]

@@ -305,7 +305,7 @@ def _check_key_shape(name: str, mask: Tensor, batch: int, length: int) -> None:
 
 
 def _is_readable(offsets: Tensor) -> bool:
-    # Reading a GPU tensor synchronises the stream, and torch.compile cannot trace it.
+    # Reading a GPU tensor synchronizes the stream, and torch.compile cannot trace it.
     return offsets.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -388,7 +388,7 @@ def check_key_and_value(query: Tensor, key: Any, value: Any, kdim: int, vdim: in
 def check_dtype(name: str, x: Tensor, projection: torch.nn.Module) -> None:
     """Check that an input has the dtype of the weights, unless autocast converts both, and has data if they have.
 
-    Skipped if the projection was replaced by a module without a floating-point weight, such as a quantised one.
+    Skipped if the projection was replaced by a module without a floating-point weight, such as a quantized one.
     """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():

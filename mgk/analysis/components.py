@@ -95,7 +95,7 @@ def other_assignment(block: Block, hard: bool) -> Tensor:
     peak = step.amax(-1, keepdim=True)
     other = block.weights * (step - peak.masked_fill(peak == -math.inf, 0)).exp()
     total = other.sum(-1, keepdim=True)
-    # Same row sum as before: unnormalised linear attention has row sums other than 1.
+    # Same row sum as before: unnormalized linear attention has row sums other than 1.
     return other * (block.weights.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1))
 
 

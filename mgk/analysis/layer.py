@@ -200,7 +200,7 @@ class LayerAccumulator:
 
 
 def _shares(answered: Tensor, factor: int) -> Array:
-    """Pool the attention of components, [H, M, n], by `factor` and normalise it at each position."""
+    """Pool the attention of components, [H, M, n], by `factor` and normalize it at each position."""
     padding = (0, -answered.shape[-1] % factor)
     pooled = torch.nn.functional.pad(answered, padding).unflatten(-1, (-1, factor)).sum(-1)
     total = pooled.sum(1, keepdim=True)

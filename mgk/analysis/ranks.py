@@ -34,7 +34,7 @@ class Spectra(NamedTuple):
     """
 
     rank: Tensor  # int64 [n]
-    effective_rank: Tensor  # fp64 [n]: exp of the entropy of the normalised singular values
+    effective_rank: Tensor  # fp64 [n]: exp of the entropy of the normalized singular values
 
 
 def spectra(matrices: Tensor, *, threshold: float = THRESHOLD, streams: int = STREAMS) -> Spectra:

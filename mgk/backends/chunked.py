@@ -103,7 +103,7 @@ def _attend_causal(features: Features, state: State | None, reference: Tensor | 
         # There are no chunks; products of empty tensors keep the autograd graph connected to the inputs.
         value = repeat_heads(features.value, call.value_group)
         return (features.query @ repeat_heads(features.key, call.group).mT) @ value
-    # torch.compile specialises on sizes 0 and 1: for an empty padding (a length that is a multiple of CHUNK) or few
+    # torch.compile specializes on sizes 0 and 1: for an empty padding (a length that is a multiple of CHUNK) or few
     # chunks it would compile again. While compiling, padding is never empty and there are at least three chunks.
     compiling = torch.compiler.is_compiling()
     count = length // CHUNK + 3 if compiling else -(-length // CHUNK)

@@ -17,7 +17,15 @@ import typer
 
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.cli.advice import advise_run, advise_transformers
-from mgk.cli.app import RunDataDir, app, check_output_directory, check_same_data, print_progress, resolve_data_dir
+from mgk.cli.app import (
+    RunDataDir,
+    app,
+    check_bounds,
+    check_output_directory,
+    check_same_data,
+    print_progress,
+    resolve_data_dir,
+)
 from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
 
@@ -72,7 +80,11 @@ def analyze(
         ),
     ] = None,
     removal: Annotated[
-        int, typer.Option(min=0, max=MAX_SAMPLES, help="Samples on which to ablate each head; 0 skips the ablation.")
+        int,
+        typer.Option(
+            callback=check_bounds("--removal", 0, MAX_SAMPLES),
+            help="Samples on which to ablate each head; 0 skips the ablation.",
+        ),
     ] = 64,
     seed: Annotated[int, typer.Option(help="Seed for selecting samples.")] = 0,
     data_dir: RunDataDir = None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,19 @@ LONG, LARGE = 1000, 10_000_000
 SECONDS_PER_EXAMPLE, SECONDS_PER_MEGABYTE, SECONDS_PER_FILE = 1e-4, 0.1, 1e-3
 
 
+def check_bounds(option: str, least: int, most: int | None = None) -> Callable[[int | None], int | None]:
+    """Return a callback of an option that raises unless its value is in [least, most]; None stands for no value."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value < least:
+            fail(option, f"must be at least {least}, got {value}")
+        if value is not None and most is not None and value > most:
+            fail(option, f"must be at most {most}, got {value}")
+        return value
+
+    return check
+
+
 def _parse_data_dir(text: str) -> Path:
     """Return a path. Path("") is the current directory, and an unset shell variable would select it."""
     if not text:
@@ -62,8 +76,7 @@ Settings = Annotated[
 KeepCheckpoints = Annotated[
     int,
     typer.Option(
-        min=1,
-        max=1000,
+        callback=check_bounds("--keep-checkpoints", 1, 1000),
         help="Checkpoints to keep in a run directory, with checksums. A damaged one is replaced by the one before it.",
     ),
 ]
@@ -113,15 +126,20 @@ def is_prepared(task: Task, data_dir: Path) -> bool:
 def describe_preparation(task: Task, data_dir: Path) -> str:
     """Describe the preparation of a task's data, with a rough estimate of the time."""
     if is_prepared(task, data_dir):
-        return f"{task.name}: prepared before; verifies it"
+        return f"{task.name}: already prepared; will be verified"
     files = task.files(data_dir)
     if not files:
         examples = sum(getattr(task, "counts", {}).values())
         seconds = examples * SECONDS_PER_EXAMPLE
         return f"{task.name}: generates {examples:,} examples, about {_duration(seconds)} on one core"
-    size = sum(os.path.getsize(data_dir / name) for name in files) / 1e6
-    seconds = size * SECONDS_PER_MEGABYTE + len(files) * SECONDS_PER_FILE
-    return f"{task.name}: reads {len(files):,} files, {size:,.0f} MB, about {_duration(seconds)} on one core"
+    size = sum(os.path.getsize(data_dir / name) for name in files)
+    seconds = size / 1e6 * SECONDS_PER_MEGABYTE + len(files) * SECONDS_PER_FILE
+    count = "1 file" if len(files) == 1 else f"{len(files):,} files"
+    return f"{task.name}: reads {count}, {_size(size)}, about {_duration(seconds)} on one core"
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{math.ceil(size / 1e3)} kB"
 
 
 def _duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mgk._core.validation import fail
+from mgk.cli.app import check_bounds
 
 if TYPE_CHECKING:
     from mgk.training.cluster import ClusterOptions
@@ -15,7 +16,9 @@ ClusterName = Annotated[
     str | None, typer.Option(help="Run the training on a cluster: slurm. Default: on this machine.")
 ]
 Partition = Annotated[str | None, typer.Option(help="With --cluster: partition of the jobs.")]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, help="With --cluster: GPUs of each job.")]
+GpusPerNode = Annotated[
+    int | None, typer.Option(callback=check_bounds("--gpus-per-node", 1), help="With --cluster: GPUs of each job.")
+]
 TimeLimit = Annotated[
     str | None,
     typer.Option(
@@ -24,7 +27,11 @@ TimeLimit = Annotated[
     ),
 ]
 MaxParallel = Annotated[
-    int | None, typer.Option(min=1, help="With --cluster: number of jobs that run at the same time; default: all.")
+    int | None,
+    typer.Option(
+        callback=check_bounds("--max-parallel", 1),
+        help="With --cluster: number of jobs that run at the same time; default: all.",
+    ),
 ]
 
 

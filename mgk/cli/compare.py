@@ -17,6 +17,7 @@ from mgk.cli.app import (
     Settings,
     app,
     apply_steps,
+    check_bounds,
     check_output_directory,
     check_results_file,
     parse_rows,
@@ -51,13 +52,20 @@ def compare(
             "training time of smgk:8, by step times measured in isolation. Default: all rows of the recipe."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=MAX_SEEDS, help="Number of seeds per row, counted from 0.")] = 1,
+    seeds: Annotated[
+        int,
+        typer.Option(callback=check_bounds("--seeds", 1, MAX_SEEDS), help="Number of seeds per row, counted from 0."),
+    ] = 1,
     preset: Annotated[str, typer.Option(help="Attention preset: paper, ref-lra or ref-lm.")] = "paper",
     steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of concurrent training runs; default: 4 on a GPU, otherwise 1.")
+        int | None,
+        typer.Option(
+            callback=check_bounds("--jobs", 1),
+            help="Number of concurrent training runs; default: 4 on a GPU, otherwise 1.",
+        ),
     ] = None,
     alone: Annotated[
         bool | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mgk.cli.app import DataDir, app, describe_preparation, prepare_data, resolve_data_dir
+from mgk.cli.app import DataDir, app, check_bounds, describe_preparation, prepare_data, resolve_data_dir
 from mgk.cli.help_texts import epilog
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 def data(
     task: Annotated[str, typer.Argument(help="Name of a task or of a recipe, or `all`.")],
     data_dir: DataDir = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: one per core.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(callback=check_bounds("--workers", 1), help="Number of processes; default: one per core."),
+    ] = None,
 ) -> None:
     """Prepare and verify the data of a task, or print where to download it."""
     from mgk import tasks
@@ -63,5 +66,7 @@ def _print_plan(all_tasks: list[Task], data_dir: Path) -> None:
         try:
             description = describe_preparation(task, data_dir)
         except (DataError, OSError):
-            description = f"{task.name}: skipped, its source files are missing (mgk data {task.name} says which)"
+            description = (
+                f"{task.name}: skipped, its source files are missing (run `mgk data {task.name}` for the list)"
+            )
         print(f"  {description}", file=sys.stderr)

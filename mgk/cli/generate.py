@@ -44,7 +44,7 @@ def generate(
     model, vocabulary = load_language_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     ids, unknown = vocabulary.encode(prompt)
     if not len(ids):
-        raise ValueError("--prompt must contain some text")
+        raise ValueError("--prompt must not be empty")
     if unknown:
         print(f"{unknown} words of the prompt are not in the vocabulary and become <unk>", file=sys.stderr)
     print(prompt, end=" " if vocabulary.spaced else "", flush=True)

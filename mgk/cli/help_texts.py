@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
+import re
+import textwrap
 
 EXAMPLES = {
     "train": (
@@ -30,21 +32,54 @@ EXAMPLES = {
 }
 
 
+# Width of the lists in epilogs: Typer indents the lines of a terminal of 80 columns by one.
+WIDTH = 78
+
+
 def epilog(command: str, *, settings: bool = False) -> str:
     """Return the end of a command's help: its examples and, with `settings`, the keys of --set."""
-    lines = ["Examples:", *EXAMPLES[command]]
+    return "\n\n".join([examples_epilog(*EXAMPLES[command]), *(setting_lists() if settings else ())])
+
+
+def examples_epilog(*commands: str) -> str:
+    """Return an epilog that lists examples of a command."""
+    return _paragraph("Examples:" if len(commands) > 1 else "Example:", [f"  {command}" for command in commands])
+
+
+def setting_lists() -> list[str]:
+    """List the keys of --set with their meanings: training settings, and those of all kinds of models."""
+    from mgk.models import DecoderConfig, EncoderConfig, VisionConfig
+    from mgk.training.config import TrainConfig, settable_names
+
+    models: dict[str, str] = {}
+    for config in (VisionConfig, DecoderConfig, EncoderConfig):
+        meanings = attribute_meanings(config)
+        models |= {name: meanings.get(name, "") for name in settable_names(config)}
+    return [
+        _paragraph("Keys of --set:", _columns(attribute_meanings(TrainConfig))),
+        _paragraph("Model settings, with the prefix `model.`:", _columns(dict(sorted(models.items())))),
+    ]
+
+
+def attribute_meanings(config: type) -> dict[str, str]:
+    """Return the first sentence of each attribute in the docstring of a class, without its period."""
+    # python -OO removes docstrings.
+    section = (inspect.getdoc(config) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.MULTILINE)
+    return {name: re.split(r"\.(?:\s|$)", " ".join(text.split()), maxsplit=1)[0] for name, text in entries}
+
+
+def _columns(meanings: dict[str, str]) -> list[str]:
+    indent = max((len(name) for name in meanings), default=0) + 4
+    return [
+        line
+        for name, meaning in meanings.items()
+        for line in textwrap.wrap(
+            meaning, WIDTH, initial_indent=f"  {name}".ljust(indent), subsequent_indent=" " * indent
+        )
+    ]
+
+
+def _paragraph(title: str, lines: list[str]) -> str:
     # A \b line keeps the line breaks of a paragraph.
-    text = "\b\n" + "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
-    return f"{text}\n\n{setting_keys()}" if settings else text
-
-
-def setting_keys() -> str:
-    """List the keys of --set: fields of the training settings and of the two kinds of model."""
-    from mgk.models import DecoderConfig, EncoderConfig
-    from mgk.training.config import OPTIONS_OF_SETTINGS, TrainConfig
-
-    task_fields = {"vocab_size", "num_classes", "max_length", "documents"}
-    training = [field.name for field in dataclasses.fields(TrainConfig)]
-    models = [field.name for config in (EncoderConfig, DecoderConfig) for field in dataclasses.fields(config)]
-    model = sorted({*models} - OPTIONS_OF_SETTINGS.keys() - task_fields)
-    return f"Keys of --set: {', '.join(training)}. Of the model: model. followed by {', '.join(model)}."
+    return "\n".join(["\b", title, *lines])

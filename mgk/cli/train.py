@@ -152,11 +152,11 @@ def train(
 def _print_scores(rows: list[dict[str, Any]], run: Run, objective: Objective) -> None:
     """Print the test metric of each split."""
     metric = objective.test_metric(run.recipe.training)
-    suffix = "" if metric == objective.metric else f" ({metric})"
     for result in rows:
         if result["metric"] == metric:
-            score = f"{result['split']} {objective.format_metric(result['value'])}{suffix} of {result['n_examples']:,}"
-            print(f"{run.row} seed {run.seed} on {result['dataset']}: {score}")
+            score = f"{result['split']} {objective.format_metric(result['value'])}"
+            note = objective.describe_test(run.recipe.training, result["n_examples"])
+            print(f"{run.row} seed {run.seed} on {result['dataset']}: {score} ({note})")
 
 
 def _append_results(

@@ -104,6 +104,7 @@ OPTIONS = {
     "length": "--length",
     "method": "--method",
     "seed": "--seed",
+    "state": "--out",
 }
 
 

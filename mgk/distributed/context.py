@@ -95,7 +95,7 @@ class ContextParallelAttention(Attention):
         """Run a linear call of this rank's rows over the keys of all ranks."""
         return run_state_passing(self._shards, call, backend)
 
-    def _em_statistics(
+    def em_statistics(
         self, call: MixtureCall, positions: Tensor | None, real_queries: Tensor | None, with_spread: bool
     ) -> tuple[EMStatistics, Tensor | None]:
         """Return the statistics of this rank's queries over the keys of all ranks, with their positions."""

@@ -197,7 +197,7 @@ def gathered_bytes(run: Run) -> int:
 def saved_bytes(run: Run) -> int:
     """Return the memory that one layer saves for its backward pass (pre-norm, rotary positions, SwiGLU).
 
-    Each norm saves its input, the normalised input and its output; attention saves query, keys, value, the output twice
+    Each norm saves its input, the normalized input and its output; attention saves query, keys, value, the output twice
     (as heads and as rows) and the lse in fp32; rotary positions sine and cosine for queries and keys; SwiGLU gate, up,
     silu(gate) and their product.
     """

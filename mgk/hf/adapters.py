@@ -17,6 +17,22 @@ ADDED_MODULE = "mgk"  # name of the submodule of a converted layer
 OPTIONS = ("modules_to_save", "exclude_modules", "target_parameters")
 
 
+def check_no_adapters(model: Any, verb: str, changed: str) -> None:
+    """Raise a ValueError if a model has adapters: their base model would not have the changes.
+
+    Args:
+        model: A model, possibly of PEFT.
+        verb: The change, for the message: "convert".
+        changed: Its participle: "converted".
+    """
+    if getattr(model, "peft_config", None):
+        fail(
+            "model",
+            f"has adapters: {verb} and save it without them, and add adapters to the {changed} model; "
+            "model.merge_and_unload() keeps what they have learned",
+        )
+
+
 def train_added_modules(model: PreTrainedModel, configs: dict[str, Any]) -> None:
     """Add the modules of a conversion to `modules_to_save` of new adapters; PEFT would freeze and not save them.
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from mgk._core.validation import fail, nearest, one_of
+from mgk.hf.readme import write_readme
 from mgk.models import DecoderConfig, EncoderConfig
 from mgk.models.checkpoint import KINDS
 
@@ -22,6 +23,8 @@ NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "num_classes": "num_labels",
 }
+# Auto classes of the kinds.
+AUTO_CLASSES = {"language-model": "AutoModelForCausalLM", "classifier": "AutoModelForSequenceClassification"}
 
 
 class MGKConfig(PreTrainedConfig):
@@ -62,15 +65,32 @@ class MGKConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.settings()
 
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save the configuration, and a README that shows how to load the model."""
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        write_readme(save_directory, self.model_type, AUTO_CLASSES[self.kind])
+
     @classmethod
     def of(cls, config: DecoderConfig | EncoderConfig) -> MGKConfig:
-        """Convert the configuration of a LanguageModel or Classifier."""
+        """Convert the configuration of a LanguageModel or Classifier.
+
+        Examples:
+            >>> config = mgk.models.DecoderConfig(64, num_layers=2, embed_dim=32, num_heads=2)
+            >>> mgk.hf.MGKConfig.of(config).num_hidden_layers
+            2
+        """
         kind = next(name for name, (config_class, _) in KINDS.items() if isinstance(config, config_class))
         fields = dataclasses.fields(config)
         return cls(kind=kind, **{NAMES.get(field.name, field.name): getattr(config, field.name) for field in fields})
 
     def settings(self) -> DecoderConfig | EncoderConfig:
-        """Return the DecoderConfig or EncoderConfig; raise a ValueError if a field is invalid."""
+        """Return the DecoderConfig or EncoderConfig; raise a ValueError if a field is invalid.
+
+        Examples:
+            >>> config = mgk.hf.MGKConfig(vocab_size=64, hidden_size=32, num_attention_heads=2)
+            >>> config.settings().num_heads
+            2
+        """
         config_class = KINDS[self.kind][0]
         names = [field.name for field in dataclasses.fields(config_class)]
         config: DecoderConfig | EncoderConfig = config_class(**{n: getattr(self, NAMES.get(n, n)) for n in names})

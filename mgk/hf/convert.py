@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, number, one_of, positive_integer
+from mgk.hf.adapters import check_no_adapters
 from mgk.hf.attention_interface import replace_layer_attention
 from mgk.hf.example_inputs import make_example
 from mgk.hf.mixture_keys import NAME, MixtureKeys, install, remove
@@ -183,12 +184,7 @@ def _check_variant(variant: Any) -> None:
 
 def _check_model(model: Any) -> None:
     # First, because a PEFT model is not a PreTrainedModel either.
-    if getattr(model, "peft_config", None):
-        fail(
-            "model",
-            "has adapters: convert and save it without them, and add adapters to the converted model; "
-            "model.merge_and_unload() keeps what they have learned",
-        )
+    check_no_adapters(model, "convert", "converted")
     if not isinstance(model, PreTrainedModel):
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
     if any(isinstance(module, MixtureKeys) for module in model.modules()):

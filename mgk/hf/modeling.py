@@ -151,6 +151,12 @@ class MGKPreTrainedModel(PreTrainedModel):
 
         Returns:
             A wrapper on the same device, with the same dtype and mode.
+
+        Examples:
+            >>> config = mgk.models.EncoderConfig(vocab_size=16, num_classes=3, max_length=20, num_heads=2)
+            >>> wrapper = mgk.hf.MGKForSequenceClassification.of(mgk.models.Classifier(config))
+            >>> wrapper.config.num_labels
+            3
         """
         wrapper = cls(MGKConfig.of(model.config)).to(next(model.parameters()).dtype)
         wrapper.model.load_state_dict(model.state_dict())
@@ -167,6 +173,15 @@ class MGKPreTrainedModel(PreTrainedModel):
 
         Returns:
             A wrapper in eval mode.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> config = mgk.models.DecoderConfig(64, num_layers=1, embed_dim=32, num_heads=2)
+            >>> mgk.models.save_model(mgk.models.LanguageModel(config), "run/best")  # as `mgk train` does
+            >>> description = '{"task": "bytes", "recipe": "bytes", "row": "smgk:2", "seed": 0}'
+            >>> written = Path("run/run.json").write_text(description)
+            >>> mgk.hf.MGKForCausalLM.from_run("run").config.vocab_size
+            64
         """
         run = RunDirectory(directory)
         run.read_description()
@@ -210,7 +225,17 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         return False
 
     def make_cache(self, batch_size: int, max_length: int = 64) -> MGKCache:
-        """Make an empty cache with an initial capacity of max_length tokens."""
+        """Make an empty cache with an initial capacity of max_length tokens.
+
+        Examples:
+            >>> config = mgk.hf.MGKConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+            >>> model = mgk.hf.MGKForCausalLM(config).eval()
+            >>> cache = model.make_cache(batch_size=2)
+            >>> with torch.no_grad():
+            ...     output = model(torch.randint(64, (2, 5)), past_key_values=cache)
+            >>> cache.get_seq_length()
+            5
+        """
         return MGKCache(self.model.make_caches(batch_size, max_length))
 
     def forward(

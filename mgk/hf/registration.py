@@ -30,13 +30,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from mgk._core.validation import fail
 from mgk.hf.adapters import check_added_modules, copy_default_targets, enable_added_modules, train_added_modules
+from mgk.hf.readme import write_readme
 
 ENTRY = "mgk"  # of config.json
 TYPE_PREFIX = "mgk-"  # of a model type
 CLASS_PREFIX = "MGK"  # of a class
 # Entries of config.mgk that do not change a model by themselves.
 DESCRIPTIONS = {"requires", "variant"}
-# Written to config.json for its readers: Transformers without this package reports an unknown model type.
+# Written to config.json for its readers: Transformers without this package reports an unknown model type. Of that
+# message only the model type can be chosen, so the README of a saved model names the package too.
 REQUIRES = "pip install mgk, then import mgk.hf before from_pretrained"
 
 # Entry of config.json that names an attention function which Transformers does not have: its classes raise an error
@@ -143,6 +145,13 @@ class ChangedConfig:
         entries = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
         entries[GUARD] = f"{GUARD_PREFIX} 'import mgk.hf' and {self._auto_class_name()}"
         Path(json_file_path).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save the configuration, and a README that shows how to load the model."""
+        # Saving a model calls this method, on the first process only.
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
+        name = self._auto_class_name()
+        write_readme(save_directory, self.model_type, name if name.startswith("Auto") else "AutoModel")  # type: ignore[attr-defined]
 
     def _auto_class_name(self) -> str:
         names = getattr(self, "architectures", None) or []

@@ -263,7 +263,18 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def make_caches(self, batch_size: int, max_length: int) -> list[Cache]:
-        """Return an empty cache for each layer, for decoding up to max_length tokens."""
+        """Return an empty cache for each layer, for decoding up to max_length tokens.
+
+        Examples:
+            >>> config = mgk.models.DecoderConfig(100, embed_dim=32, ffn_dim=64, num_layers=1, num_heads=2)
+            >>> model = mgk.models.LanguageModel(config).eval()
+            >>> caches = model.make_caches(batch_size=1, max_length=20)
+            >>> with torch.no_grad():
+            ...     logits = model(torch.randint(100, (1, 12)), caches=caches)  # the prompt
+            ...     logits = model(torch.randint(100, (1, 1)), caches=caches)  # one more token
+            >>> caches[0].length, logits.shape
+            (13, torch.Size([1, 1, 100]))
+        """
         for name in self.config.layer_variants:
             one_of("variant of a model that decodes with a cache", name, VARIANTS)
         return [layer.attention.make_cache(batch_size, max_length) for layer in self._layers()]
@@ -344,6 +355,12 @@ class LanguageModel(nn.Module):
 
         Returns:
             Losses [B, L].
+
+        Examples:
+            >>> config = mgk.models.DecoderConfig(100, embed_dim=32, ffn_dim=64, num_layers=1, num_heads=2)
+            >>> model, tokens = mgk.models.LanguageModel(config), torch.randint(100, (2, 17))
+            >>> losses = model.losses(tokens[:, :-1], tokens[:, 1:])
+            >>> losses.mean().backward()
         """
         return self.table.losses(self.hidden(tokens), targets, capacities)
 
@@ -355,7 +372,13 @@ class LanguageModel(nn.Module):
         position_ids: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """Compute the logits of the next token, [B, L, V]. Arguments as in `hidden`."""
+        """Compute the logits of the next token, [B, L, V]. Arguments as in `hidden`.
+
+        Examples:
+            >>> config = mgk.models.DecoderConfig(100, embed_dim=32, ffn_dim=64, num_layers=1, num_heads=2)
+            >>> mgk.models.LanguageModel(config)(torch.randint(100, (2, 17))).shape
+            torch.Size([2, 17, 100])
+        """
         hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, position_ids=position_ids, caches=caches)
         return self.table.logits(hidden)
 

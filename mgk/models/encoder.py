@@ -207,6 +207,15 @@ class Classifier(nn.Module):
                 example one after the other.
             lengths: Padded: number of tokens of each document, [B] or [B, 2]. Default: no padding.
             cu_seqlens: Packed: offsets of N documents, int32 [N + 1].
+
+        Examples:
+            >>> config = mgk.models.EncoderConfig(vocab_size=16, num_classes=4, max_length=64, num_heads=2)
+            >>> model, tokens = mgk.models.Classifier(config).eval(), torch.randint(1, 16, (2, 40))
+            >>> padded = model(tokens, lengths=torch.tensor([40, 25]))
+            >>> packed = torch.cat([tokens[0], tokens[1, :25]])
+            >>> offsets = torch.tensor([0, 40, 65], dtype=torch.int32)
+            >>> torch.allclose(model(packed, cu_seqlens=offsets), padded, atol=1e-5)
+            True
         """
         documents = self.config.documents
         if cu_seqlens is not None:

@@ -24,6 +24,11 @@ class Sampling:
         top_k: Number of tokens of highest probability to sample from.
         top_p: Sample from the smallest set of most probable tokens whose probabilities sum to at least this value.
         seed: Seed of the random number generator.
+
+    Examples:
+        >>> from mgk.models.generation import Sampling
+        >>> Sampling(temperature=0.8, top_p=0.9)
+        Sampling(temperature=0.8, top_k=None, top_p=0.9, seed=0)
     """
 
     temperature: float = 1.0
@@ -79,6 +84,14 @@ def generate(
 
     Yields:
         One token id at a time.
+
+    Examples:
+        >>> from mgk.models.generation import Sampling, generate
+        >>> config = mgk.models.DecoderConfig(100, embed_dim=32, ffn_dim=64, num_layers=1, num_heads=2)
+        >>> model = mgk.models.LanguageModel(config).eval()
+        >>> tokens = list(generate(model, [1, 2, 3], max_tokens=5, sampling=Sampling(temperature=0.8, top_k=10)))
+        >>> len(tokens), all(token < 100 for token in tokens)
+        (5, True)
     """
     sampling = Sampling() if sampling is None else sampling
     positive_integer("max_tokens", max_tokens)
@@ -119,6 +132,19 @@ class DecodingStep:
         model: A language model in eval mode, whose parameters stay in place in memory.
         caches: `model.make_caches(batch_size, max_length)`, filled with a prompt by `model(prompt, caches=caches)`.
             Between calls they may be filled, cropped and reset.
+
+    Examples:
+        >>> from mgk.models.generation import DecodingStep
+        >>> config = mgk.models.DecoderConfig(100, embed_dim=32, ffn_dim=64, num_layers=1, num_heads=2)
+        >>> model = mgk.models.LanguageModel(config).eval()  # on a GPU, the step is captured as a CUDA graph
+        >>> caches = model.make_caches(batch_size=1, max_length=20)
+        >>> with torch.no_grad():
+        ...     token = model(torch.randint(100, (1, 12)), caches=caches)[:, -1].argmax(-1, keepdim=True)
+        >>> step = DecodingStep(model, caches)
+        >>> for _ in range(3):
+        ...     token = step(token).argmax(-1, keepdim=True)
+        >>> caches[0].length
+        15
     """
 
     def __init__(self, model: LanguageModel, caches: Sequence[Cache]) -> None:

@@ -123,6 +123,12 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: [B, channels, image_size, image_size], uint8, or floating point in [0, 1].
+
+        Examples:
+            >>> config = mgk.models.VisionConfig(num_classes=10, channels=3, patch_size=8, num_layers=1)
+            >>> images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+            >>> mgk.models.VisionTransformer(config)(images).shape
+            torch.Size([2, 10])
         """
         size, channels = self.config.image_size, self.config.channels
         if images.dim() != 4 or tuple(images.shape[1:]) != (channels, size, size):

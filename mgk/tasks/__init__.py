@@ -21,12 +21,26 @@ PLUGIN_HINT = "set the environment variable MGK_PLUGINS=experiments.paper"
 
 
 def register_task(task: Task) -> None:
-    """Add a task to `TASKS`, for recipes outside the package."""
+    """Add a task to `TASKS`, for recipes outside the package.
+
+    Examples:
+        >>> from mgk.tasks import get_task, register_task
+        >>> from mgk.tasks.listops import ListOps
+        >>> register_task(ListOps(name="listops-seed-1", seed=1))
+        >>> get_task("listops-seed-1").seed
+        1
+    """
     TASKS[task.name] = task
 
 
 def get_task(name: str) -> Task:
-    """Return the task with this name, or raise a ValueError that lists all names."""
+    """Return the task with this name, or raise a ValueError that lists all names.
+
+    Examples:
+        >>> from mgk.tasks import get_task
+        >>> get_task("listops").max_length
+        2000
+    """
     if name in PAPER_TASKS and name not in TASKS:
         fail("task", f"{name} is part of experiments.paper: in a clone of the repository, {PLUGIN_HINT}")
     return TASKS[one_of("task", name, TASKS)]

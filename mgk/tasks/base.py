@@ -40,6 +40,14 @@ class Split:
         offsets: Start of each document in `tokens`, and the end of the last, int64 [documents * n + 1].
         labels: Classes, int64 [n].
         documents: Documents per example, 2 for retrieval.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mgk.tasks import Split
+        >>> tokens = np.array([1, 2, 3, 4, 5], dtype=np.uint8)  # documents [1, 2, 3] and [4, 5]
+        >>> split = Split(tokens, offsets=np.array([0, 3, 5]), labels=np.array([0, 1]))
+        >>> len(split)
+        2
     """
 
     tokens: Array
@@ -52,12 +60,30 @@ class Split:
 
     @property
     def lengths(self) -> Array:
-        """Lengths of the documents, int64 [n], or [n, 2] for two documents."""
+        """Lengths of the documents, int64 [n], or [n, 2] for two documents.
+
+        Examples:
+            >>> import numpy as np
+            >>> from mgk.tasks import Split
+            >>> tokens = np.array([1, 2, 3, 4, 5], dtype=np.uint8)  # documents [1, 2, 3] and [4, 5]
+            >>> split = Split(tokens, offsets=np.array([0, 3, 5]), labels=np.array([0, 1]))
+            >>> split.lengths.tolist()
+            [3, 2]
+        """
         lengths = np.diff(self.offsets)
         return lengths if self.documents == 1 else lengths.reshape(-1, self.documents)
 
     def class_shares(self, num_classes: int) -> Array:
-        """Return the share of each class, [num_classes]. The largest is the accuracy of a constant prediction."""
+        """Return the share of each class, [num_classes]. The largest is the accuracy of a constant prediction.
+
+        Examples:
+            >>> import numpy as np
+            >>> from mgk.tasks import Split
+            >>> tokens = np.array([1, 2, 3, 4, 5], dtype=np.uint8)  # documents [1, 2, 3] and [4, 5]
+            >>> split = Split(tokens, offsets=np.array([0, 3, 5]), labels=np.array([0, 1]))
+            >>> split.class_shares(num_classes=4).tolist()
+            [0.5, 0.5, 0.0, 0.0]
+        """
         return np.bincount(self.labels, minlength=num_classes) / max(len(self), 1)
 
     def batch(self, indices: Any, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,6 +95,16 @@ class Split:
 
         Returns:
             Tokens, int64 [n, L] or [n, 2, L], padded with PAD; lengths, int64 [n] or [n, 2]; labels, int64 [n].
+
+        Examples:
+            >>> import numpy as np
+            >>> from mgk.tasks import Split
+            >>> tokens = np.array([1, 2, 3, 4, 5], dtype=np.uint8)  # documents [1, 2, 3] and [4, 5]
+            >>> split = Split(tokens, offsets=np.array([0, 3, 5]), labels=np.array([0, 1]))
+            >>> tokens, lengths, labels = split.batch([1, 0])
+            >>> tokens
+            tensor([[4, 5, 0],
+                    [1, 2, 3]])
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if rows.size and not 0 <= rows.min() <= rows.max() < len(self):
@@ -105,6 +141,12 @@ class Task(ABC):
         num_classes: Number of labels.
         max_length: Maximum length of a document in tokens.
         documents: Documents per example.
+
+    Examples:
+        >>> from mgk.tasks import get_task
+        >>> task = get_task("listops")
+        >>> task.num_classes, task.splits
+        (10, ('test', 'dev', 'train', 'fresh'))
     """
 
     name: str
@@ -125,11 +167,26 @@ class Task(ABC):
 
         Raises:
             DataError: If a file is missing.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks import get_task
+            >>> get_task("listops").files(Path("data"))  # generated
+            []
         """
 
     @abstractmethod
     def build(self, data_dir: Path, folder: Path, workers: int, progress: Progress) -> dict[str, Any]:
-        """Write all splits to `folder` and return the metadata to store with them."""
+        """Write all splits to `folder` and return the metadata to store with them.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks.listops import LISTOPS_SHORT, ListOps
+            >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
+            >>> Path("folder").mkdir()
+            >>> task.build(Path("data"), Path("folder"), workers=1, progress=lambda stage, done, total: None)
+            {'source': 'generated, seed 0', 'examples': {'train': 8, 'dev': 4}}
+        """
 
     def prepare(self, data_dir: Path, workers: int = 1, progress: Progress = no_progress) -> None:
         """Prepare the data if necessary, and verify source and prepared data by checksum.
@@ -138,11 +195,25 @@ class Task(ABC):
             data_dir: Data directory.
             workers: Number of processes.
             progress: Called with stage, done and total.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks.listops import LISTOPS_SHORT, ListOps
+            >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
+            >>> task.prepare(Path("data"))
         """
         self._folder(Path(data_dir), positive_integer("workers", workers), progress, verify=True)
 
     def split(self, data_dir: Path, name: str) -> Any:
-        """Return one of `splits`, prepared first if necessary, as returned by `read`."""
+        """Return one of `splits`, prepared first if necessary, as returned by `read`.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks.listops import LISTOPS_SHORT, ListOps
+            >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
+            >>> len(task.split(Path("data"), "train"))
+            8
+        """
         one_of("split", name, self.splits)
         return self.read(self._folder(Path(data_dir)), name)
 
@@ -151,15 +222,39 @@ class Task(ABC):
         return read_split(folder, name, self.documents)
 
     def metadata(self, data_dir: Path) -> dict[str, Any]:
-        """Return the metadata of `build`: origin, number of examples and further counts."""
+        """Return the metadata of `build`: origin, number of examples and further counts.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks.listops import LISTOPS_SHORT, ListOps
+            >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
+            >>> task.metadata(Path("data"))
+            {'source': 'generated, seed 0', 'examples': {'train': 8, 'dev': 4}}
+        """
         return dict(read_manifest(self._folder(Path(data_dir)))["facts"])
 
     def checksum(self, data_dir: Path) -> str:
-        """Return a checksum of the prepared examples, independent of how the source was packaged."""
+        """Return a checksum of the prepared examples, independent of how the source was packaged.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks.listops import LISTOPS_SHORT, ListOps
+            >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
+            >>> len(task.checksum(Path("data")))
+            12
+        """
         return json_checksum(read_manifest(self._folder(Path(data_dir)))["files"])[:12]
 
     def baselines(self, data_dir: Path) -> dict[str, dict[str, float]]:
-        """Return the dev and test accuracy of simple methods; empty if the task has none."""
+        """Return the dev and test accuracy of simple methods; empty if the task has none.
+
+        Examples:
+            >>> from pathlib import Path
+            >>> from mgk.tasks.listops import LISTOPS_SHORT, ListOps
+            >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
+            >>> task.baselines(Path("data"))
+            {}
+        """
         return dict(self.metadata(data_dir).get("baselines", {}))
 
     def _folder(

@@ -258,7 +258,7 @@ ENWIKI_LM = WordCorpus(
         SplitFile("dev", "enwiki-lm/wiki.valid.tokens", 227_847),
         SplitFile("wikitext-103-valid", "wikitext-103/wiki.valid.tokens", 217_646),
     ),
-    "it is not published: put a text in WikiText's format there, and WikiText-103's validation set",
+    "enwiki-lm is not published; for a text of your own in WikiText's format use the task words",
 )
 # The user's corpus in WikiText's format.
 USER_WORDS = WordCorpus(

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.text import Text
 
 from mgk._core.io import write_atomically
-from mgk._core.validation import fail, one_of, positive_integer
+from mgk._core.validation import fail, positive_integer
 from mgk.training.job_queue import STATUS_INTERVAL, Job, JobQueue, run_jobs
 
-CLUSTERS = ("slurm",)
+CLUSTER = "slurm"
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 # Time limit of a job. A job that reaches it saves a checkpoint and requeues itself.
 DEFAULT_TIME = "04:00:00"
@@ -66,7 +66,8 @@ class ClusterOptions:
 
 def check_cluster(name: str, options: ClusterOptions) -> None:
     """Raise a ValueError unless jobs can be submitted."""
-    one_of("--cluster", name, CLUSTERS)
+    if name != CLUSTER:
+        fail("--cluster", f"must be {CLUSTER}, got {name!r}")
     for option, value in (("--gpus-per-node", options.gpus_per_node), ("--max-parallel", options.max_parallel)):
         if value is not None:
             positive_integer(option, value)

@@ -28,6 +28,8 @@ PAPER_RECIPES = frozenset(
     "enwiki-lm enwiki-lm-2 enwiki-lm-2-m4 listops-4e-4 retrieval-peerread retrieval-peerread-30k "
     "retrieval-peerread-random text-5k".split()
 )
+# Model settings that the task determines.
+TASK_SETTINGS = frozenset({"vocab_size", "num_classes", "max_length", "documents"})
 # Model settings determined by the model spec and the preset, and the options to use instead of --set.
 OPTIONS_OF_SETTINGS = {
     "variant": "--variant or --rows (models with a variant per layer are built in Python, by the config's variant)",
@@ -43,6 +45,11 @@ class ModelSpec:
     """A model of a sweep: "smgk:4" is sMGK with 4 heads.
 
     "softmax:8/4" has 8 query heads and 4 key and value heads; "softmax:8/1/4" has 8 query, 1 key and 4 value heads.
+
+    Examples:
+        >>> from mgk.training.config import ModelSpec
+        >>> str(ModelSpec("smgk", heads=8, kv_heads=4))
+        'smgk:8/4'
     """
 
     variant: str
@@ -64,6 +71,11 @@ class ModelSpec:
         Args:
             text: The model.
             name: Start of the error messages.
+
+        Examples:
+            >>> from mgk.training.config import ModelSpec
+            >>> ModelSpec.parse("smgk:8/4")
+            ModelSpec(variant='smgk', heads=8, kv_heads=4, key_heads=None)
         """
         variant, colon, heads = text.strip().partition(":")
         if colon:
@@ -72,7 +84,7 @@ class ModelSpec:
         # At most 18 digits: int() also accepts digits of other scripts, and any number of them.
         if len(counts) > 3 or not all(re.fullmatch("0*[1-9][0-9]{0,17}", count) for count in counts):
             form = "variant:heads or variant:heads/key-heads[/value-heads]"
-            fail(name, f"must read {form}, as in smgk:4, got {text!r}")
+            fail(name, f"must have the form {form}, as in smgk:4, got {text!r}")
         numbers = [int(count) for count in counts]
         for count, kind in zip(numbers[1:], ("key", "value"), strict=False):
             if numbers[0] % count:
@@ -98,7 +110,36 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training settings; `batch_size` is the total over processes and accumulated micro-batches."""
+    """Training settings.
+
+    Attributes:
+        steps: Number of optimizer steps.
+        batch_size: Examples per step, in total over processes and accumulated micro-batches.
+        lr: Peak of the learning rate.
+        warmup: Steps in which the learning rate rises to its peak.
+        schedule: Learning rate after the warm-up: "one-cycle", "constant" or "cosine".
+        weight_decay: Weight decay of AdamW.
+        eps: Epsilon of AdamW.
+        clip: Maximum norm of the gradient; 0 does not clip.
+        eval_every: Steps between evaluations on the development set.
+        eval_batch_size: Examples per batch of an evaluation.
+        accumulate: Micro-batches per step.
+        precision: "bf16" (autocast) or "fp32".
+        compile: Whether to compile the model. GPUs only.
+        stride: Stride of the sliding window in the final evaluation of a language model. The paper uses 1; larger
+            strides are cheaper but give each token less context.
+        padding: "packed", "full" or "longest". "packed" concatenates documents without padding; the same as "full" on
+            a CPU and for linear attention, which have no varlen kernels. "full" pads to the maximum length of the task,
+            "longest" to the longest document in the batch.
+        beta2: Second coefficient of AdamW; 0.95 is common for language models.
+        final_lr: Learning rate at the end of the schedule "cosine", as a share of lr.
+        decay: Parameters with weight decay: "all", or "matrices", the weights of linear layers.
+
+    Examples:
+        >>> from mgk.training.config import TrainConfig
+        >>> TrainConfig(steps=2000, warmup=200).schedule
+        'one-cycle'
+    """
 
     steps: int = 5000
     batch_size: int = 32
@@ -113,17 +154,10 @@ class TrainConfig:
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = True
-    # Language models: stride of the sliding window in the final evaluation. The paper uses 1; larger strides are
-    # cheaper but give each token less context.
     stride: int = 1
-    # packed: documents concatenated without padding; same as full on a CPU and for linear attention, which have no
-    # varlen kernels. full: padded to the task's maximum length. longest: padded to the longest document in the batch.
     padding: str = "packed"
-    # Second coefficient of AdamW; 0.95 is common for language models.
     beta2: float = 0.999
-    # Learning rate at the end of the schedule "cosine", as a share of lr.
     final_lr: float = 0.0
-    # Parameters with weight decay: "all", or "matrices", the weights of linear layers.
     decay: str = "all"
 
     def __post_init__(self) -> None:
@@ -148,7 +182,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment: task, model settings, training settings, models to compare, and the paper's numbers."""
+    """An experiment: task, model settings, training settings, models to compare, and the paper's numbers.
+
+    Examples:
+        >>> from mgk.training.config import ModelSpec, Recipe
+        >>> recipe = Recipe("mine", "Short ListOps", task="listops-short", rows=(ModelSpec("smgk", 2),))
+        >>> recipe.training.steps
+        5000
+    """
 
     name: str
     title: str
@@ -170,6 +211,12 @@ class Recipe:
 
         Args:
             settings: "key=value" for a field of TrainConfig, "model.key=value" for a model setting.
+
+        Examples:
+            >>> from mgk.training.config import load_recipe
+            >>> changed = load_recipe("demo").with_settings(["lr=5e-4", "model.num_layers=3"])
+            >>> changed.training.lr, changed.model["num_layers"]
+            (0.0005, 3)
         """
         import yaml
 
@@ -179,7 +226,7 @@ class Recipe:
             key, separator, text = setting.partition("=")
             key = key.strip().removeprefix("training.")
             if not separator:
-                fail("--set", f"must read key=value, got {setting!r}")
+                fail("--set", f"must have the form key=value, got {setting!r}")
             try:
                 value = _as_number(yaml.safe_load(text))
             except (yaml.YAMLError, ValueError, RecursionError):
@@ -198,6 +245,12 @@ class Recipe:
             hint = "; use --steps, which also scales the warm-up" if steps_only else ""
             raise ValueError(f"--set: {error}{hint}") from None
         return dataclasses.replace(self, model=model, training=changed)
+
+
+def settable_names(config_class: type) -> list[str]:
+    """Return the fields of a model configuration that --set and recipes may set."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return sorted(names - OPTIONS_OF_SETTINGS.keys() - TASK_SETTINGS)
 
 
 def _as_number(value: Any) -> Any:
@@ -295,6 +348,12 @@ def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
     Args:
         name: Name of a known recipe, or path of a YAML file.
         extending: Recipes that extend this one, to detect cycles.
+
+    Examples:
+        >>> from mgk.training.config import load_recipe
+        >>> recipe = load_recipe("demo")
+        >>> recipe.task, [str(row) for row in recipe.rows]
+        ('listops-short', ['softmax:4', 'smgk:2'])
     """
     if name in extending:
         fail("recipe", f"{name} extends itself")

@@ -41,7 +41,9 @@ class EqualTimeSpec(ModelSpec):
         if not separator:
             return parsed
         if not reference.startswith("time="):
-            fail(name, f"must read MODEL or MODEL@time=MODEL, as in softmax:8@time=smgk:8, got {text.strip()!r}")
+            fail(
+                name, f"must have the form MODEL or MODEL@time=MODEL, as in softmax:8@time=smgk:8, got {text.strip()!r}"
+            )
         time_of = ModelSpec.parse(reference.removeprefix("time="), name)
         return cls(parsed.variant, parsed.heads, parsed.kv_heads, parsed.key_heads, time_of)
 

@@ -85,14 +85,14 @@ def binomial_half_width(percent: float, examples: int) -> float:
     return float(196 * (share * (1 - share) / examples) ** 0.5)
 
 
-def summarise(
+def summarize(
     rows: list[dict[str, str]],
     recipe: Recipe,
     models: list[ModelSpec],
     preset: str,
     recipes: Mapping[EqualTimeSpec, Recipe] | None = None,
 ) -> list[ModelSummary]:
-    """Summarise the results of each model, in the order of `models`; models without results are omitted.
+    """Summarize the results of each model, in the order of `models`; models without results are omitted.
 
     Args:
         rows: Rows of results files.
@@ -307,7 +307,7 @@ def write_report(
     """
     all_rows = results.read(files)
     rows = all_rows if setups is None else [row for row in all_rows if row.get("setup") in setups.values()]
-    summaries = summarise(rows, recipe, models, preset, recipes)
+    summaries = summarize(rows, recipe, models, preset, recipes)
     if not summaries:
         raise ValueError(_no_results_message(all_rows, recipe, models, preset, out))
     paired_split = add_differences(summaries, recipe, preset, out, setups or {})

@@ -1,4 +1,4 @@
-"""Extreme numbers, empty and degenerate shapes: results are finite, normalised, and match the oracle."""
+"""Extreme numbers, empty and degenerate shapes: results are finite, normalized, and match the oracle."""
 
 import math
 
@@ -36,7 +36,7 @@ def finite_gradients(out, tensors):
 @pytest.mark.parametrize("similarity", ["gaussian", "dot", 0.5])
 @pytest.mark.parametrize("dtype, norm", [(torch.float32, 1e4), (torch.float32, 1e2), (torch.bfloat16, 1e2)], ids=str)
 @pytest.mark.parametrize("op, backend, assignment", EVERY_BACKEND)
-def test_large_inputs_stay_finite_and_normalised(backend, assignment, dtype, norm, similarity, op, causal):
+def test_large_inputs_stay_finite_and_normalized(backend, assignment, dtype, norm, similarity, op, causal):
     tensors = [with_norm(torch.randn(*size, 16), norm) for size in ((2, 4, 19), (2, 2, 3, 19))]
     tensors += [torch.randn(2, 2, 19, 8), with_norm(torch.randn(2, 3, 16), norm / 5)]
     query, keys, value, shift = tensors = [x.to(dtype).requires_grad_() for x in tensors]
@@ -44,7 +44,7 @@ def test_large_inputs_stay_finite_and_normalised(backend, assignment, dtype, nor
     out = call(op, query, keys, value, shift, **options, backend=backend)
     assert out.isfinite().all()
     assert finite_gradients(out, tensors)
-    # The output is a mean of values: if all values are 1 and the weights are normalised, it is 1.
+    # The output is a mean of values: if all values are 1 and the weights are normalized, it is 1.
     ones = call(op, query, keys, torch.ones_like(value), shift, **options, backend=backend)
     torch.testing.assert_close(ones, torch.ones_like(ones), rtol=0, atol=8 * torch.finfo(dtype).eps)
     if backend == "eager":
@@ -67,7 +67,7 @@ def test_large_equal_components_share_the_weight(backend, similarity):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("op", ["mlk", "smlk"])
 @pytest.mark.parametrize("backend", LINEAR_BACKENDS)
-def test_large_inputs_of_linear_attention_stay_finite_and_normalised(backend, op, causal, dtype, norm):
+def test_large_inputs_of_linear_attention_stay_finite_and_normalized(backend, op, causal, dtype, norm):
     tensors = [with_norm(torch.randn(*size, 16), norm) for size in ((2, 4, 19), (2, 2, 3, 19))]
     tensors += [torch.randn(2, 2, 19, 8), with_norm(torch.randn(2, 3, 16), norm / 5)]
     query, keys, value, shift = tensors = [x.to(dtype).requires_grad_() for x in tensors]

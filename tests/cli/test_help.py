@@ -8,7 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from mgk.cli import commands
-from mgk.cli.help_texts import EXAMPLES, epilog
+from mgk.cli.app import describe_preparation
+from mgk.cli.help_texts import EXAMPLES, attribute_meanings, epilog
+from mgk.models import DecoderConfig, EncoderConfig, VisionConfig
 from mgk.training.config import TrainConfig
 
 COMMANDS = {
@@ -37,7 +39,17 @@ def test_help_lists_the_keys_of_set():
         for field in dataclasses.fields(TrainConfig):
             assert field.name in COMMANDS[name].epilog
         assert "head_dim" in COMMANDS[name].epilog
-        assert "num_heads" not in COMMANDS[name].epilog  # an option, not a setting
+        lines = [line.split() for line in COMMANDS[name].epilog.splitlines()]
+        assert "num_heads" not in [words[0] for words in lines if words]  # an option, not a setting
+        assert ["embed_dim", "Dimension", "of", "the", "model"] in lines
+        assert ["schedule", "Learning"] in [words[:2] for words in lines]
+
+
+@pytest.mark.parametrize("config", [TrainConfig, EncoderConfig, DecoderConfig, VisionConfig])
+def test_every_setting_has_a_meaning(config):
+    meanings = attribute_meanings(config)
+    assert list(meanings) == [field.name for field in dataclasses.fields(config)]
+    assert all(3 < len(meaning) < 150 and "\n" not in meaning for meaning in meanings.values())
 
 
 def test_data_prints_what_it_will_do(tmp_path, monkeypatch):
@@ -50,7 +62,17 @@ def test_data_prints_what_it_will_do(tmp_path, monkeypatch):
     assert plan[0] == f"Data in {tmp_path}; nothing is downloaded:"
     assert "generates" in plan[1]
     assert "on one core" in plan[1]
-    assert "text: skipped, its source files are missing" in plan[2]
+    assert plan[2] == "  text: skipped, its source files are missing (run `mgk data text` for the list)"
+
+
+def test_preparation_is_described(tmp_path):
+    task = commands_task("bytes")
+    (tmp_path / "a.txt").write_text("x" * 1200)
+    assert describe_preparation(task, tmp_path) == "bytes: reads 1 file, 2 kB, about 1 s on one core"
+    (tmp_path / "b.txt").write_text("x" * 3_000_000)
+    assert describe_preparation(task, tmp_path) == "bytes: reads 2 files, 3 MB, about 1 s on one core"
+    task.prepare(tmp_path)
+    assert describe_preparation(task, tmp_path) == "bytes: already prepared; will be verified"
 
 
 def commands_task(name):

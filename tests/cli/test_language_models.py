@@ -85,7 +85,7 @@ def test_invalid_input_is_one_line_and_exit_code_2(own_text, tmp_path):
     (classifier / "run.json").write_text('{"task": "listops", "training": {}}')
     run = str(own_text / "run")
     cases = [
-        (["generate", run, "--prompt", ""], "--prompt must contain some text"),
+        (["generate", run, "--prompt", ""], "--prompt must not be empty"),
         (["generate", run, "--prompt", "a", "--temperature", "-1"], "temperature"),
         (["generate", str(classifier), "--prompt", "a"], "not of a language model"),
         (["generate", str(tmp_path), "--prompt", "a"], "is not a run directory"),
@@ -130,7 +130,7 @@ def test_comparison_shows_perplexity(tmp_path):
         }
         for split, value in (("dev", 80.25), ("wikitext-103-valid", 90.5))
     ]
-    lines = report.make_table(report.summarise(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
+    lines = report.make_table(report.summarize(rows, recipe, [ModelSpec("softmax", 8)], "paper"), recipe)
     assert lines[0][:4] == ["model", "dev perplexity", "wikitext-103-valid perplexity", "each seed"]
     assert lines[1][:4] == ["softmax:8", "80.25", "90.50", "80.2"]
 

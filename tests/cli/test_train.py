@@ -9,10 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from mgk import tasks
-from mgk.cli import commands
+from mgk.cli import commands, train
 from mgk.models import Classifier
 from mgk.training import results
-from mgk.training.config import ModelSpec
+from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.objectives.classification import Classification
+from mgk.training.objectives.language_modelling import LanguageModelling
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def finished(calls, monkeypatch, tmp_path):
     objective = SimpleNamespace(
         metric="accuracy", read_predictions=lambda directory: [], test_metric=lambda settings: "accuracy"
     )
-    objective.format_metric = str
+    objective.format_metric, objective.describe_test = str, Classification.describe_test
     done = SimpleNamespace(global_rank=0, objective=objective), SimpleNamespace(stopped_by=None, steps=0)
     monkeypatch.setattr("mgk.training.trainer.fit", lambda *arguments, **options: done)
     common = {"recipe": "listops", "dataset": "listops", "metric": "accuracy", "n_examples": 10, "kv_heads": None}
@@ -161,3 +163,20 @@ def test_each_layer_has_the_requested_variant(calls):
         variant = layer.attention.variant
         assert (variant.keys, variant.assignment, variant.prior) == ("shifted", "hard", "uniform")
         assert (layer.attention.num_heads, layer.attention.head_dim) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "stride", "score"),
+    [
+        (LanguageModelling, 12.5, 64, "test perplexity 12.50 (stride 64, 1,814 tokens)"),
+        (LanguageModelling, 12.5, 1, "test perplexity 12.50 (1,814 tokens)"),
+        (Classification, 0.5, 64, "test accuracy 50.00 % (1,814 examples)"),
+    ],
+)
+def test_printed_score_names_stride_and_size(capsys, objective, value, stride, score):
+    recipe = Recipe("mine", "Mine", task="any", training=TrainConfig(stride=stride))
+    run = SimpleNamespace(recipe=recipe, row="smgk:2", seed=0)
+    metric = objective.test_metric(recipe.training)
+    rows = [{"metric": metric, "split": "test", "value": value, "n_examples": 1814, "dataset": "text"}]
+    train._print_scores(rows, run, objective)
+    assert capsys.readouterr().out == f"smgk:2 seed 0 on text: {score}\n"

@@ -100,6 +100,15 @@ def test_interrupted_command_continues(folder, monkeypatch, capsys):
     assert whole == small
 
 
+def test_state_of_another_distillation_names_the_option(folder, monkeypatch, capsys):
+    def fail(*arguments, state, **settings):
+        raise ValueError(f"state {state} holds the distillation of another model")
+
+    monkeypatch.setattr(mgk.hf, "upcycle", fail)
+    assert run(monkeypatch, "model", "--out", "small", "--key-heads", 2, "--text", "text.txt", "--distil-steps", 1) == 2
+    assert capsys.readouterr().err == "mgk: --out small.partial holds the distillation of another model\n"
+
+
 @pytest.mark.parametrize("source", ["saved", "run"])
 def test_models_of_this_package(folder, monkeypatch, capsys, source):
     """Merge what `save_pretrained` of MGKForCausalLM wrote, and the model of a run directory."""

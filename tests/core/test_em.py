@@ -1,4 +1,4 @@
-"""Expectation maximisation: updates of prior and variance from training batches."""
+"""Expectation maximization: updates of prior and variance from training batches."""
 
 import copy
 import math
@@ -302,7 +302,7 @@ def test_no_update_in_eval_or_under_no_grad(variant):
 
 @pytest.mark.parametrize("similarity", ["gaussian", "between"])
 def test_variance_follows_equation_13(similarity):
-    """Pool over positions, with fixed keys and the normaliser in the responsibilities."""
+    """Pool over positions, with fixed keys and the normalizer in the responsibilities."""
     layer, x = (
         make(Variant(similarity, "independent", "em", variance="em"), is_causal=True, num_kv_heads=HK),
         randn(B, L, EMBED),
@@ -387,7 +387,7 @@ def test_m_step_with_masked_pairs():
 
 
 def test_em_by_the_equations_recovers_a_known_mixture():
-    """Iterate Eq. 11 and 13 for one key, with the normaliser in log_prior."""
+    """Iterate Eq. 11 and 13 for one key, with the normalizer in log_prior."""
     _, queries, _ = known_mixture()
     query = queries[None]
     log_prior, scale = torch.full((1, 1, 2, 1), 0.5, dtype=F64).log(), torch.ones(1, 1, 2, 1, dtype=F64)

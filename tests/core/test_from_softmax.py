@@ -35,7 +35,7 @@ def test_from_softmax_is_exact(variant, options):
 
 
 def test_inexact_conversions_are_rejected():
-    with pytest.raises(ValueError, match="variant must not normalise queries and keys"):
+    with pytest.raises(ValueError, match="variant must not normalize queries and keys"):
         Attention.from_softmax(trained_softmax(), Variant(normalise=True))
 
 
@@ -99,13 +99,13 @@ def test_converted_layer_is_trainable(variant):
     layer = Attention.from_softmax(trained_softmax().train(), variant)
     x, target = randn(8, L, EMBED), randn(8, L, EMBED)
     start = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     losses = []
     for _ in range(10):
         loss = (layer(x) - target).square().mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert layer.training

@@ -122,7 +122,7 @@ def test_temporary_files_of_ended_processes_are_removed(tmp_path):
     io.remove_stale_temporaries(tmp_path / "missing")
 
 
-def test_temporary_file_of_a_killed_process_is_recognised(tmp_path):
+def test_temporary_file_of_a_killed_process_is_recognized(tmp_path):
     script = (
         "import os, signal, sys; from pathlib import Path; from mgk._core.io import replacing\n"
         "with replacing(Path(sys.argv[1]) / 'run.json') as temporary:\n"

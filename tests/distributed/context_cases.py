@@ -18,7 +18,7 @@ VARIANTS = {
     "between": mgk.Variant("between", "shifted", "learned"),
     "learned-variance": mgk.Variant("gaussian", "independent", "learned", variance="learned"),
     "em-variance": mgk.Variant("gaussian", "shifted", "em", variance="em", em_momentum=0.3),
-    "normalised": mgk.Variant("gaussian", "shifted", "learned", normalise=True),
+    "normalized": mgk.Variant("gaussian", "shifted", "learned", normalise=True),
 }
 INPUTS = ("plain", "padding", "packed", "mask", "bias")
 LAYERS = {

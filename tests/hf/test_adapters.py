@@ -11,7 +11,7 @@ peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from mgk.hf import convert  # noqa: E402
+from mgk.hf import convert, upcycle  # noqa: E402
 from mgk.hf.mixture_keys import MixtureKeys  # noqa: E402
 from tests.support.hf_models import assert_close, inputs, logits, make, mixtures, randomize  # noqa: E402
 
@@ -145,4 +145,6 @@ def test_model_with_adapters_is_not_converted():
         with pytest.raises(ValueError, match=r"model has adapters: convert and save it without them.*merge_and_unload"):
             convert(model)
         assert not mixtures(model)
+        with pytest.raises(ValueError, match=r"model has adapters: upcycle and save it.* to the upcycled model"):
+            upcycle(model, num_key_heads=1, calibration=[inputs()])
     assert len(mixtures(convert(wrapped().merge_and_unload()))) == 2

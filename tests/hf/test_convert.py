@@ -104,11 +104,11 @@ def test_converted_model_learns(name):
     start = loss()
     start.backward()
     assert all((mixture.tau.grad.abs() > 1e-4).all() for mixture in mixtures(model))
-    optimiser = torch.optim.Adam(learned, lr=0.02)
+    optimizer = torch.optim.Adam(learned, lr=0.02)
     for _ in range(8):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss().backward()
-        optimiser.step()
+        optimizer.step()
     assert loss() < start - 0.02
     for mixture in mixtures(model):
         assert mixture.shift.grad.abs().max() > 1e-4
@@ -231,7 +231,7 @@ def folder(tmp_path):
 def test_converted_model_save_and_load(folder):
     model, batch = randomize(convert(make("mistral"), layers=1)), inputs("left")
     model.save_pretrained(folder)
-    assert not [path for path in folder.iterdir() if path.suffix not in (".json", ".safetensors")]
+    assert not [path for path in folder.iterdir() if path.suffix not in (".json", ".md", ".safetensors")]
     loaded = load_converted(folder)
     assert type(loaded) is type(model)
     assert loaded.state_dict().keys() == model.state_dict().keys()

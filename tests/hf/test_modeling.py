@@ -20,7 +20,7 @@ from tests.support.hf_wrappers import FEW, SIZES, classifier, left_padded, lm, s
 def test_save_and_load_round_trip(make, variant, tmp_path, prompts):
     wrapper = make(variant=variant)
     wrapper.save_pretrained(tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".json", ".safetensors")]
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".json", ".md", ".safetensors")]
     auto = {lm: "AutoModelForCausalLM", classifier: "AutoModelForSequenceClassification"}[make]
     loaded, report = getattr(transformers, auto).from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(wrapper)

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
+import mgk.hf  # noqa: E402
 import mgk.hf.registration as registration  # noqa: E402
 from mgk.hf import convert, load_converted  # noqa: E402
 from tests.support.hf_models import SIZES, inputs, logits, make, mixtures, randomize, small  # noqa: E402
@@ -75,6 +76,24 @@ def test_auto_class_loads_same_model(name, folder):
     new = getattr(transformers, auto).from_config(transformers.AutoConfig.from_pretrained(folder))
     assert type(new) is type(model)
     assert all(mixture.tau.eq(0).all() and mixture.shift.std() > 0.1 for mixture in mixtures(new))
+
+
+def test_readme_is_not_replaced(folder):
+    folder.mkdir()
+    (folder / "README.md").write_text("mine")
+    convert(make("llama")).save_pretrained(folder)
+    assert (folder / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("kind", "auto"), [("language-model", "AutoModelForCausalLM"), ("classifier", None)])
+def test_readme_of_models_of_this_package(kind, auto, folder):
+    sizes = {"vocab_size": 64, "max_position_embeddings": 20, "hidden_size": 32, "num_attention_heads": 2}
+    config = mgk.hf.MGKConfig(kind=kind, num_labels=3, **sizes)
+    auto = auto or "AutoModelForSequenceClassification"
+    getattr(transformers, auto).from_config(config).save_pretrained(folder)
+    readme = (folder / "README.md").read_text()
+    assert "`mgk`" in readme
+    assert f"model = {auto}.from_pretrained" in readme
 
 
 def test_vision_model_and_classifier_head(folder):
@@ -140,6 +159,13 @@ def test_new_process_loads_same_model_only_with_mgk(folder):
     message, norm = done.stdout.splitlines()
     assert message.endswith("has model type `mgk-llama` but Transformers does not recognize this architecture")
     assert json.loads((folder / "config.json").read_text())["mgk"]["requires"].startswith("pip install mgk")
+    readme = (folder / "README.md").read_text()
+    assert "`mgk-llama`" in readme
+    assert "pip install 'mgk[hf]'" in readme
+    code = readme.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(folder))
+    scope = {}
+    exec(code, scope)
+    assert type(scope["model"]) is type(model)
     with torch.no_grad():
         assert float(norm) == pytest.approx(model(torch.arange(3, 9)[None]).logits.double().norm().item(), rel=1e-5)
 

@@ -169,7 +169,7 @@ def test_training_on_a_machine_with_srun_does_not_warn(slurm, tmp_path):
     [
         (["--partition", "gpu"], "--partition has no effect without --cluster"),
         (["--max-parallel", "2"], "--max-parallel has no effect without --cluster"),
-        (["--cluster", "pbs"], "--cluster must be one of 'slurm', got 'pbs'"),
+        (["--cluster", "pbs"], "--cluster must be slurm, got 'pbs'"),
         (["--cluster", "slurm", "--time", "4h"], "--time must be minutes, HH:MM:SS or D-HH:MM:SS, got '4h'"),
     ],
 )

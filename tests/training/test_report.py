@@ -104,7 +104,7 @@ def test_labels_of_the_plot_do_not_overlap(tmp_path, rows):
     for n, row in enumerate(rows):
         results.append(path, [result_row(row, seed, 0.2 + 0.006 * n + seed / 100) for seed in (0, 1)])
         results.append(path, [result_row(row, 0, 12345.678, "train", "step_ms_alone")])
-    summaries = report.summarise(results.read([path]), recipe, [ModelSpec.parse(row) for row in rows], "paper")
+    summaries = report.summarize(results.read([path]), recipe, [ModelSpec.parse(row) for row in rows], "paper")
     figure = report.make_figure(summaries, recipe, chance=17.6)
     figure.draw_without_rendering()
     score_axes, *cost_axes = figure.axes
@@ -126,7 +126,7 @@ def test_labels_of_the_plot_do_not_overlap(tmp_path, rows):
 def test_dollar_signs_in_the_title_are_not_tex(tmp_path):
     path, recipe = tmp_path / "listops.csv", replace(config.load_recipe("listops"), title=r"$\frac{$ and $x_$")
     results.append(path, [result_row("smgk:4", 0, 0.2)])
-    summaries = report.summarise(results.read([path]), recipe, [ModelSpec.parse("smgk:4")], "paper")
+    summaries = report.summarize(results.read([path]), recipe, [ModelSpec.parse("smgk:4")], "paper")
     report.make_figure(summaries, recipe).savefig(tmp_path / "figure.png")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mgk.tasks.base import Array
 
 WORD = re.compile(r"[a-z]{3,}")
-CAPITALISED = re.compile(r"\b[A-Z][A-Za-z\-]{2,}")
+CAPITALIZED = re.compile(r"\b[A-Z][A-Za-z\-]{2,}")
 MAX_WORDS = 8192
 MIN_DOCUMENTS = 3  # minimum number of documents that contain a word
 MAX_SHARE = 0.1  # maximum share of documents; more frequent words are not specific to a topic
@@ -86,7 +86,7 @@ def string_features(
     idf = {word: math.log(len(texts) / count) for word, count in documents.items()}
     rare = max(RARE_SHARE * len(texts), 2)
     names = [
-        {name for name in map(str.lower, CAPITALISED.findall(text[:OPENING])) if 0 < documents[name] <= rare}
+        {name for name in map(str.lower, CAPITALIZED.findall(text[:OPENING])) if 0 < documents[name] <= rare}
         for text in texts
     ]
     headings = [[word for word in title.split() if word in idf] for title in titles]

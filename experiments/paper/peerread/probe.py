@@ -5,8 +5,8 @@
 The probes:
 
     regression  logistic regression on counts of byte n-grams
-    bag         the matcher without attention: a bag of n-grams with the head and the optimiser of the recipe
-    heart       the matcher on a few pairs, which it must memorise
+    bag         the matcher without attention: a bag of n-grams with the head and the optimizer of the recipe
+    heart       the matcher on a few pairs, which it must memorize
     plain       the matcher on the first bytes of all documents, without attention and positions
     short       the matcher on the first bytes of all documents
 
@@ -41,10 +41,10 @@ from mgk.training.module import SCHEDULERS
 RECIPE, TASK = "retrieval-probe", "retrieval-peerread"
 HASH_BUCKETS = 4096  # number of buckets for n-grams with n > 1
 TEST_SPLITS = ("dev", "test")
-MEMORISED_SPLIT = "these pairs"
+MEMORIZED_SPLIT = "these pairs"
 # Learning rate, steps and n.
 BAGS = ((1e-4, 3000, 1), (1e-3, 3000, 1), (1e-3, 12000, 1), (1e-4, 3000, 3), (1e-3, 3000, 3))
-MEMORISED_PAIRS, MEMORISED_BYTES = 64, 256
+MEMORIZED_PAIRS, MEMORIZED_BYTES = 64, 256
 SHORT_BYTES = 128
 
 
@@ -133,7 +133,7 @@ def probe_bag(pairs: Pairs, lr: float, steps: int, n: int) -> Iterator[Measureme
     recipe = recipes.load_recipe(TASK)
     warmup_share = recipe.training.warmup / recipe.training.steps
     config = TrainConfig(steps=steps, lr=lr, warmup=round(warmup_share * steps), batch_size=recipe.training.batch_size)
-    encoder = EncoderConfig(512, 2, MEMORISED_BYTES, variant="softmax", documents=2, dropout=0.0)
+    encoder = EncoderConfig(512, 2, MEMORIZED_BYTES, variant="softmax", documents=2, dropout=0.0)
     torch.manual_seed(0)
     model = BagMatcher(encoder, pairs.frequencies(n))
     indices, labels = pairs.indices["train"], pairs.labels["train"]
@@ -185,16 +185,16 @@ def measure_accuracy(model: nn.Module, examples: DeviceDataset, count: int) -> f
     return 100 * correct / count
 
 
-def probe_memorisation(pairs: Pairs) -> Iterator[Measurement]:
-    """Train the matcher on a few truncated pairs. An error in packing or labels would prevent memorisation."""
+def probe_memorization(pairs: Pairs) -> Iterator[Measurement]:
+    """Train the matcher on a few truncated pairs. An error in packing or labels would prevent memorization."""
     torch.manual_seed(0)
-    count, length = MEMORISED_PAIRS, MEMORISED_BYTES
+    count, length = MEMORIZED_PAIRS, MEMORIZED_BYTES
     examples = DeviceDataset(pairs.splits["train"], length, torch.device("cpu"))
     model = Classifier(EncoderConfig(512, 2, length, variant="softmax", documents=2, num_heads=2, dropout=0.0))
     config = TrainConfig(steps=150, warmup=0, lr=1e-3, schedule="constant")
     train_matcher(model, examples, config, count)
     metric = f"the matcher, 2 softmax heads, on {count} training pairs of {length} bytes, {config.steps} steps"
-    yield Measurement(metric, MEMORISED_SPLIT, measure_accuracy(model, examples, count), config)
+    yield Measurement(metric, MEMORIZED_SPLIT, measure_accuracy(model, examples, count), config)
 
 
 class NoAttention(nn.Module):
@@ -226,7 +226,7 @@ def probe_short(pairs: Pairs, has_attention: bool) -> Iterator[Measurement]:
 PROBES: dict[str, Callable[[Pairs], Iterator[Measurement]]] = {
     "regression": lambda pairs: chain.from_iterable(probe_regression(pairs, n) for n in (1, 2, 3, 4)),
     "bag": lambda pairs: chain.from_iterable(probe_bag(pairs, *bag) for bag in BAGS),
-    "heart": probe_memorisation,
+    "heart": probe_memorization,
     "plain": lambda pairs: probe_short(pairs, has_attention=False),
     "short": lambda pairs: probe_short(pairs, has_attention=True),
 }
@@ -250,7 +250,7 @@ def main() -> None:
             print(f"{measured.metric}, {measured.split}: {measured.value:.2f} %", flush=True)
             config = measured.training
             training = {"steps": config.steps, "lr": config.lr, "batch": config.batch_size} if config else {}
-            count = MEMORISED_PAIRS if measured.split == MEMORISED_SPLIT else len(pairs.labels[measured.split])
+            count = MEMORIZED_PAIRS if measured.split == MEMORIZED_SPLIT else len(pairs.labels[measured.split])
             row = {**common, **training, "split": measured.split, "n_examples": count, "metric": measured.metric}
             results.append(options.results, [{**row, "value": f"{measured.value:.2f}"}])
 

@@ -215,7 +215,7 @@ def _load_state(
     except Exception as error:
         raise ValueError(f"{folder} has a damaged state of the distillation: delete the folder") from error
     if saved_fingerprint != fingerprint:
-        fail("state", f"{folder} is that of another model, text or settings: delete the folder")
+        fail("state", f"{folder} holds the distillation of another model, text or settings: delete the folder")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[f"weight/{name}"])
         if f"exp_avg/{name}" in tensors:

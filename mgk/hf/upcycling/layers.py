@@ -141,6 +141,9 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Cal
     projections = find_projections(module, parent)
     kind = type(module).__name__
     if projections is None:
+        # Linear layers of other libraries, and of torch.ao.quantization, are not instances of nn.Linear.
+        if any("quant" in type(child).__module__ for child in module.modules()):
+            fail("model", f"is quantized in its {kind}: upcycle it before quantizing it")
         fail("model", f"has a {kind} without separate query, key, value and output projections that can be resized")
     heads, units, key_dim, value_dim = call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3]
     if call.value.shape[1] != units:

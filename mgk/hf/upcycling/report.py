@@ -64,15 +64,45 @@ class UpcycleReport:
 
     @property
     def cache(self) -> float:
-        """Size of the cache relative to that of the original model."""
+        """Size of the cache relative to that of the original model.
+
+        Examples:
+            >>> from mgk.hf.upcycling.report import LayerReport
+            >>> layer = LayerReport("layers.0", 4, key_heads=(4, 2), value_heads=(4, 4), key_loss=0.02, value_loss=0.0)
+            >>> quality = {"merged": {"perplexity": 21.5}}
+            >>> report = mgk.hf.UpcycleReport([layer], (2000, 1800), (512, 384), quality, 1000, settings={})
+            >>> report.cache
+            0.75
+        """
         return self.cache_bytes[1] / self.cache_bytes[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-serializable values."""
+        """Return the report as JSON-serializable values.
+
+        Examples:
+            >>> from mgk.hf.upcycling.report import LayerReport
+            >>> layer = LayerReport("layers.0", 4, key_heads=(4, 2), value_heads=(4, 4), key_loss=0.02, value_loss=0.0)
+            >>> quality = {"merged": {"perplexity": 21.5}}
+            >>> report = mgk.hf.UpcycleReport([layer], (2000, 1800), (512, 384), quality, 1000, settings={})
+            >>> report.to_dict()["layers"][0]["key_heads"]
+            (4, 2)
+        """
         return {**dataclasses.asdict(self), "cache": self.cache}
 
     def to_markdown(self) -> str:
-        """Return the report as a page."""
+        """Return the report as a page.
+
+        Examples:
+            >>> from mgk.hf.upcycling.report import LayerReport
+            >>> layer = LayerReport("layers.0", 4, key_heads=(4, 2), value_heads=(4, 4), key_loss=0.02, value_loss=0.0)
+            >>> quality = {"merged": {"perplexity": 21.5}}
+            >>> report = mgk.hf.UpcycleReport([layer], (2000, 1800), (512, 384), quality, 1000, settings={})
+            >>> print(report.to_markdown())
+            # Upcycled model
+            ...
+            | parameters | 2,000 | 1,800 | 0.900 |
+            ...
+        """
         before, after = self.parameters
         sizes = markdown_table(
             [

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail, flag, number, one_of, positive_integer
+from mgk.hf.adapters import check_no_adapters
 from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
 from mgk.hf.shared_heads import ENTRY, find_projections
@@ -192,10 +193,14 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def _check_model(model: Any) -> None:
+    # First, because a PEFT model is not a PreTrainedModel either.
+    check_no_adapters(model, "upcycle", "upcycled")
     if not isinstance(model, PreTrainedModel):
         fail("model", f"must be a Transformers model, got {type(model).__name__}")
     if is_changed(model.config):
         fail("model", "has mixture keys or merged heads already: upcycle the original model")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
+        fail("model", "is quantized: upcycle it before quantizing it")
 
 
 def _fixed_numbers(layers: Sequence[MergeableLayer], key_heads: int | None, value_heads: int | None) -> Numbers:

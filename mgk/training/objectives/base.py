@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.io import replacing
-from mgk._core.validation import one_of
+from mgk._core.validation import fail, nearest
 from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.run_directory import RunDirectory
-from mgk.training.config import ModelSpec, Recipe, TrainConfig
+from mgk.training.config import ModelSpec, Recipe, TrainConfig, settable_names
 from mgk.training.data import SequentialSampler
 
 
@@ -105,8 +105,11 @@ class Objective(ABC):
     def resolve_config(cls, recipe: Recipe, row: ModelSpec, preset: str, defaults: dict[str, Any]) -> Any:
         """Build the configuration from `defaults`, the recipe and the model spec; later ones take precedence."""
         known = {field.name for field in fields(cls.config_class)}
+        settable = settable_names(cls.config_class)
         for name in recipe.model:
-            one_of("model.* (from --set or the recipe)", name, sorted(known))
+            if name not in known:
+                advice = f"use one of {', '.join(settable)}{nearest(name, settable)}"
+                fail(f"model.{name}", f"(from --set or the recipe) is not a setting: {advice}")
         chosen = {
             "variant": row.variant,
             "num_heads": row.heads,
@@ -190,6 +193,11 @@ class Objective(ABC):
     def test_metric(cls, settings: TrainConfig) -> str:
         """Return the name of the metric in the results of a finished run."""
         return cls.metric
+
+    @classmethod
+    def describe_test(cls, settings: TrainConfig, count: int) -> str:
+        """Describe what the metric of a finished run was computed on, of `count` examples."""
+        return f"{count:,} examples"
 
     @classmethod
     def table_format(cls, settings: TrainConfig) -> MetricFormat:

@@ -89,6 +89,11 @@ class LanguageModelling(Objective):
         return cls.metric if settings.stride == 1 else f"{cls.metric}_stride_{settings.stride}"
 
     @classmethod
+    def describe_test(cls, settings: TrainConfig, count: int) -> str:
+        """Describe what the metric of a finished run was computed on: the stride unless it is 1, and the tokens."""
+        return f"{count:,} tokens" if settings.stride == 1 else f"stride {settings.stride}, {count:,} tokens"
+
+    @classmethod
     def table_format(cls, settings: TrainConfig) -> MetricFormat:
         """Return the format of the metric; the title includes the stride unless it is 1."""
         columns = super().table_format(settings)

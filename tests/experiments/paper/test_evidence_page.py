@@ -21,7 +21,9 @@ from mgk.training.predictions import PredictionsKey
 EXAMPLES = 400
 
 
-def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: int | None = None, **more) -> None:
+def record(
+    folder: Path, recipe: str, row: str, seed: int, share: float, plateau_step: int | None = None, **more
+) -> None:
     """Record a run with a share of the examples correct: the first ones, so that runs differ on few examples."""
     settings, model = config.load_recipe(recipe).training, ModelSpec.parse(row)
     common = {
@@ -31,7 +33,8 @@ def record(folder: Path, recipe: str, row: str, seed: int, share: float, left: i
         "gpu": "a GPU", "torch": "2", "date": "today", "setup": "made-up",
     } | more  # fmt: skip
     rows = [{**common, "metric": "accuracy", "value": share}, {**common, "metric": "majority_share", "value": 0.1}]
-    rows += [] if left is None else [{**common, "metric": "plateau_left_at_step", "value": left}]
+    if plateau_step is not None:
+        rows.append({**common, "metric": "plateau_left_at_step", "value": plateau_step})
     results.append(folder / f"{recipe}.csv", rows)
     key = PredictionsKey(recipe, model, "paper", seed, "test", common["setup"])
     predictions.save(folder, key, np.arange(EXAMPLES) < share * EXAMPLES)
@@ -45,8 +48,8 @@ def load(folder: Path, recipe: str) -> quality.ExperimentResults:
 
 def test_seeds_and_examples_both_widen_the_interval(tmp_path):
     for seed, (mixture, baseline) in enumerate([(0.35, 0.36), (0.37, 0.38)]):
-        record(tmp_path, "listops", "smgk:4", seed, mixture, left=500)
-        record(tmp_path, "listops", "softmax:8", seed, baseline, left=500)
+        record(tmp_path, "listops", "smgk:4", seed, mixture, plateau_step=500)
+        record(tmp_path, "listops", "softmax:8", seed, baseline, plateau_step=500)
     result = compare(load(tmp_path, "listops").results, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert result.difference == pytest.approx(-1.0)
     assert result.over_seeds == pytest.approx(stats.t.ppf(0.975, 2) * 2**0.5)  # two groups of two, a deviation of √2
@@ -63,8 +66,8 @@ def test_seeds_and_examples_both_widen_the_interval(tmp_path):
 
 def test_runs_on_the_plateau_are_excluded(tmp_path):
     for seed in range(2):
-        record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, left=500)
-        record(tmp_path, "listops", "softmax:8", seed, (0.2, 0.37)[seed], left=2250 * seed)
+        record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, plateau_step=500)
+        record(tmp_path, "listops", "softmax:8", seed, (0.2, 0.37)[seed], plateau_step=2250 * seed)
     item = load(tmp_path, "listops")
     result = compare(item.results, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert result.difference == pytest.approx(-0.5)
@@ -80,38 +83,40 @@ def test_runs_on_the_plateau_are_excluded(tmp_path):
 
 def test_all_runs_count_if_one_model_never_learns(tmp_path):
     for seed in range(2):
-        record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, left=0)
-        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=500)
+        record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, plateau_step=0)
+        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, plateau_step=500)
     judged = quality.judge_half(load(tmp_path, "listops"))
     assert next(item.verdict for item in judged if str(item) == "smgk:4 − softmax:8") == FAILS
 
 
 @pytest.mark.parametrize("learnt", [[True, False], [True]], ids=["one of two", "one of one"])
 def test_occasional_learning_is_undecided(tmp_path, learnt):
-    for seed, left in enumerate(learnt):
-        record(tmp_path, "listops", "softmax:8", seed, 0.37 if left else 0.19, left=4000 * left)
+    for seed, has_learnt in enumerate(learnt):
+        record(tmp_path, "listops", "softmax:8", seed, 0.37 if has_learnt else 0.19, plateau_step=4000 * has_learnt)
     for seed in range(2):
-        record(tmp_path, "listops", "smgk:4", seed, 0.19, left=0)
+        record(tmp_path, "listops", "smgk:4", seed, 0.19, plateau_step=0)
     judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, f"the other in 1 of {len(learnt)}" in judged.remark) == (OPEN, True)
     # Neither a mean over runs in both states nor a single run that learnt has a known deviation.
     assert judged.difference.over_seeds is None
 
 
-@pytest.mark.parametrize(("stuck", "left"), [(1, (500, 750)), (2, (4750, 4800))], ids=["one stuck run", "late"])
-def test_one_stuck_run_or_late_runs_are_undecided(tmp_path, stuck, left):
+@pytest.mark.parametrize(
+    ("stuck", "plateau_steps"), [(1, (500, 750)), (2, (4750, 4800))], ids=["one stuck run", "late"]
+)
+def test_one_stuck_run_or_late_runs_are_undecided(tmp_path, stuck, plateau_steps):
     for seed in range(2):
-        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=left[seed])
+        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, plateau_step=plateau_steps[seed])
     for seed in range(stuck):
-        record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, left=0)
+        record(tmp_path, "listops", "smgk:4", seed, 0.19 + 0.01 * seed, plateau_step=0)
     judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, f"0 of {stuck} runs, the other in 2 of 2" in judged.remark) == (OPEN, True)
 
 
 def test_late_run_is_undecided(tmp_path):
     for seed in range(2):
-        record(tmp_path, "listops", "smgk:4", seed, 0.27 + 0.001 * seed, left=(4500, 4750)[seed])
-        record(tmp_path, "listops", "softmax:8", seed, 0.37 + 0.001 * seed, left=500)
+        record(tmp_path, "listops", "smgk:4", seed, 0.27 + 0.001 * seed, plateau_step=(4500, 4750)[seed])
+        record(tmp_path, "listops", "softmax:8", seed, 0.37 + 0.001 * seed, plateau_step=500)
     judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, judged.remark) == (OPEN, "a run left the plateau in its last steps")
 
@@ -119,9 +124,9 @@ def test_late_run_is_undecided(tmp_path):
 def test_seed_deviation_is_pooled_within_a_family(tmp_path):
     """Runs of linear attention, one of them late, do not widen the intervals of softmax and its mixtures."""
     for seed in range(2):
-        record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, left=500)
-        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, left=500)
-        record(tmp_path, "listops", "linear:8", seed, 0.27 + 0.09 * seed, left=(5000, 500)[seed])
+        record(tmp_path, "listops", "smgk:4", seed, 0.36 + 0.01 * seed, plateau_step=500)
+        record(tmp_path, "listops", "softmax:8", seed, 0.36 + 0.01 * seed, plateau_step=500)
+        record(tmp_path, "listops", "linear:8", seed, 0.27 + 0.09 * seed, plateau_step=(5000, 500)[seed])
     result = compare(load(tmp_path, "listops").results, ModelSpec("smgk", 4), ModelSpec("softmax", 8))
     assert result.over_seeds == pytest.approx(stats.t.ppf(0.975, 2) * 0.5**0.5)
     # Between families each mean has the deviation of its family: Welch's interval.
@@ -134,9 +139,9 @@ def test_seed_deviation_is_pooled_within_a_family(tmp_path):
 def test_plateau_is_left_earlier(tmp_path):
     """The difference over two pairs of models has the interval and the p-value of Student's t test."""
     steps = {"smgk:4": (500, 750), "softmax:4": (1000, 1250), "smgk:2": (250, 500), "softmax:2": (750, 1000)}
-    for row, left in steps.items():
+    for row, plateau_steps in steps.items():
         for seed in range(2):
-            record(tmp_path, "listops", row, seed, 0.36, left=left[seed])
+            record(tmp_path, "listops", row, seed, 0.36, plateau_step=plateau_steps[seed])
     item = load(tmp_path, "listops")
     result = plateau.compare([item], "smgk")
     assert (result.difference, result.counts, result.pairs) == (-500, (4, 4), 2)
@@ -146,16 +151,16 @@ def test_plateau_is_left_earlier(tmp_path):
     assert "smgk leaves the plateau of ListOps 500 ± 347 steps earlier" in plateau.sentences([item])
     assert plateau.compare([item], "mgk") is None
     # A run that never leaves has no step, so that its pair is omitted.
-    record(tmp_path, "listops", "softmax:4", 2, 0.2, left=0)
+    record(tmp_path, "listops", "softmax:4", 2, 0.2, plateau_step=0)
     assert plateau.compare([load(tmp_path, "listops")], "smgk").counts == (2, 2)
 
 
-@pytest.mark.parametrize(("share", "left"), [(0.3, 0), (0.11, 500)])
-def test_models_that_did_not_learn_are_undecided(tmp_path, share, left):
+@pytest.mark.parametrize(("share", "plateau_step"), [(0.3, 0), (0.11, 500)])
+def test_models_that_did_not_learn_are_undecided(tmp_path, share, plateau_step):
     """On the plateau, or no better than the most frequent class."""
     for seed in range(2):
-        record(tmp_path, "listops", "smgk:4", seed, share, left=left)
-        record(tmp_path, "listops", "softmax:8", seed, share, left=left)
+        record(tmp_path, "listops", "smgk:4", seed, share, plateau_step=plateau_step)
+        record(tmp_path, "listops", "softmax:8", seed, share, plateau_step=plateau_step)
     judged = next(item for item in quality.judge_half(load(tmp_path, "listops")) if str(item) == "smgk:4 − softmax:8")
     assert (judged.verdict, judged.remark) == (OPEN, "neither has learnt the task")
 
@@ -178,7 +183,7 @@ def test_hard_assignment_is_compared_with_soft_and_unclaimed_rows_are_marked(tmp
     shares = {"smgk:1": 0.37, "smgk-hard:1": 0.3675, "smgk-em:1": 0.34, "mgk:1": 0.37, "mgk-hard:1": 0.34}
     for row, share in shares.items():
         for seed in range(2):
-            record(tmp_path, "listops-4e-4", row, seed, share + 0.0001 * seed, left=500)
+            record(tmp_path, "listops-4e-4", row, seed, share + 0.0001 * seed, plateau_step=500)
     judged = {
         str(item): (item.verdict, item.control) for item in quality.judge_learning(load(tmp_path, "listops-4e-4"))
     }
@@ -199,8 +204,8 @@ def test_hard_assignment_is_compared_with_soft_and_unclaimed_rows_are_marked(tmp
 
 def test_average_needs_all_three_tasks(tmp_path):
     for recipe, share in (("listops-4e-4", 0.36), ("text-5k", 0.65)):
-        record(tmp_path, recipe, "smgk:4", 0, share, left=500)
-        record(tmp_path, recipe, "softmax:8", 0, share, left=500)
+        record(tmp_path, recipe, "smgk:4", 0, share, plateau_step=500)
+        record(tmp_path, recipe, "softmax:8", 0, share, plateau_step=500)
     row = "| smgk:4 | 36.00 | 65.00 | "
     made = gather(tmp_path).texts["averages"]
     assert f"{row}– | – | 61.85 |" in made
@@ -250,7 +255,7 @@ def test_missing_results_have_no_verdict(tmp_path):
         assert HOLDS not in made[name]
         assert "Not measured yet" in made[name] or MISSING in made[name]
     assert "0 of 72" in made["queue"]
-    record(tmp_path, "listops-4e-4", "smgk:4", 0, 0.36, left=500)
+    record(tmp_path, "listops-4e-4", "smgk:4", 0, 0.36, plateau_step=500)
     made = gather(tmp_path).texts
     assert "1 of 72" in made["queue"]
     assert "smgk:4 − softmax:8 |" not in made["half"]
@@ -258,8 +263,8 @@ def test_missing_results_have_no_verdict(tmp_path):
 
 def test_only_solo_times_count(tmp_path):
     for row, alone in (("smgk:4", 5.0), ("softmax:8", 10.0)):
-        record(tmp_path, "listops", row, 0, 0.36, left=500, step_ms=20)
-        record(tmp_path, "listops", row, 0, 0.36, left=500, step_ms=alone, metric="x")
+        record(tmp_path, "listops", row, 0, 0.36, plateau_step=500, step_ms=20)
+        record(tmp_path, "listops", row, 0, 0.36, plateau_step=500, step_ms=alone, metric="x")
     item = load(tmp_path, "listops")
     assert "training step" not in costs.ratios(
         *costs.pairs(costs.experiment_costs(item, results.read([tmp_path / "listops.csv"])))[0]
@@ -275,9 +280,9 @@ def test_only_solo_times_count(tmp_path):
 )
 def test_runs_with_other_settings_are_excluded(tmp_path, other):
     for row in ("softmax:8", "smgk:4"):
-        record(tmp_path, "listops", row, 0, 0.36, left=500)
+        record(tmp_path, "listops", row, 0, 0.36, plateau_step=500)
     before = gather(tmp_path).texts
-    record(tmp_path, "listops", "smgk:4", 0, 0.2, left=500, setup="other", params=7, **other)
+    record(tmp_path, "listops", "smgk:4", 0, 0.2, plateau_step=500, setup="other", params=7, **other)
     alone = {"metric": "step_ms_alone", "value": 3, "setup": "other", **other}
     results.append(tmp_path / "listops.csv", [{**results.read([tmp_path / "listops.csv"])[-1], **alone}])
     page = tmp_path / "page.md"
@@ -303,7 +308,7 @@ def test_settings_equal_to_those_of_the_recipe_are_accepted(tmp_path):
             row,
             0,
             0.36,
-            left=500,
+            plateau_step=500,
             components=1 + (row == "smgk:4"),
             command="mgk --set warmup=1000",
         )
@@ -313,14 +318,14 @@ def test_settings_equal_to_those_of_the_recipe_are_accepted(tmp_path):
 
 
 def test_runs_of_other_data_are_not_mixed(tmp_path):
-    record(tmp_path, "listops", "smgk:4", 0, 0.36, left=500)
-    record(tmp_path, "listops", "smgk:4", 1, 0.36, left=500, setup="other")
+    record(tmp_path, "listops", "smgk:4", 0, 0.36, plateau_step=500)
+    record(tmp_path, "listops", "smgk:4", 1, 0.36, plateau_step=500, setup="other")
     with pytest.raises(ValueError, match=r"listops has results of smgk:4 from 2 versions .*made-up, other"):
         load(tmp_path, "listops")
 
 
 def test_times_of_another_setup_are_ignored(tmp_path):
-    record(tmp_path, "listops", "smgk:4", 0, 0.36, left=500)
+    record(tmp_path, "listops", "smgk:4", 0, 0.36, plateau_step=500)
     [first, *_] = rows = results.read([tmp_path / "listops.csv"])
     times = [
         {**first, "metric": "step_ms_alone", "value": value, "setup": setup}

@@ -136,7 +136,7 @@ def test_communities_of_two_cliques_and_a_bridge():
     assert community[1] != community[9]
 
 
-def test_swap_columns_minimises_the_cost_without_duplicates():
+def test_swap_columns_minimizes_the_cost_without_duplicates():
     cost = np.array([[9, 1, 9], [9, 9, 1], [1, 9, 9], [9, 9, 9]], dtype=np.float64)
     assert swap_columns(cost, np.arange(4), np.array([0, 1, 2, 2]))[:3].tolist() == [1, 2, 0]
     row, column = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1])

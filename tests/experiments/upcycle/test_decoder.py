@@ -224,13 +224,13 @@ def test_command_measures_and_continues(finished, tmp_path):
     assert again.exception is None, again.output
     assert results.read([file]) == rows
     # An interrupted command continues with the rest: here one arm of seed 1, and another length.
-    kept = [row for row in rows if not (is_trained_svd(row) and row["seed"] == "1")]
+    remaining_rows = [row for row in rows if not (is_trained_svd(row) and row["seed"] == "1")]
     file.unlink()
-    results.append(file, kept, decoder_arms.EXTRA_COLUMNS)
+    results.append(file, remaining_rows, decoder_arms.EXTRA_COLUMNS)
     assert run_command(folder, "--lengths", "8", "--seeds", "0").exception is None
-    assert len(results.read([file])) == len(kept)
+    assert len(results.read([file])) == len(remaining_rows)
     assert run_command(folder, "--lengths", "8,16").exception is None
-    added = results.read([file])[len(kept) :]
+    added = results.read([file])[len(remaining_rows) :]
     assert {(row["method"], row["steps"], row["seed"]) for row in added if row["method"]} == {(SVD, "2", "1")}
     assert {row["length"] for row in added if not row["method"]} == {"16"}
     removed = [row for row in rows if is_trained_svd(row) and row["seed"] == "1"]

@@ -71,7 +71,7 @@ def test_interrupted_distillation_continues_exactly(model, batches, tmp_path, mo
     assert next(step for step in steps if step[0] == "distilling") == ("distilling", 5, 8)
     assert all(torch.equal(value, actual.get_parameter(name)) for name, value in expected.named_parameters())
     assert resumed.distillation == report.distillation
-    with pytest.raises(ValueError, match="is that of another model, text or settings: delete the folder"):
+    with pytest.raises(ValueError, match="holds the distillation of another model, text or settings: delete the"):
         upcycle(model, **{**SETTINGS, "seed": 1}, calibration=batches, state=state)
     (state / "distillation.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="has a damaged state of the distillation: delete the folder"):

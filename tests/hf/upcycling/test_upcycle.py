@@ -404,6 +404,10 @@ def test_models_that_cannot_be_merged():
     merged, _ = upcycle(MODELS["bert"](), num_key_heads=2, calibration=calibration())
     with pytest.raises(ValueError, match="upcycle the original model"):
         upcycle(merged, num_key_heads=1, calibration=calibration())
+    model = MODELS["bert"]()
+    model.config.quantization_config = {"quant_method": "int8"}
+    with pytest.raises(ValueError, match="is quantized: upcycle it before quantizing it"):
+        upcycle(model, num_key_heads=1, calibration=calibration())
     with pytest.raises(ValueError, match="must be a Transformers model, got Linear"):
         upcycle(torch.nn.Linear(2, 2), num_key_heads=1, calibration=calibration())
     model = small("GPTJForCausalLM", "GPTJConfig", rotary_dim=4).eval()
@@ -414,4 +418,13 @@ def test_models_that_cannot_be_merged():
         upcycle(model, num_key_heads=1, calibration=calibration())
     model = small("GPTNeoXForCausalLM", "GPTNeoXConfig").eval()
     with pytest.raises(ValueError, match="without separate query, key, value and output projections"):
+        upcycle(model, num_key_heads=1, calibration=calibration())
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated")
+def test_dynamically_quantized_model_is_not_upcycled():
+    """Its configuration does not describe the quantization."""
+    model = torch.ao.quantization.quantize_dynamic(MODELS["bert"](), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="is quantized in its BertSelfAttention: upcycle it before quantizing it"):
         upcycle(model, num_key_heads=1, calibration=calibration())

@@ -138,7 +138,7 @@ def test_continuing_from_a_state_equals_one_call():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_unnormalised_attention_matches_eager(is_causal):
+def test_unnormalized_attention_matches_eager(is_causal):
     x = inputs(S=70, dtype=torch.float32)
     x["keys"] = x.pop("key")
     call = linear_call(**x, shifted=True, is_causal=is_causal, normalise=False)

@@ -47,8 +47,8 @@ def test_decoding(op, queries, layout):
     """Attend with few queries and no gradients, by the kernels for one query and for several."""
     x = case(op, B=2, H=2, Hk=1, L=queries, S=40, D=6, E=5, prior=(2, 1, 2, 40))[0]
     strided = {name: LAYOUTS[layout](t.to(DEVICE, F32)) for name, t in x.items()}
-    found, wanted = (decoded(op, each) for each in (strided, {name: t.contiguous() for name, t in strided.items()}))
-    torch.testing.assert_close(found, wanted)
+    contiguous = {name: tensor.contiguous() for name, tensor in strided.items()}
+    torch.testing.assert_close(decoded(op, strided), decoded(op, contiguous))
 
 
 def decoded(op, x):
@@ -63,7 +63,7 @@ def test_one_token_of_linear_attention(layout):
     shapes = {"query": (2, 2, 1, 5), "keys": (2, 1, 2, 1, 5), "value": (2, 1, 1, 4), "prior": (1, 2, 1)}
     shapes |= {"numerator": (2, 1, 5, 4), "denominator": (2, 1, 5)}
     strided = {name: LAYOUTS[layout](torch.rand(shape, device=DEVICE)) for name, shape in shapes.items()}
-    found = []
+    outputs = []
     for x in (strided, {name: t.contiguous() for name, t in strided.items()}):
         options = {"is_causal": True, "return_state": True, "log_prior": x["prior"]}
         state = (x["numerator"], x["denominator"])
@@ -71,8 +71,8 @@ def test_one_token_of_linear_attention(layout):
             out, last = mgk.mlk_attention(
                 x["query"], x["keys"], x["value"], initial_state=state, backend="triton", **options
             )
-        found.append((out, *last))
-    torch.testing.assert_close(*found)
+        outputs.append((out, *last))
+    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize("layout", PLACED)
