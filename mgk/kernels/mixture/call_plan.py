@@ -90,7 +90,7 @@ class CallPlan:
         """
         query, value = args.query, args.value
         empty: Any = (None,) * NUM_TENSORS
-        self.args = MixtureArgs(*empty, *args[NUM_TENSORS:])  # no references to tensors
+        self.args = MixtureArgs(*empty, *args.numbers)  # no references to tensors
         self.prior_shape, self.needs_gradients = prior_shape, needs_gradients
         self.bias_shape = None if args.bias is None else args.bias.shape
         self.bias_dtype = None if args.bias is None else args.bias.dtype
@@ -105,9 +105,8 @@ class CallPlan:
         stats_shape = (HK, tiles, 4)
         flags = launch.call_flags(args, tiles)
         self.tma = not flags.small and launch.supports_tma(args.keys, value)
-        self.layouts = layouts(*args[:NUM_TENSORS])
         self.flags = flags
-        self.forward_config = forward_config((*self.layouts, *layouts(out)), flags, self.tma, needs_gradients)
+        self.forward_config = forward_config(layouts(*args.tensors, out), flags, self.tma, needs_gradients)
         self.workspace = Workspace(
             prepared=(2, HK, M, tiles * KEYS_PER_TILE), stats=stats_shape, lse=(B, H, L) if needs_gradients else (0,),
             flags=(self.forward_config.num_flags,),
@@ -202,14 +201,13 @@ class CallPlan:
         self, grad: Tensor, out: Tensor, tensors: tuple[Any, ...], prior_grad: int
     ) -> BackwardPlan | None:  # fmt: skip
         """Return the launches of the backward pass; None if key and value heads differ in number."""
-        args = self.full_args(*tensors)
+        args = self.full_args(*tensors)  # without bias, which is part of the prepared keys
         if args.value_group:
             return None
         flags = self.flags._replace(one_pass=not self.flags.small and experimental.is_one_pass(args))
         tma_keys = self.tma and not flags.one_pass
         tma_queries = not flags.small and launch.supports_tma(args.query, grad)
-        # bias and constant are part of the prepared keys.
-        tensor_layouts = (*self.layouts[:4], None, *self.layouts[5:], *layouts(out, grad, None))
+        tensor_layouts = layouts(*args.tensors, out, grad, None)
         config = backward_config(tensor_layouts, flags, tma_keys, tma_queries, False, prior_grad)
         prior_keys = args.value.shape[2] if prior_grad == FULL_PRIOR_GRAD else 0
         return BackwardPlan(self, config, args, grad, tma_keys, tma_queries, prior_keys)

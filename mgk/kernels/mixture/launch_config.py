@@ -89,8 +89,12 @@ def layouts(*tensors: Any) -> tuple[Any, ...]:
 def _args_of_layouts(tensors: tuple[Any, ...], flags: LaunchFlags) -> tuple[Any, list[Any]]:
     """Return a `MixtureArgs` with layouts in place of tensors, and the remaining layouts."""
     layouts = [x and TensorLayout(*x) for x in tensors]
-    numbers = (0.0, 0.0, 0.0, float(flags.dropout), flags.causal, flags.hard, flags.max_q, flags.max_k)
-    return MixtureArgs._make((*layouts[:NUM_TENSORS], *numbers)), layouts[NUM_TENSORS:]
+    tensor_fields: dict[str, Any] = dict(zip(MixtureArgs._fields[:NUM_TENSORS], layouts[:NUM_TENSORS], strict=True))
+    args = MixtureArgs(
+        **tensor_fields, scale=0.0, tau=0.0, constant=0.0, dropout_p=float(flags.dropout), causal=flags.causal,
+        hard=flags.hard, max_q=flags.max_q, max_k=flags.max_k,
+    )  # fmt: skip
+    return args, layouts[NUM_TENSORS:]
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -123,13 +127,13 @@ def _heads_in_l2(num_heads: int, bytes_per_head: int) -> int:
 
 def constexprs_of(args: MixtureArgs, precision: str) -> dict[str, Any]:
     """Return the constexprs that the attention kernels share; a launch adds its block sizes."""
-    query, _, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, _, _, _, dropout_p, causal, hard, _, _ = args
-    D, E = query.shape[3], value.shape[3]
+    D, E, scale_t, mask = args.query.shape[3], args.value.shape[3], args.scale_t, args.mask
     return {
         "M": args.components, "D": D, "E": E, "BD": padded_width(D), "BE": padded_width(E),
-        "SHIFTED": shift is not None, "HARD": hard, "SCALE": 0 if scale_t is None else scale_t.shape[1],
-        "TAU": tau_t is not None, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point,
-        "DROPOUT": dropout_p > 0, "PACKED": cu_q is not None, "PRECISION": precision,
+        "SHIFTED": args.shift is not None, "HARD": args.hard, "SCALE": 0 if scale_t is None else scale_t.shape[1],
+        "TAU": args.tau_t is not None, "CAUSAL": args.causal,
+        "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point, "DROPOUT": args.dropout_p > 0,
+        "PACKED": args.cu_q is not None, "PRECISION": precision,
     }  # fmt: skip
 
 
@@ -244,8 +248,9 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
         constexprs, block.num_warps, block.num_stages, block.maxnreg, paths, (ceil_div(tiles * heads, fallback), 1, 1),
     )  # fmt: skip
     preprocess = preprocess_spec(
-        (tensors[1], *tensors[3:7], tensors[10]), hard, num_sequences, args.max_k, key_tiles, component_gemm
-    )
+        (keys, shift, args.bias, args.scale_t, args.tau_t, args.cu_k), hard, num_sequences, args.max_k, key_tiles,
+        component_gemm,
+    )  # fmt: skip
     return ForwardConfig(
         preprocess, attend, block.block_n, heads * tiles * (len(paths) > 1),
         HK * key_tiles * KEYS_PER_TILE * component_gemm,
