@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mgk._core import masks
 from mgk.kernels.target import cuda_capability_geq, is_hip
 
 # Keys per prepared tile. Block sizes along the keys divide it.
@@ -21,8 +22,7 @@ KEY_TILE = tl.constexpr(128)
 # have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
-# Finite stand-in for -inf, as `mgk._core.masks.MASK_VALUE`: biases below it mask the pair.
-MASK_VALUE = tl.constexpr(-1e30)
+MASK_VALUE = tl.constexpr(masks.MASK_VALUE)  # finite stand-in for -inf: biases below it mask the pair
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
 SAFE_RANGE = tl.constexpr(80.0)
