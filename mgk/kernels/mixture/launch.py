@@ -18,6 +18,7 @@ from mgk.kernels.mixture.block_sizes import select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.chunks import chunks, key_heads_per_chunk
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
+from mgk.kernels.mixture.decode_config import decode_constexprs, decode_value_heads
 from mgk.kernels.mixture.launch_config import (  # fmt: skip
     COMPONENT_GEMM_WIDTH,
     FULL_PRIOR_GRAD,
@@ -28,8 +29,6 @@ from mgk.kernels.mixture.launch_config import (  # fmt: skip
     broadcast_strides,
     ceil_div,
     constexprs_of,
-    decode_constexprs,
-    decode_value_heads,
     forward_config,
     key_strides,
     layouts,
