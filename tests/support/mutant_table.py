@@ -137,8 +137,8 @@ MUTANTS = [
     # Kernels.
     Mutant("mgk/kernels/mixture/preprocess.py", "finite = finite + (tl.minimum(norms[r], FP32_MAX),)",
            "finite = finite + (norms[r],)", KERNEL_PADDING),
-    Mutant("mgk/kernels/mixture/preprocess.py", "b_c = tl.where(b_bias.to(tl.float32) < MASK_VALUE, -float(\"inf\"), b_c)",
-           "b_c = b_c", KERNEL_PADDING),
+    Mutant("mgk/kernels/mixture/preprocess.py", "b_key_term = tl.where(b_bias.to(tl.float32) < MASK_VALUE, ",
+           "b_key_term = tl.where(b_bias.to(tl.float32) < -float(\"inf\"), ", KERNEL_PADDING),
     Mutant("mgk/kernels/mixture/decode.py", "b_norm = 0.5 * tau * tl.minimum(tl.sum(b_k * b_k, 1), FP32_MAX)",
            "b_norm = 0.5 * tau * tl.sum(b_k * b_k, 1)", KERNEL_PADDING),
     Mutant("mgk/kernels/mixture/exp2.py", "replace_inf(key, LOWEST_TERM)", "replace_inf(key, LOWEST)", KERNEL_PADDING),
