@@ -9,6 +9,7 @@ bitwise reproducible, except those of `bwd_onepass`.
 import triton
 import triton.language as tl
 
+from mgk.kernels.heads import shared_head
 from mgk.kernels.mixture.bwd_common import (
     subtract_rest,
 )
@@ -34,7 +35,6 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     query_bounds,
     schedule,
     sequence_bounds,
-    shared_head,
     store_rows,
     to_registers,
     zeros_tuple,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk._core.integers import ceil_div
 from mgk.kernels import jit_cache
 from mgk.kernels.autograd import no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, can_launch_by_address, launch_by_address
@@ -47,7 +48,7 @@ class Workspace:
         size = 0
         for name, shape in shapes.items():
             self.offsets[name] = size
-            size += -(-4 * torch.Size(shape).numel() // ALIGNMENT) * ALIGNMENT
+            size += ceil_div(4 * torch.Size(shape).numel(), ALIGNMENT) * ALIGNMENT
         self.numel = size // 4
 
     def view(self, memory: Tensor, name: str) -> Tensor:

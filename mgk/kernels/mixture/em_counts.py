@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.launch import count_key_tiles, empty_workspace, leading_strides, precision_of, preprocess
-from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
+from mgk.kernels.mixture.launch_config import key_strides, padded_width
 from mgk.kernels.mixture.tile import (
     INTERPRETED,
     KEY_TILE,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.architecture import architecture, compile_target, has_tma, is_amd
 from mgk.kernels.jit_cache import LaunchSpec, compiled_together, launch
 from mgk.kernels.mixture import experimental
@@ -27,7 +28,6 @@ from mgk.kernels.mixture.launch_config import (  # fmt: skip
     LaunchFlags,
     backward_config,
     broadcast_strides,
-    ceil_div,
     constexprs_of,
     forward_config,
     key_strides,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.architecture import HOPPER, Architecture
 from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
@@ -95,10 +96,6 @@ def _args_of_layouts(tensors: tuple[Any, ...], flags: LaunchFlags) -> tuple[Any,
         hard=flags.hard, max_q=flags.max_q, max_k=flags.max_k,
     )  # fmt: skip
     return args, layouts[NUM_TENSORS:]
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @functools.cache

@@ -67,15 +67,6 @@ def value_head(i_h, i_k, VALUE_GROUP: tl.constexpr):
 
 
 @triton.jit
-def shared_head(i_p, REPEAT: tl.constexpr):
-    """Return the head of which i_p is one of REPEAT repetitions."""
-    if REPEAT == 1:
-        return i_p
-    else:
-        return i_p // REPEAT
-
-
-@triton.jit
 def padded_rows(n):
     """Return the padded length of a head's row vectors."""
     return tl.cdiv(n, ROW_ALIGNMENT) * ROW_ALIGNMENT
