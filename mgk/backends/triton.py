@@ -232,9 +232,9 @@ def plan_mixture(call: MixtureCall, prior_shape: tuple[int, ...] | None) -> Call
     needs_gradients = _needs_gradients(call)
     if (not needs_gradients and _fits_decode_kernel(call)) or not (call.shift is None or call.shift.is_contiguous()):
         return None
-    from mgk.kernels.mixture.call_plan import plan_call
+    from mgk.kernels.mixture.call_plan import make_call_plan
 
-    return plan_call(mixture_args(call), prior_shape, needs_gradients)
+    return make_call_plan(mixture_args(call), prior_shape, needs_gradients)
 
 
 def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:

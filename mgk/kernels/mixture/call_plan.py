@@ -1,4 +1,4 @@
-"""Repeated calls: launches and buffers of a call, found once for the layouts of its tensors.
+"""Call plans: the launches and buffer sizes of a call, computed once for the layouts of its tensors.
 
 A call with a plan takes one workspace per pass and launches its kernels by address. Plans exist for calls in bf16 and
 fp16 without masks, dropout, packed sequences, and tensors as scale or tau. Until its kernels are compiled, a plan calls
@@ -79,7 +79,13 @@ def operand_layout(num_rows: int, rows: int) -> Layout | None:
 
 
 class CallPlan:
-    """The launches of a call, for tensors of the same layouts."""
+    """A call that is repeated with other tensors of the same layouts.
+
+    A plan holds the launch configurations, the layout of the workspace, the properties of TMA descriptors, and the
+    backward plans by layout of the output's gradient; it holds no tensors. It is valid for tensors with the shapes,
+    strides, dtypes and device of the first call, which `call_keys.repeated_call_key` ensures, and while the settings
+    of the kernels are unchanged (`is_current`).
+    """
 
     def __init__(self, args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool):
         """Prepare a call.
@@ -352,7 +358,7 @@ class PlannedAttention(torch.autograd.Function):
 apply_plan: Callable[..., Tensor] = super(torch.autograd.Function, PlannedAttention).apply
 
 
-def plan_call(args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool) -> CallPlan | None:
+def make_call_plan(args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool) -> CallPlan | None:
     """Return a plan, or None if the call is not supported, has no pairs, or runs in chunks."""
     query, value = args.query, args.value
     if query.dtype not in (torch.bfloat16, torch.float16) or args.dropout_p > 0 or args.cu_q is not None:
