@@ -1,12 +1,13 @@
 """Time one kernel with several block sizes: the source of the tables in mgk/kernels/mixture/block_tables.py.
 
-    python benchmarks/block_sizes.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64,64,4,2,0,1 ...
+    python benchmarks/block_sizes.py --variant mgk-hard --shape 8,4,4096,64 --causal --kernel queries 64x64,w4,s2 ...
     python benchmarks/block_sizes.py --variant smgk --shape 16,4,32768,64 --kernel decode 64,4,4,4 ...
     python benchmarks/block_sizes.py --candidates
 
-A block lists the fields of BlockConfig: block_m, block_n, num_warps, num_stages, maxnreg (0: chosen by the compiler)
-and a sum of flags: 1 operand_in_registers, 2 component_gemm (shifted keys) or per_component (independent keys), 4
-tma_rows. For decoding, it lists the fields of DecodeConfig. "table" stands for the entry of the tables.
+A block such as 64x64,w4,s3,r168,tma_rows has the fields of BlockConfig: block_m x block_n, warps, stages, maxnreg
+(omitted: chosen by the compiler) and the code variants. For decoding, it lists the fields of DecodeConfig. "table"
+stands for the entry of the tables. Older rows of results/blocks.csv list numbers: block_m, block_n, warps, stages,
+maxnreg or 0, and a sum of 1 operand_in_registers, 2 component_gemm or per_component, 4 tma_rows.
 
 Medians in bf16, with registers and spills, are appended to results/blocks.csv. If "table" comes first, a block with
 different results is not timed. `--candidates` measures all of CANDIDATES, `--part K/N` one part of N. `--compile` only
@@ -29,7 +30,7 @@ from torch import Tensor
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import block_sizes, experimental, launch, launch_config
 from mgk.kernels.mixture.args import MixtureArgs
-from mgk.kernels.mixture.block_config import BlockConfig, BlockKey
+from mgk.kernels.mixture.block_config import BlockConfig, BlockKey, format_block, parse_block
 from mgk.kernels.mixture.block_sizes import DecodeConfig
 from mgk.kernels.mixture.query_walk import DV_ONLY
 from mgk.training.results import environment
@@ -72,22 +73,61 @@ class Case(NamedTuple):
 N512, N1024, N2048, N4096 = "64,6,512,64", "16,8,1024,64", "16,4,2048,64", "8,4,4096,64"
 D32, N2048_D32, D128 = "64,4,512,32", "32,4,2048,32", "8,8,2048,128"
 CANDIDATES = (
-    Case("smgk", 2, N2048, True, "keys", "table 64,64,4,3,0,4 64,64,4,3,168,4"),
-    Case("smgk", 2, N2048, False, "keys", "table 64,64,4,3,0,4 64,64,4,3,168,4"),
-    Case("smgk", 2, N2048, False, "queries", "table 64,128,4,3,0,1 64,64,4,3,168,1 64,64,4,3,0,1"),
-    Case("smgk", 2, N4096, True, "keys", "table 64,64,4,3,0,4 64,64,4,3,168,4"),
-    Case("smgk", 2, N4096, False, "queries", "table 64,128,4,3,0,1 64,64,4,3,0,1"),
-    Case("smgk", 2, N4096, True, "queries", "table 64,64,4,3,0,1 64,64,4,3,168,1 64,128,4,3,0,1"),
-    Case("smgk", 2, N1024, True, "keys", "table 64,64,4,3,168,4 64,64,4,3,0,4"),
-    Case("smgk-hard", 2, N1024, True, "keys", "table 64,64,4,3,0,4 64,64,4,3,168,4"),
-    Case("smgk-hard", 2, N4096, True, "queries", "table 64,128,4,3,0,1 64,64,4,3,0,1 64,64,4,3,168,1"),
-    Case("smgk", 4, N1024, True, "keys", "table 64,64,4,3,0,6 64,64,4,3,168,6"),
-    Case("mgk", 2, N512, False, "queries", "table 64,64,4,3,0,1 64,64,4,3,168,1"),
-    Case("smgk", 2, D32, True, "keys", "table 128,64,4,3,0,0 64,64,4,3,0,4 64,64,4,3,168,4 64,64,4,3,128,4"),
-    Case("smgk", 2, D32, True, "forward", "table 64,128,4,3,0,1 64,64,4,3,128,1 64,64,4,3,0,1"),
-    Case("smgk", 2, D128, True, "forward", "table 64,64,4,3,0,1 64,64,4,3,168,1"),
-    Case("smgk", 2, N2048_D32, False, "one-pass", "table 64,64,4,3,0,0 64,64,4,3,0,2 64,64,4,2,168,2 64,64,4,3,168,2"),
-    Case("smgk", 2, N2048_D32, True, "one-pass", "table 64,64,4,3,0,0 64,64,4,3,0,2 64,64,4,2,168,2 64,64,4,3,168,2"),
+    Case("smgk", 2, N2048, True, "keys", "table 64x64,w4,s3,tma_rows 64x64,w4,s3,r168,tma_rows"),
+    Case("smgk", 2, N2048, False, "keys", "table 64x64,w4,s3,tma_rows 64x64,w4,s3,r168,tma_rows"),
+    Case(
+        "smgk", 2, N2048, False, "queries",
+        "table 64x128,w4,s3,operand_in_registers 64x64,w4,s3,r168,operand_in_registers "
+        "64x64,w4,s3,operand_in_registers",
+    ),
+    Case("smgk", 2, N4096, True, "keys", "table 64x64,w4,s3,tma_rows 64x64,w4,s3,r168,tma_rows"),
+    Case(
+        "smgk", 2, N4096, False, "queries",
+        "table 64x128,w4,s3,operand_in_registers 64x64,w4,s3,operand_in_registers",
+    ),
+    Case(
+        "smgk", 2, N4096, True, "queries",
+        "table 64x64,w4,s3,operand_in_registers 64x64,w4,s3,r168,operand_in_registers "
+        "64x128,w4,s3,operand_in_registers",
+    ),
+    Case("smgk", 2, N1024, True, "keys", "table 64x64,w4,s3,r168,tma_rows 64x64,w4,s3,tma_rows"),
+    Case("smgk-hard", 2, N1024, True, "keys", "table 64x64,w4,s3,tma_rows 64x64,w4,s3,r168,tma_rows"),
+    Case(
+        "smgk-hard", 2, N4096, True, "queries",
+        "table 64x128,w4,s3,operand_in_registers 64x64,w4,s3,operand_in_registers "
+        "64x64,w4,s3,r168,operand_in_registers",
+    ),
+    Case(
+        "smgk", 4, N1024, True, "keys",
+        "table 64x64,w4,s3,component_gemm,tma_rows 64x64,w4,s3,r168,component_gemm,tma_rows",
+    ),
+    Case(
+        "mgk", 2, N512, False, "queries",
+        "table 64x64,w4,s3,operand_in_registers 64x64,w4,s3,r168,operand_in_registers",
+    ),
+    Case(
+        "smgk", 2, D32, True, "keys",
+        "table 128x64,w4,s3 64x64,w4,s3,tma_rows 64x64,w4,s3,r168,tma_rows 64x64,w4,s3,r128,tma_rows",
+    ),
+    Case(
+        "smgk", 2, D32, True, "forward",
+        "table 64x128,w4,s3,operand_in_registers 64x64,w4,s3,r128,operand_in_registers "
+        "64x64,w4,s3,operand_in_registers",
+    ),
+    Case(
+        "smgk", 2, D128, True, "forward",
+        "table 64x64,w4,s3,operand_in_registers 64x64,w4,s3,r168,operand_in_registers",
+    ),
+    Case(
+        "smgk", 2, N2048_D32, False, "one-pass",
+        "table 64x64,w4,s3 64x64,w4,s3,component_gemm 64x64,w4,s2,r168,component_gemm "
+        "64x64,w4,s3,r168,component_gemm",
+    ),
+    Case(
+        "smgk", 2, N2048_D32, True, "one-pass",
+        "table 64x64,w4,s3 64x64,w4,s3,component_gemm 64x64,w4,s2,r168,component_gemm "
+        "64x64,w4,s3,r168,component_gemm",
+    ),
 )  # fmt: skip
 
 
@@ -125,20 +165,11 @@ def run_passes(case: Case, B: int, H: int, N: int, D: int) -> tuple[Tensor, ...]
     return gradients[:3]
 
 
-def parse_block(case: Case, text: str) -> BlockConfig | DecodeConfig | None:
+def parse_argument(case: Case, text: str) -> BlockConfig | DecodeConfig | None:
     """Return the block sizes of an argument, None for "table"."""
     if text == "table":
         return None
-    numbers = list(map(int, text.split(",")))
-    if case.kernel == "decode":
-        return DecodeConfig(*numbers)
-    block_m, block_n, num_warps, num_stages, maxnreg, variants = numbers
-    shifted = case.variant.startswith("smgk")
-    return BlockConfig(
-        block_m, block_n, num_warps, num_stages, maxnreg or None, operand_in_registers=bool(variants & 1),
-        component_gemm=shifted and bool(variants & 2), per_component=not shifted and bool(variants & 2),
-        tma_rows=bool(variants & 4),
-    )  # fmt: skip
+    return DecodeConfig(*map(int, text.split(","))) if case.kernel == "decode" else parse_block(text)
 
 
 def launches(case: Case, block: BlockConfig | DecodeConfig | None) -> tuple[list[Launch], tuple[Tensor, ...]]:
@@ -199,7 +230,7 @@ def median_ms(run: Callable[[], object], repeats: int = 7, launches_per_graph: i
 
 def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any]]:
     """Yield a row per launch of the kernel; none if the block does not fit the GPU or its results are wrong."""
-    block = parse_block(case, text)
+    block = parse_argument(case, text)
     try:
         recorded, results = launches(case, block)
     except Exception as error:  # out of resources or a compiler failure: continue with the other blocks
@@ -222,7 +253,7 @@ def measure(case: Case, text: str, compile_only: bool) -> Iterator[dict[str, Any
         )
         yield {
             "part": part,
-            "block": text,
+            "block": format_block(block) if isinstance(block, BlockConfig) else text,
             "ms": round(ms, 4),
             "registers": compiled.n_regs,
             "spills": compiled.n_spills,

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk._core.call_keys import find_plan, repeated_call_key, store_plan
+from mgk._core.call_keys import find_current_plan, repeated_call_key, store_plan
 from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
 from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail, one_of
-from mgk.backends import mask_invalid_keys, plan_call, select_backend
+from mgk.backends import mask_invalid_keys, plan_repeated_call, select_backend
 
 # Receives a call and its result, and returns the result that the caller of the operator gets.
 CallHandler = Callable[[MixtureCall | LinearCall, Any], Any]
@@ -106,7 +106,7 @@ def mgk_attention(
         True
     """
     tensors = (query, keys, value, None, log_prior)
-    call_key, plan = _find_plan(
+    call_key, plan = _look_up_plan(
         tensors, (attn_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         (is_causal, dropout_p, scale, similarity, assignment, backend, return_weights, return_lse),
     )  # fmt: skip
@@ -185,7 +185,7 @@ def smgk_attention(
         torch.Size([2, 4, 100, 64])
     """
     tensors = (query, key, value, shift, log_prior)
-    call_key, plan = _find_plan(
+    call_key, plan = _look_up_plan(
         tensors, (attn_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         (is_causal, dropout_p, scale, similarity, assignment, backend, return_weights, return_lse),
     )  # fmt: skip
@@ -381,19 +381,19 @@ def _handle(call: MixtureCall | LinearCall, result: Any) -> Any:
     return result
 
 
-def _find_plan(tensors: tuple[Any, ...], unplanned: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+def _look_up_plan(tensors: tuple[Any, ...], unplanned: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return the key of a call and its plan, or None. A call with one of the `unplanned` arguments has no key."""
     has_key = all([x is None for x in unplanned])  # noqa: C419  (a generator takes twice the time)
     call_key = repeated_call_key(tensors, *options) if has_key else None
     if call_key is None or _call_handlers.get():
         return None, None
-    return call_key, find_plan(call_key)
+    return call_key, find_current_plan(call_key)
 
 
 def run_mixture(call: MixtureCall, backend: str) -> Any:
     """Run a validated call of mgk_attention or smgk_attention, and return the operator's result."""
     tensors = (call.query, call.keys, call.value, call.shift, call.log_prior)
-    call_key, plan = _find_plan(
+    call_key, plan = _look_up_plan(
         tensors, (call.attn_mask, call.packed, call.num_valid_keys),
         (call.causal, call.dropout_p, call.scale, call.tau, call.hard, backend, call.return_weights, call.return_lse),
     )  # fmt: skip
@@ -408,7 +408,7 @@ def _run_mixture(call: MixtureCall, backend: str, call_key: Any, tensors: tuple[
     # Autocast may have converted the tensors of the call.
     is_converted = not (call.query is tensors[0] and call.keys is tensors[1] and call.value is tensors[2])
     if call_key is not None and not is_converted:
-        plan = plan_call(selected, call, tensors[4])
+        plan = plan_repeated_call(selected, call, tensors[4])
         if plan is not None:
             store_plan(call_key, plan)
             return plan(*tensors)

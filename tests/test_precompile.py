@@ -29,7 +29,7 @@ def collected(monkeypatch):
 
     monkeypatch.setattr(jit_cache, "compile_kernels", collect)
     yield kernels
-    call_keys._plans.clear()
+    call_keys._plans_by_key.clear()
 
 
 def meta(*shape, dtype=torch.bfloat16):

@@ -12,14 +12,14 @@ from torch.autograd import forward_ad
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 # Functions that repeat a validated and configured call, by `repeated_call_key`.
-_plans: dict[Any, Any] = {}
+_plans_by_key: dict[Any, Any] = {}
 MAX_PLANS = 1 << 10
 
 
-def find_plan(call_key: tuple[Any, ...]) -> Any:
+def find_current_plan(call_key: tuple[Any, ...]) -> Any:
     """Return the function that repeats a call, or None if there is none for the current settings of the kernels."""
     try:
-        plan = _plans.get(call_key)
+        plan = _plans_by_key.get(call_key)
     except TypeError:  # an argument is not hashable: validation reports it
         return None
     return plan if plan is not None and plan.is_current() else None
@@ -27,9 +27,9 @@ def find_plan(call_key: tuple[Any, ...]) -> Any:
 
 def store_plan(call_key: tuple[Any, ...], plan: Any) -> None:
     """Store the function that repeats a call; forget all others if there are too many."""
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()
-    _plans[call_key] = plan
+    if len(_plans_by_key) >= MAX_PLANS:
+        _plans_by_key.clear()
+    _plans_by_key[call_key] = plan
 
 
 def repeated_call_key(tensors: tuple[Any, ...], *options: Any) -> tuple[Any, ...] | None:

@@ -1,8 +1,10 @@
-"""EM state under activation checkpointing: a recomputed forward uses the state of the first one."""
+"""EM state under activation checkpointing: a recomputed forward uses the state of the first one.
+
+A region is the code of one call of `torch.utils.checkpoint.checkpoint`, which the backward pass runs again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,17 +27,21 @@ def is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _unknown_region() -> None:
-    """Stand in for every region, as a key of the log, if regions cannot be distinguished."""
+class _UnknownRegion:
+    """Type of `UNKNOWN_REGION`; its instances, unlike those of `object`, can be keys of a WeakKeyDictionary."""
 
 
-def _current_region() -> Callable[..., Any] | None:
+# Stands for every region, as a key of the log, if regions cannot be distinguished (before torch 2.8).
+UNKNOWN_REGION = _UnknownRegion()
+
+
+def _current_region() -> Any:
     """Return an object that lives as long as the saved tensors of the checkpointed region; None outside of one.
 
     Non-reentrant checkpointing installs saved-tensor hooks, which the graph holds until it is freed.
     """
     if _top_hooks is None:
-        return _unknown_region if torch.is_grad_enabled() else None
+        return UNKNOWN_REGION if torch.is_grad_enabled() else None
     hooks = _top_hooks(True)
     return None if hooks is None else hooks[1]
 
@@ -70,7 +76,7 @@ class CheckpointedStateLog:
     """
 
     def __init__(self) -> None:
-        self._states: WeakKeyDictionary[Callable[..., Any], dict[int, Tensor]] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[CheckpointedStateLog], tuple[()]]:
         """Copy as an empty log."""

@@ -12,9 +12,15 @@ if TYPE_CHECKING:
     from mgk._core.calls import Packed
 
 # Finite stand-in for -inf, which gives NaN in a row where all logits are masked. Far below any logit and far above the
-# lowest fp32 number. Values of an additive mask below it mask the pair. The kernels have a copy,
-# `mgk.kernels.mixture.tile.MASK_VALUE`.
+# lowest fp32 number. Values of an additive mask below it mask the pair.
 MASK_VALUE = -1e30
+# Replaces the lse -inf of a row where all keys are masked: every recomputed weight of the row is exp(-1e30) = 0.
+MASKED_ROW_LSE = -MASK_VALUE
+
+
+def is_masked(logits: Tensor) -> Tensor:
+    """Return which logits, or logsumexps of logits, are masked by MASK_VALUE, to which finite terms may be added."""
+    return logits < MASK_VALUE / 2
 
 
 def and_mask(attend: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mgk._core.integers import ceil_div
+
 Array = NDArray[np.float64]
 
 # Heads whose maps are closer than this on average (Jensen–Shannon, in bits) form one group.
@@ -99,7 +101,7 @@ class SimilarityAccumulator:
         divergence, entropy = _divergence_bits(rows)
         self.divergence += divergence
         self.concentration += visible.sum(-1).double().log2().sum() - entropy
-        step = -(-count // SHUFFLED_ROWS)
+        step = ceil_div(count, SHUFFLED_ROWS)
         shuffled = _shuffle_visible(rows[:, ::step], visible[::step], self.generator)
         self.chance_divergence += _divergence_bits(shuffled)[0]
         self.shuffled_rows += shuffled.shape[1]

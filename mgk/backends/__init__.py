@@ -132,7 +132,7 @@ def select_backend(
     raise AssertionError("eager supports every call")
 
 
-def plan_call(backend: Backend, call: MixtureCall, log_prior: Tensor | None) -> Any:
+def plan_repeated_call(backend: Backend, call: MixtureCall, log_prior: Tensor | None) -> Any:
     """Return a function of query, keys, value, shift and log prior that repeats the call, or None.
 
     log_prior: The prior as the function receives it, before it is viewed as 4-dimensional.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mgk._core.calls import LinearCall
 from mgk._core.heads import repeat_heads
+from mgk._core.integers import ceil_div
 from mgk._core.linear_features import (
     EMPTY_LOG_WEIGHT,
     Features,
@@ -106,7 +107,7 @@ def _attend_causal(features: Features, state: State | None, reference: Tensor | 
     # torch.compile specializes on sizes 0 and 1: for an empty padding (a length that is a multiple of CHUNK) or few
     # chunks it would compile again. While compiling, padding is never empty and there are at least three chunks.
     compiling = torch.compiler.is_compiling()
-    count = length // CHUNK + 3 if compiling else -(-length // CHUNK)
+    count = length // CHUNK + 3 if compiling else ceil_div(length, CHUNK)
     padding = count * CHUNK - length
 
     def split(x: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mgk._core import masks
 from mgk._core.calls import MixtureCall
 from mgk._core.logit_terms import key_terms, query_norm_term, scaled_query
-from mgk._core.masks import MASK_VALUE
 from mgk._core.precision import compute_dtype, without_autocast
 from mgk.kernels.autograd import raise_no_double_backward
 
@@ -85,7 +85,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         query_term = query @ call.shift.to(dtype)[:, None].transpose(-1, -2)  # [B, Hk, G, L, M]
         key_term = key_terms(call, call.component_keys(dtype)).expand(B, HK, -1, S)
         if call.attn_mask is not None:
-            key_term = key_term.masked_fill(~call.attn_mask, MASK_VALUE)
+            key_term = key_term.masked_fill(~call.attn_mask, masks.MASK_VALUE)
         output, lse, _, _ = factored_forward(
             query.flatten(0, 1),
             call.keys.to(dtype).flatten(0, 1),
@@ -116,7 +116,7 @@ def _factors(query: Tensor, key: Tensor, query_term: Tensor, key_term: Tensor) -
         query=torch.cat([query, torch.ones_like(query_max)], -1),
         key=torch.cat([key, key_max.transpose(1, 2)], -1),
         rho=(query_term - query_max).exp_(),
-        coef=(key_term - key_max).exp_().masked_fill_(key_term <= MASK_VALUE / 2, 0),
+        coef=(key_term - key_max).exp_().masked_fill_(masks.is_masked(key_term), 0),
         query_max=query_max.squeeze(-1),
     )
 
@@ -195,7 +195,7 @@ def factored_forward(
             row_max[queries] = maxima = weights.amax(-1)
             weights.sub_(maxima.unsqueeze(-1)).exp_().mul_(factors.rho[queries] @ factors.coef[heads, :, keys])
             result, log_factor = weights @ value[block.keys], maxima + factors.query_max[queries]
-            is_masked = maxima < MASK_VALUE / 2
+            is_masked = masks.is_masked(maxima)
             if bool(((result[..., -1] < MIN_SUM) & ~is_masked).any()):
                 logits = torch.stack(_component_logits(query, key, query_term, key_term, block))
                 log_factor = logits.amax((0, -1))
@@ -245,8 +245,7 @@ def factored_backward(
         grad_and_delta = torch.cat([grad_output, -delta.unsqueeze(-1)], -1)
         value_and_one = torch.cat([value, torch.ones_like(value[..., :1])], -1)
         is_masked = lse == -math.inf
-        # With an lse of +1e30, the weights of fully masked queries are exp(-1e30) = 0.
-        lse = lse.masked_fill(is_masked, -MASK_VALUE)
+        lse = lse.masked_fill(is_masked, masks.MASKED_ROW_LSE)
         is_factored = (sums > 0) | is_masked
         rho = factors.rho * sums.reciprocal().masked_fill_(sums == 0, 0).unsqueeze(-1)
         for block in _blocks(query, key.shape[1], offset):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgk._core.calls import MixtureCall
 from mgk._core.logit_terms import key_terms, query_norm_term, scale_and_tau, scaled_query
-from mgk._core.masks import MASK_VALUE, allowed_pairs, block_of_rows
+from mgk._core.masks import MASK_VALUE, MASKED_ROW_LSE, allowed_pairs, block_of_rows, is_masked
 from mgk._core.precision import compute_dtype, without_autocast
 from mgk.kernels.autograd import raise_no_double_backward
 
@@ -223,7 +223,7 @@ def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge the outputs [B, H, L, F] and logsumexps [B, H, L] of all components into one attention."""
     lses = torch.stack([lse for _, lse in results])
     total = lses.logsumexp(0)
-    masked = total < MASK_VALUE / 2
+    masked = is_masked(total)
     # Not exp(lse - total): the rounding of a large lse would keep the shares from summing to 1.
     shares = lses.softmax(0).masked_fill(masked, 0).unsqueeze(-1)
     merged = results[0][0].mul_(shares[0])
@@ -256,8 +256,7 @@ def mixture_backward(
     components = keys.shape[2]
     all_keys, all_value = _expand_heads(keys, query), _expand_heads(value, query)
     grad_query, grad_keys, grad_value = (query.new_zeros(x.shape) for x in (query, all_keys, all_value))
-    # Fully masked rows: with lse = +1e30 every recomputed weight is exp(-1e30) = 0.
-    lse = lse.masked_fill(lse == -math.inf, -MASK_VALUE)
+    lse = lse.masked_fill(lse == -math.inf, MASKED_ROW_LSE)
     # The kernel uses the output only for δ = dO·O, from which d lse is subtracted: the free last column carries it.
     grad_output, output = (x.clone(memory_format=torch.contiguous_format) for x in (grad_output, output))
     grad_output[..., -1] = 1

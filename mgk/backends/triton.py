@@ -22,6 +22,7 @@ from mgk._core.masks import and_mask, as_bool
 from mgk.features import FEATURE_MAPS
 from mgk.kernels.architecture import compile_target
 from mgk.kernels.autograd import needs_dispatcher
+from mgk.kernels.mixture.args import MixtureArgs
 
 
 def _missing_triton_reason() -> str | None:
@@ -178,31 +179,36 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Return the output [B, H, L, E], the natural lse [B, H, L] or None, and None for the weights."""
     from mgk.kernels.mixture import ops
 
-    query, keys, value = map(_ensure_last_dim_contiguous, (call.query, call.keys, call.value))
     needs_gradients = _needs_gradients(call)
-    bias = None if call.hard else call.log_prior
+    args = mixture_args(call)
+    lse2: Tensor | None  # base 2
+    if needs_gradients:
+        out, lse2 = ops.mixture(*args)
+    elif _fits_decode_kernel(call):
+        out, lse2 = ops.decode(args, call.num_valid_keys)
+    else:
+        out, lse2 = ops.infer(call.return_lse, args)
+    lse = _to_natural_log(lse2, args.query, call) if call.return_lse and lse2 is not None else None
+    return out, lse, None
+
+
+def mixture_args(call: MixtureCall) -> MixtureArgs:
+    """Return the arguments of the kernels for a call; a mask of keys becomes part of the log prior."""
+    query, keys, value = map(_ensure_last_dim_contiguous, (call.query, call.keys, call.value))
+    bias, mask = None if call.hard else call.log_prior, call.attn_mask
     constant = _constant_log_prior(call)
-    mask = call.attn_mask
     if mask is not None and _is_key_only_mask(mask, call):
         bias, mask = _fold_mask_into_bias(bias, mask), None
     scale, scale_t, tau, tau_t = _split_scale_and_tau(call)
-    shift = None if call.shift is None else call.shift.contiguous()
-    if not needs_gradients and _fits_decode_kernel(call):
-        out, lse2 = ops.decode(
-            query, keys, value, shift, bias, scale_t, tau_t, mask, scale, tau, constant, CAUSAL[call.causal], call.hard,
-            call.num_valid_keys,
-        )  # fmt: skip
-        return out, _to_natural_log(lse2, query, call) if call.return_lse else None, None
-    seed = torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None
-    arguments = (
-        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, *_contiguous_offsets(call.packed),
-        scale, tau, constant, float(call.dropout_p), CAUSAL[call.causal], call.hard, *_longest_sequences(call),
+    cu_q, cu_k = _contiguous_offsets(call.packed)
+    max_q, max_k = _longest_sequences(call)
+    return MixtureArgs(
+        query=query, keys=keys, value=value, shift=None if call.shift is None else call.shift.contiguous(), bias=bias,
+        scale_t=scale_t, tau_t=tau_t, mask=mask,
+        seed=torch.randint(2**31, (1,), device=query.device) if call.dropout_p > 0 else None,
+        cu_q=cu_q, cu_k=cu_k, scale=scale, tau=tau, constant=constant, dropout_p=float(call.dropout_p),
+        causal=CAUSAL[call.causal], hard=call.hard, max_q=max_q, max_k=max_k,
     )  # fmt: skip
-    if not needs_gradients:
-        out, optional_lse2 = ops.infer(call.return_lse, *arguments)
-        return out, None if optional_lse2 is None else _to_natural_log(optional_lse2, query, call), None
-    out, lse2 = ops.mixture(*arguments)
-    return out, _to_natural_log(lse2, query, call) if call.return_lse else None, None
 
 
 def plan_mixture(call: MixtureCall, prior_shape: tuple[int, ...] | None) -> Callable[..., Tensor] | None:
@@ -226,17 +232,9 @@ def plan_mixture(call: MixtureCall, prior_shape: tuple[int, ...] | None) -> Call
     needs_gradients = _needs_gradients(call)
     if (not needs_gradients and _fits_decode_kernel(call)) or not (call.shift is None or call.shift.is_contiguous()):
         return None
-    from mgk.kernels.mixture.args import MixtureArgs
-    from mgk.kernels.mixture.call_plan import plan_call
+    from mgk.kernels.mixture.call_plan import make_call_plan
 
-    max_q, max_k = _longest_sequences(call)
-    args = MixtureArgs(
-        query=call.query, keys=call.keys, value=call.value, shift=call.shift, bias=call.log_prior, scale_t=None,
-        tau_t=None, mask=None, seed=None, cu_q=None, cu_k=None, scale=float(call.scale), tau=float(call.tau),
-        constant=_constant_log_prior(call), dropout_p=0.0, causal=CAUSAL[call.causal], hard=call.hard, max_q=max_q,
-        max_k=max_k,
-    )  # fmt: skip
-    return plan_call(args, prior_shape, needs_gradients)
+    return make_call_plan(mixture_args(call), prior_shape, needs_gradients)
 
 
 def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, None]:

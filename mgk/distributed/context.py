@@ -36,7 +36,7 @@ class ContextParallelAttention(Attention):
 
     context_mesh: DeviceMesh
     _shards: Shards
-    _columns: Tensor | None = None
+    _full_mask: Tensor | None = None
 
     # Compiled models run this layer in eager mode: the compiler cannot trace the exchanges.
     @torch.compiler.disable
@@ -72,14 +72,14 @@ class ContextParallelAttention(Attention):
             check_cu_seqlens("cu_seqlens", cu_seqlens, query, query.shape[1] * ranks)
             check_max_seqlen("max_seqlen", args.max_seqlen, cu_seqlens)
             args = replace(args, cu_seqlens=None, max_seqlen=None)
-        columns = None if self.is_linear else args.attn_mask
-        if columns is not None:
+        full_mask = None if self.is_linear else args.attn_mask
+        if full_mask is not None:
             args = replace(args, attn_mask=None)
-        self._shards, self._columns = shards, columns
+        self._shards, self._full_mask = shards, full_mask
         try:
             return super().attend(query, key, value, args, position_ids)
         finally:
-            self._columns = None
+            self._full_mask = None
 
     def _positions(self, x: Tensor, position_ids: Tensor | None, args: AttentionArgs) -> Tensor | None:
         is_used = self.rotary is not None or getattr(self.prior, "positions", None) is not None
@@ -89,7 +89,7 @@ class ContextParallelAttention(Attention):
 
     def run_mixture(self, call: MixtureCall, backend: str) -> Any:
         """Run a mixture call of this rank's rows over the keys of all ranks."""
-        return run_ring(self._shards, call, backend, check_columns(self._columns, call, self._shards))
+        return run_ring(self._shards, call, backend, check_full_mask(self._full_mask, call, self._shards))
 
     def run_linear(self, call: LinearCall, backend: str) -> Any:
         """Run a linear call of this rank's rows over the keys of all ranks."""
@@ -99,8 +99,8 @@ class ContextParallelAttention(Attention):
         self, call: MixtureCall, positions: Tensor | None, real_queries: Tensor | None, with_spread: bool
     ) -> tuple[EMStatistics, Tensor | None]:
         """Return the statistics of this rank's queries over the keys of all ranks, with their positions."""
-        columns = check_columns(self._columns, call, self._shards)
-        return ring_statistics(self._shards, call, columns, positions, real_queries, with_spread)
+        full_mask = check_full_mask(self._full_mask, call, self._shards)
+        return ring_statistics(self._shards, call, full_mask, positions, real_queries, with_spread)
 
 
 class ContextParallelLanguageModel(LanguageModel):
@@ -120,7 +120,7 @@ class ContextParallelLanguageModel(LanguageModel):
 
 @torch.no_grad()
 def ring_statistics(
-    shards: Shards, call: MixtureCall, columns: Tensor | None, positions: Tensor | None, real_queries: Tensor | None,
+    shards: Shards, call: MixtureCall, full_mask: Tensor | None, positions: Tensor | None, real_queries: Tensor | None,
     with_spread: bool,
 ) -> tuple[EMStatistics, Tensor | None]:  # fmt: skip
     """Return the EM statistics of this rank's queries over the keys of all ranks.
@@ -128,7 +128,7 @@ def ring_statistics(
     Args:
         shards: The ring.
         call: Call with the rows of this rank.
-        columns: Mask with the columns of all keys, or None.
+        full_mask: Mask with the columns of all keys, or None.
         positions: Positions of this rank's keys, [S] or [B, S], or None.
         real_queries: bool [B, L], False for queries of this rank to leave out.
         with_spread: Compute the spread too.
@@ -136,7 +136,7 @@ def ring_statistics(
     Returns:
         Statistics of the keys of all ranks, one rank after the other, and the positions of these keys.
     """
-    tensors, travelling = split_tensors(call, columns)
+    tensors, travelling = split_tensors(call, full_mask)
     block = {name: x for name, x in tensors.items() if name in travelling and name != "value"}
     if positions is not None:
         block["positions"] = positions
@@ -158,7 +158,7 @@ def ring_statistics(
     return result, None if positions is None else torch.cat(all_positions, -1)
 
 
-def check_columns(mask: Tensor | None, call: MixtureCall, shards: Shards) -> Tensor | None:
+def check_full_mask(mask: Tensor | None, call: MixtureCall, shards: Shards) -> Tensor | None:
     """Check a mask with the rows of this rank and the columns of all keys."""
     return check_mask(mask, call.query, call.keys.shape[-2] * shards.ranks)
 
@@ -253,7 +253,7 @@ def _run_sharded_mixture(arguments: dict[str, Any], backend: str, mesh: DeviceMe
     # With one rank, the columns of this rank's keys are those of all keys.
     is_key_mask = isinstance(mask, Tensor) and mesh.size() > 1 and mask.dim() == 4 and mask.shape[-2:] == (1, length)
     call = mixture_call(**arguments, attn_mask=mask if is_key_mask else None)
-    return run_ring(shards, call, backend, None if is_key_mask else check_columns(mask, call, shards))
+    return run_ring(shards, call, backend, None if is_key_mask else check_full_mask(mask, call, shards))
 
 
 def _run_sharded_linear(arguments: dict[str, Any], backend: str, mesh: DeviceMesh) -> Any:

@@ -27,8 +27,9 @@ from mgk._core.validation import fail
 from mgk.distributed.sharding import chunk_starts, rows_of_rank
 
 Tensors = dict[str, Tensor]
-# Tensors of a call that may need gradients; "columns" is a mask with the columns of all keys.
-TENSORS = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
+# Fields of a call that may need gradients. `Tensors` of a ring may also have "full_mask": a mask of this rank's queries
+# and the keys of all ranks.
+TENSOR_FIELDS = ("query", "keys", "value", "shift", "log_prior", "scale", "tau", "attn_mask")
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def plan_part(shards: Shards, tensors: Tensors, source: int, is_causal: bool) ->
             None if limit is None else min(limit, columns.stop - columns.start),
         )
     positions = None
-    if "columns" in tensors:
+    if "full_mask" in tensors:
         positions = rows_of_rank(source, shards.ranks, length, query.device)[columns]
     return Part(rows, columns, causal, packed, positions)
 
@@ -164,14 +165,14 @@ def part_call(call: MixtureCall, tensors: Tensors, part: Part) -> MixtureCall:
         if name in ("log_prior", "scale", "attn_mask")
     }
     mask = per_key.pop("attn_mask", None)
-    columns = tensors.get("columns")
-    if columns is not None:
-        columns = columns if columns.shape[-2] == 1 else columns[:, :, part.rows]
-        columns = columns if columns.shape[-1] == 1 else columns[..., part.positions]
+    full_mask = tensors.get("full_mask")
+    if full_mask is not None:
+        full_mask = full_mask if full_mask.shape[-2] == 1 else full_mask[:, :, part.rows]
+        full_mask = full_mask if full_mask.shape[-1] == 1 else full_mask[..., part.positions]
         if mask is None or mask.dtype == torch.bool:
-            mask = columns if mask is None else and_mask(mask, columns)
+            mask = full_mask if mask is None else and_mask(mask, full_mask)
         else:
-            mask = as_additive(columns, mask.dtype) + mask
+            mask = as_additive(full_mask, mask.dtype) + mask
     others: dict[str, Any] = {name: tensors[name] for name in ("shift", "tau") if name in tensors}
     return replace(
         call, query=tensors["query"][:, :, part.rows], keys=keys, value=value, attn_mask=mask, causal=part.causal,
@@ -179,11 +180,11 @@ def part_call(call: MixtureCall, tensors: Tensors, part: Part) -> MixtureCall:
     )  # fmt: skip
 
 
-def split_tensors(call: MixtureCall, columns: Tensor | None) -> tuple[Tensors, set[str]]:
+def split_tensors(call: MixtureCall, full_mask: Tensor | None) -> tuple[Tensors, set[str]]:
     """Return the tensors of a call, and the names of those that travel with the keys."""
-    tensors = {name: x for name in TENSORS if isinstance(x := getattr(call, name), Tensor)}
-    if columns is not None:
-        tensors["columns"] = columns
+    tensors = {name: x for name in TENSOR_FIELDS if isinstance(x := getattr(call, name), Tensor)}
+    if full_mask is not None:
+        tensors["full_mask"] = full_mask
     length = call.keys.shape[-2]
     travelling = {"keys", "value"}
     for name in ("log_prior", "scale", "attn_mask"):
@@ -231,13 +232,15 @@ class RingAttention(torch.autograd.Function):
         gradient_exchange = None
         for source, remote in shards.circulate(block):
             part = plan_part(shards, tensors, source, call.causal is not None)
-            parts = _part_gradients(call, {**tensors, **remote}, part, backend, needed, output, lse, grad, grad_lse)
+            part_gradients = _part_gradients(
+                call, {**tensors, **remote}, part, backend, needed, output, lse, grad, grad_lse
+            )
             if gradient_exchange is not None:
                 travelling_gradients = gradient_exchange.wait()
-            for name, part_gradient in parts.items():
+            for name, part_gradient in part_gradients.items():
                 total = (travelling_gradients if name in travelling else gradients)[name]
                 total += part_gradient
-            parts.clear()
+            part_gradients.clear()
             if needed & travelling:
                 gradient_exchange = Exchange(shards, travelling_gradients)
         if gradient_exchange is not None:
@@ -247,7 +250,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _without_tensors(call: MixtureCall) -> MixtureCall:
-    names = [name for name in TENSORS if isinstance(getattr(call, name), Tensor)]
+    names = [name for name in TENSOR_FIELDS if isinstance(getattr(call, name), Tensor)]
     return replace(call, **dict.fromkeys(names))  # type: ignore[arg-type]
 
 
@@ -290,20 +293,20 @@ def _part_gradients(
 
 
 @torch.compiler.disable
-def run_ring(shards: Shards, call: MixtureCall, backend: str, columns: Tensor | None = None) -> Any:
+def run_ring(shards: Shards, call: MixtureCall, backend: str, full_mask: Tensor | None = None) -> Any:
     """Run a mixture call whose query, keys and value are the rows of this rank.
 
     Args:
         shards: The ring.
         call: The call. Its attn_mask, if any, has one row and the columns of this rank's keys.
         backend: Backend of the blocks.
-        columns: Mask with the rows of this rank and the columns of all keys in the order of the sequence, or None.
+        full_mask: Mask with the rows of this rank and the columns of all keys in the order of the sequence, or None.
 
     Returns:
         The output, or a tuple of output and lse if the call returns the lse.
     """
     check_supported(call)
-    tensors, travelling = split_tensors(call, columns)
+    tensors, travelling = split_tensors(call, full_mask)
     output, lse = RingAttention.apply(shards, call, backend, tuple(tensors), travelling, *tensors.values())
     return (output, lse) if call.return_lse else output
 

@@ -110,9 +110,9 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
         tensors: Its first arguments: tensors, tensor descriptors or None.
         floats: The arguments after them.
     """
-    deferred = _deferred.launches
-    if deferred is not None and _deferred.only_compile:
-        deferred.append((spec, tensors, floats))
+    pending_launches = _deferred.launches
+    if pending_launches is not None and _deferred.only_compile:
+        pending_launches.append((spec, tensors, floats))
         return
     # Addresses instead of tensors: Triton's launcher would query the driver about the pointer of each tensor.
     addresses: list[Any] = []
@@ -126,26 +126,26 @@ def launch(spec: LaunchSpec, tensors: tuple[Any, ...], floats: tuple[float, ...]
             last = x
         else:
             addresses.append(x)
-    home = NO_GPU if last is None else last.get_device()
+    tensor_device = NO_GPU if last is None else last.get_device()
     device = current_device()
-    if home not in (device, NO_GPU):
-        with torch.cuda.device(home):
+    if tensor_device not in (device, NO_GPU):
+        with torch.cuda.device(tensor_device):
             launch(spec, tensors, floats)
         return
     unaligned = _unaligned(tensors) if address_bits % 16 else ()
     key = (device, *unaligned) if unaligned else device
     kernels = spec.compiled.get(key) or lookup(spec, key, device, tensors, unaligned)
-    if deferred is not None and (kernels is None or deferred):
-        deferred.append((spec, tensors, floats))
+    if pending_launches is not None and (kernels is None or pending_launches):
+        pending_launches.append((spec, tensors, floats))
         return
     for observe in _observers:
         observe(spec, tensors, floats)
     if kernels is None:
         compile_and_launch(spec, device, tensors, floats, unaligned)
         return
-    hooked = hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook)
+    has_launch_hook = hook_installed(knobs.launch_enter_hook) or hook_installed(knobs.launch_exit_hook)
     for grid, compiled, run, function, metadata, arguments, _, _ in kernels:
-        if hooked:
+        if has_launch_hook:
             compiled[grid](*addresses, *floats, *arguments)
         else:
             stream = driver.active.get_current_stream(device)
@@ -296,10 +296,12 @@ def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> l
     Returns:
         The names of the compiled kernels.
     """
-    home = next((x.get_device() for _, tensors, _ in launches for x in tensors if isinstance(x, Tensor)), NO_GPU)
+    tensor_device = next(
+        (x.get_device() for _, tensors, _ in launches for x in tensors if isinstance(x, Tensor)), NO_GPU
+    )
     device = current_device()
-    if home not in (device, NO_GPU):
-        with torch.cuda.device(home):
+    if tensor_device not in (device, NO_GPU):
+        with torch.cuda.device(tensor_device):
             return compile_kernels(launches, threads)
     missing: dict[Any, Launch] = {}
     target = compile_target()

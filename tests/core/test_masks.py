@@ -1,4 +1,4 @@
-"""Mask helpers, and the copies of MASK_VALUE in the kernels."""
+"""Mask helpers, and literals of the size of MASK_VALUE in the kernels."""
 
 import ast
 import math

@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant("mgk/backends/cpu_factored.py", "delta = (grad_output * output).sum(-1) - grad_lse",
            "delta = (grad_output * output).sum(-1)", FACTORED),
     Mutant("mgk/backends/cpu_factored.py", "is_factored = (sums > 0) | is_masked", "is_factored = sums >= 0", FACTORED),
-    Mutant("mgk/backends/cpu_factored.py", "masked_fill_(key_term <= MASK_VALUE / 2, 0)",
+    Mutant("mgk/backends/cpu_factored.py", "masked_fill_(masks.is_masked(key_term), 0)",
            "masked_fill_(key_term < -torch.inf, 0)", FACTORED),
     Mutant("mgk/backends/cpu_factored.py",
            "    with without_autocast(query):\n        factors = _factors(query, key, query_term, key_term)\n        "
@@ -141,9 +141,8 @@ MUTANTS = [
     # Kernels.
     Mutant("mgk/kernels/mixture/preprocess.py", "finite = finite + (tl.minimum(norms[r], FP32_MAX),)",
            "finite = finite + (norms[r],)", KERNEL_PADDING),
-    Mutant("mgk/kernels/mixture/preprocess.py",
-           "b_c = tl.where(b_bias.to(tl.float32) < MASK_VALUE, -float(\"inf\"), b_c)",
-           "b_c = b_c", KERNEL_PADDING),
+    Mutant("mgk/kernels/mixture/preprocess.py", "b_key_term = tl.where(b_bias.to(tl.float32) < MASK_VALUE, ",
+           "b_key_term = tl.where(b_bias.to(tl.float32) < -float(\"inf\"), ", KERNEL_PADDING),
     Mutant("mgk/kernels/mixture/decode.py", "b_norm = 0.5 * tau * tl.minimum(tl.sum(b_k * b_k, 1), FP32_MAX)",
            "b_norm = 0.5 * tau * tl.sum(b_k * b_k, 1)", KERNEL_PADDING),
     Mutant("mgk/kernels/mixture/exp2.py", "replace_inf(key, LOWEST_TERM)", "replace_inf(key, LOWEST)", KERNEL_PADDING),

@@ -6,7 +6,8 @@ It is a single launch; the kernels for many tokens take four launches and four c
 import triton
 import triton.language as tl
 
-from mgk.kernels.linear.kernels import feature, head_pointer, shared_head
+from mgk.kernels.heads import shared_head
+from mgk.kernels.linear.kernels import feature, head_pointer
 
 
 @triton.jit

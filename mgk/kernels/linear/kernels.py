@@ -16,6 +16,8 @@ fixed order. TYPE is the input type of the GEMMs: bf16 for bf16, else fp32, beca
 import triton
 import triton.language as tl
 
+from mgk.kernels.heads import shared_head
+
 ELU = tl.constexpr(0)  # elu + 1; anything else is relu
 
 
@@ -59,14 +61,6 @@ def chunk_bounds(table, chunk, S, CHUNK: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def head_pointer(x, batch, head, stride_b, stride_h):
     return x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-
-
-@triton.jit
-def shared_head(head, REPEAT: tl.constexpr):
-    """Return the key or value head of a pair head."""
-    if REPEAT == 1:
-        return head
-    return head // REPEAT
 
 
 @triton.jit

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk._core.heads import pair_heads
+from mgk._core.integers import ceil_div
 from mgk.kernels.architecture import architecture, is_amd
 from mgk.kernels.autograd import make_autograd_op, raise_no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.linear import kernels
 from mgk.kernels.linear.decode import decode_token
 from mgk.kernels.mixture.launch import empty_like_bshd, tf32_allowed
-from mgk.kernels.mixture.launch_config import broadcast_strides, ceil_div, key_strides, padded_width
+from mgk.kernels.mixture.launch_config import broadcast_strides, key_strides, padded_width
 
 
 class BlockConfig(NamedTuple):

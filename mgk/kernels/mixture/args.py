@@ -1,5 +1,6 @@
 """The argument list of the mixture kernels, and the operator schemas made from it."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
@@ -34,6 +35,16 @@ class MixtureArgs(NamedTuple):
     max_k: int
 
     @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The fields before scale."""
+        return self[:NUM_TENSORS]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The fields from scale on."""
+        return self[NUM_TENSORS:]
+
+    @property
     def components(self) -> int:
         return self.keys.shape[2] if self.shift is None else self.shift.shape[1]
 
@@ -56,6 +67,23 @@ class MixtureArgs(NamedTuple):
 
 # The first fields are tensors.
 NUM_TENSORS = MixtureArgs._fields.index("scale")
+
+# Values of the fields that an operator does not take.
+_OMITTED: dict[str, Any] = {
+    "bias": None, "seed": None, "cu_q": None, "cu_k": None, "constant": 0.0, "dropout_p": 0.0, "max_q": 0, "max_k": 0,
+}  # fmt: skip
+
+
+def without_fields(args: MixtureArgs, without: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the fields except those named in `without`, in order: the arguments of an operator with `schema`."""
+    return tuple([x for name, x in zip(MixtureArgs._fields, args, strict=True) if name not in without])
+
+
+def from_fields(values: Iterable[Any], without: tuple[str, ...]) -> MixtureArgs:
+    """Return the arguments of which `values` are the fields except those named in `without`."""
+    names = [name for name in MixtureArgs._fields if name not in without]
+    return MixtureArgs(**dict(zip(names, values, strict=True)), **{name: _OMITTED[name] for name in without})
+
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "SymInt", bool: "bool"}
 

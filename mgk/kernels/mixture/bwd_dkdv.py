@@ -9,6 +9,7 @@ bitwise reproducible, except those of `bwd_onepass`.
 import triton
 import triton.language as tl
 
+from mgk.kernels.heads import shared_head
 from mgk.kernels.mixture.bwd_common import (
     subtract_rest,
 )
@@ -19,7 +20,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     FALLBACK,
     FAST,
     KEY_TILE,
+    NUM_STATS,
     SAFE_RANGE,
+    STAT_HIGH,
+    STAT_LOW,
     fallback_tiles,
     flag_for_fallback,
     key_span,
@@ -31,7 +35,6 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     query_bounds,
     schedule,
     sequence_bounds,
-    shared_head,
     store_rows,
     to_registers,
     zeros_tuple,
@@ -84,9 +87,9 @@ def dkdv_tile(
     if SHIFTED:
         b_k = load_rows(k_ptr, o_j, stride_ks, n_k, D, BD, True)
     o_c = (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
-    p_stats = stats_ptr + (i_k * n_key_tiles + key_tile + i_n * BN // KEY_TILE) * 4
-    high = tl.load(p_stats)
-    low = tl.load(p_stats + 1)
+    p_stats = stats_ptr + (i_k * n_key_tiles + key_tile + i_n * BN // KEY_TILE) * NUM_STATS
+    high = tl.load(p_stats + STAT_HIGH)
+    low = tl.load(p_stats + STAT_LOW)
     # Skip the loop if all keys of the tile are masked.
     n_q = tl.where(high == -float("inf"), 0, n_q)
 
@@ -130,6 +133,7 @@ def dkdv_tile(
     p_dbias = dbias_ptr + ((i_b * HP + i_p) * M).to(tl.int64) * S + start_k + o_j
     dtau = 0.0
     dscale = 0.0
+    IS_FAST: tl.constexpr = PATH == FAST
     # COUNT components from `first` on: all of them, or one per loop.
     for first in tl.static_range(0, M, COUNT):
         keys = ()
@@ -143,7 +147,9 @@ def dkdv_tile(
         dcs = zeros_tuple(tl.zeros([BN], tl.float32), COUNT)
         dlams = zeros_tuple(tl.zeros([BN], tl.float32), COUNT if UNEQUAL else 0)
         for USE_FAST in tl.static_range(2):
-            if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
+            # PATH BOTH selects a form for each program, the other paths select one at compile time.
+            is_selected = safe if USE_FAST else not safe
+            if is_selected if PATH == BOTH else IS_FAST == USE_FAST:
                 if PATH == BOTH:
                     terms = load_vectors(
                         c_ptr + o_c + USE_FAST * o_factors, o_j, n_key_tiles * KEY_TILE, n_k, M, 1, False

@@ -33,8 +33,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     FINISH,
     KEY_TILE,
     LOG2E,
+    NUM_STATS,
     PREPARE,
     SAFE_RANGE,
+    STAT_REFERENCE,
     as_columns,
     component_ratios,
     component_scores,
@@ -224,7 +226,7 @@ def dq_tile(
         dmask_ptr += (i_b * H + i_h).to(tl.int64) * L * S
     c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
     coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_key_tiles * KEY_TILE
-    stats_ptr += (i_k * n_key_tiles + key_tile) * 4
+    stats_ptr += (i_k * n_key_tiles + key_tile) * NUM_STATS
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -252,7 +254,7 @@ def dq_tile(
     else:
         dlse = tl.zeros_like(delta)
     # A sequence without keys has no reference exponent.
-    lse = tl.where(lse < float("inf"), lse - tl.load(stats_ptr + 3), float("inf"))
+    lse = tl.where(lse < float("inf"), lse - tl.load(stats_ptr + STAT_REFERENCE), float("inf"))
     a, squared_norm = row_terms(b_q, shift_ptr, i_k, lam, tau, M, D, BD, SHIFTED, UNEQUAL)
     a_columns = as_columns(a, 0.0, M)
     alpha = as_columns(a, lse, M)
@@ -309,8 +311,11 @@ def dq_tile(
         acc = tl.zeros([BM, BD], tl.float32)
         das = zeros_tuple(squared_norm, M - FIRST)
     total = tl.zeros_like(squared_norm)
+    IS_FAST: tl.constexpr = PATH == FAST
     for USE_FAST in tl.static_range(2 if PATH != FINISH else 0):
-        if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST) == USE_FAST:
+        # PATH BOTH selects a form for each program, the other paths select one at compile time.
+        is_selected = safe if USE_FAST else not safe
+        if is_selected if PATH == BOTH else IS_FAST == USE_FAST:
             acc, das, total = sum_over_keys(
                 full, last, b_q, b_do, b_row_operand, delta, alpha, rho, lam, k_src, v_src, key_operand_src, i_b, i_k,
                 i_v, start_k, (i_k * n_key_tiles + key_tile) * KEY_TILE, c_ptr, coef_ptr, mask_ptr, dmask_ptr, seed,

@@ -1,4 +1,4 @@
-"""Repeated calls: launches and buffers of a call, found once for the layouts of its tensors.
+"""Call plans: the launches and buffer sizes of a call, computed once for the layouts of its tensors.
 
 A call with a plan takes one workspace per pass and launches its kernels by address. Plans exist for calls in bf16 and
 fp16 without masks, dropout, packed sequences, and tensors as scale or tau. Until its kernels are compiled, a plan calls
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk._core.integers import ceil_div
 from mgk.kernels import jit_cache
 from mgk.kernels.autograd import no_double_backward
 from mgk.kernels.jit_cache import LaunchSpec, can_launch_by_address, launch_by_address
@@ -47,7 +48,7 @@ class Workspace:
         size = 0
         for name, shape in shapes.items():
             self.offsets[name] = size
-            size += -(-4 * torch.Size(shape).numel() // ALIGNMENT) * ALIGNMENT
+            size += ceil_div(4 * torch.Size(shape).numel(), ALIGNMENT) * ALIGNMENT
         self.numel = size // 4
 
     def view(self, memory: Tensor, name: str) -> Tensor:
@@ -78,7 +79,13 @@ def operand_layout(num_rows: int, rows: int) -> Layout | None:
 
 
 class CallPlan:
-    """The launches of a call, for tensors of the same layouts."""
+    """A call that is repeated with other tensors of the same layouts.
+
+    A plan holds the launch configurations, the layout of the workspace, the properties of TMA descriptors, and the
+    backward plans by layout of the output's gradient; it holds no tensors. It is valid for tensors with the shapes,
+    strides, dtypes and device of the first call, which `call_keys.repeated_call_key` ensures, and while the settings
+    of the kernels are unchanged (`is_current`).
+    """
 
     def __init__(self, args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool):
         """Prepare a call.
@@ -90,7 +97,7 @@ class CallPlan:
         """
         query, value = args.query, args.value
         empty: Any = (None,) * NUM_TENSORS
-        self.args = MixtureArgs(*empty, *args[NUM_TENSORS:])  # no references to tensors
+        self.args = MixtureArgs(*empty, *args.numbers)  # no references to tensors
         self.prior_shape, self.needs_gradients = prior_shape, needs_gradients
         self.bias_shape = None if args.bias is None else args.bias.shape
         self.bias_dtype = None if args.bias is None else args.bias.dtype
@@ -105,9 +112,8 @@ class CallPlan:
         stats_shape = (HK, tiles, 4)
         flags = launch.call_flags(args, tiles)
         self.tma = not flags.small and launch.supports_tma(args.keys, value)
-        self.layouts = layouts(*args[:NUM_TENSORS])
         self.flags = flags
-        self.forward_config = forward_config((*self.layouts, *layouts(out)), flags, self.tma, needs_gradients)
+        self.forward_config = forward_config(layouts(*args.tensors, out), flags, self.tma, needs_gradients)
         self.workspace = Workspace(
             prepared=(2, HK, M, tiles * KEYS_PER_TILE), stats=stats_shape, lse=(B, H, L) if needs_gradients else (0,),
             flags=(self.forward_config.num_flags,),
@@ -202,14 +208,13 @@ class CallPlan:
         self, grad: Tensor, out: Tensor, tensors: tuple[Any, ...], prior_grad: int
     ) -> BackwardPlan | None:  # fmt: skip
         """Return the launches of the backward pass; None if key and value heads differ in number."""
-        args = self.full_args(*tensors)
+        args = self.full_args(*tensors)  # without bias, which is part of the prepared keys
         if args.value_group:
             return None
         flags = self.flags._replace(one_pass=not self.flags.small and experimental.is_one_pass(args))
         tma_keys = self.tma and not flags.one_pass
         tma_queries = not flags.small and launch.supports_tma(args.query, grad)
-        # bias and constant are part of the prepared keys.
-        tensor_layouts = (*self.layouts[:4], None, *self.layouts[5:], *layouts(out, grad, None))
+        tensor_layouts = layouts(*args.tensors, out, grad, None)
         config = backward_config(tensor_layouts, flags, tma_keys, tma_queries, False, prior_grad)
         prior_keys = args.value.shape[2] if prior_grad == FULL_PRIOR_GRAD else 0
         return BackwardPlan(self, config, args, grad, tma_keys, tma_queries, prior_keys)
@@ -353,7 +358,7 @@ class PlannedAttention(torch.autograd.Function):
 apply_plan: Callable[..., Tensor] = super(torch.autograd.Function, PlannedAttention).apply
 
 
-def plan_call(args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool) -> CallPlan | None:
+def make_call_plan(args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool) -> CallPlan | None:
     """Return a plan, or None if the call is not supported, has no pairs, or runs in chunks."""
     query, value = args.query, args.value
     if query.dtype not in (torch.bfloat16, torch.float16) or args.dropout_p > 0 or args.cu_q is not None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.mixture.block_config import BlockConfig
-from mgk.kernels.mixture.launch_config import COMPONENT_GEMM_WIDTH, ceil_div
+from mgk.kernels.mixture.launch_config import COMPONENT_GEMM_WIDTH
 
 # A large forward without gradients runs chunk by chunk, in the workspace of one chunk. A chunk keeps the GPU busy
 # (about three waves of programs on 132 SMs) and takes far longer than its launches.

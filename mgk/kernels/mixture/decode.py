@@ -4,7 +4,7 @@ The keys are split over programs, whose partial sums are then merged by their lo
 computes the key terms of the keys that it loads: a separate preprocessing pass would cost half as much as the decoding.
 """
 
-# ruff: noqa: E741, RUF005  (l is the softmax's denominator; Triton has no starred tuples)
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 import triton
 import triton.language as tl
 
@@ -77,8 +77,8 @@ def decode_split(
     if MASK:
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64)[:, None] * stride_mh
     acc = tl.zeros([BM, BE], tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    m = tl.full([BM], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BM], tl.float32)
+    row_max = tl.full([BM], -float("inf"), tl.float32)
     for n in range(i_s * split_size, min(i_s * split_size + split_size, S), BN):
         o_n = n + tl.arange(0, BN)
         keys = ()
@@ -104,18 +104,18 @@ def decode_split(
         valid = m_row[:, None] & (o_n < S)[None, :]
         if CAUSAL:
             valid = valid & (o_i[:, None] + (S - L if CAUSAL == 2 else 0) >= o_n[None, :])
-        xs = apply_mask(exponents(scores, row, terms, lam, M, SHIFTED), valid, M)
-        b_top = elementwise_max(xs, M)
-        m_new = tl.maximum(m, tl.max(b_top, 1))
-        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        b_exponents = apply_mask(exponents(scores, row, terms, lam, M, SHIFTED), valid, M)
+        b_top = elementwise_max(b_exponents, M)
+        new_max = tl.maximum(row_max, tl.max(b_top, 1))
+        finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         if HARD:
-            b_p = tl.exp2(b_top - m_safe[:, None])
+            b_p = tl.exp2(b_top - finite_max[:, None])
         else:
             b_p = tl.zeros_like(b_top)
             for r in tl.static_range(M):
-                b_p += tl.exp2(xs[r] - m_safe[:, None])
-        rescale = tl.exp2(m - m_safe)
-        l = l * rescale + tl.sum(b_p, 1)
+                b_p += tl.exp2(b_exponents[r] - finite_max[:, None])
+        rescale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(b_p, 1)
         if VALUE_GROUP == 0:
             b_v = load_rows(v_ptr, o_n, stride_vs, S, E, BE, True)
             acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
@@ -126,14 +126,14 @@ def decode_split(
                 b_v = load_rows(v_ptr + i_v.to(tl.int64) * stride_vh, o_n, stride_vs, S, E, BE, True)
                 b_new = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
                 acc = tl.where((i_g // VALUE_STEP == t)[:, None], b_new, acc)
-        m = m_new
+        row_max = new_max
     i_partial = ((i_b * (H // GROUP) + i_k) * n_splits + i_s).to(tl.int64)
     o_e = tl.arange(0, BE)
     p_acc = acc_ptr + (i_partial * BM + o_row[:, None]) * E + o_e[None, :]
     tl.store(p_acc, acc, mask=(o_e < E)[None, :])
     n_partials = tl.num_programs(2).to(tl.int64) * (H // GROUP) * n_splits
-    tl.store(ml_ptr + i_partial * BM + o_row, m)
-    tl.store(ml_ptr + (n_partials + i_partial) * BM + o_row, l)
+    tl.store(ml_ptr + i_partial * BM + o_row, row_max)
+    tl.store(ml_ptr + (n_partials + i_partial) * BM + o_row, row_sum)
 
 
 @triton.jit
@@ -163,13 +163,13 @@ def load_fp32(ptr, n, o_n, stride, last, D: tl.constexpr, BD: tl.constexpr, MASK
 
 @triton.jit
 def walk_keys(
-    first, last, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptrs, bias_ptr, stride_km, stride_ks, stride_vs,
-    stride_bm, stride_bs,
+    first, last, rows, constants, lam, tau, accs, sums, maxima, k_ptr, v_ptrs, bias_ptr, stride_km, stride_ks,
+    stride_vs, stride_bm, stride_bs,
     M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BI: tl.constexpr, SHIFTED: tl.constexpr, HARD: tl.constexpr, BIAS: tl.constexpr,
     STAGES: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_STEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate accs, ls and ms (one per query) over the keys first to last.
+    """Accumulate accs, sums and maxima (one per query) over the keys first to last.
 
     rows and constants have one entry per query and component, v_ptrs one per value head.
     """
@@ -177,7 +177,7 @@ def walk_keys(
     # num_stages is set on the loop: the compiler does not pipeline a loop without GEMMs otherwise.
     for n in tl.range(first, last, BN, num_stages=STAGES):
         # Ordered by key group, component and query: the terms of a key are computed once for all queries.
-        xs = ()
+        b_exponents = ()
         values = ()
         for i in tl.static_range(BN // BI):
             o_n = i * BI + o_i
@@ -194,40 +194,42 @@ def walk_keys(
                     b_bias = tl.load(p_bias, mask=n + o_n < last, other=0.0) if MASKED else tl.load(p_bias)
                     b_bias = b_bias.to(tl.float32) * LOG2E
                 for g in tl.static_range(GROUP):
-                    b_l = (tl.sum(b_k * rows[g * M + r], 1) - b_norm) * (lam[r] * LOG2E) + constants[g * M + r]
+                    b_exponent = (tl.sum(b_k * rows[g * M + r], 1) - b_norm) * (lam[r] * LOG2E) + constants[g * M + r]
                     if BIAS == 2:
-                        b_l += b_bias
-                    xs = xs + (tl.where(n + o_n < last, b_l, -float("inf")) if MASKED else b_l,)
+                        b_exponent += b_bias
+                    b_exponents = b_exponents + (
+                        tl.where(n + o_n < last, b_exponent, -float("inf")) if MASKED else b_exponent,
+                    )
         new_accs = ()
-        new_ls = ()
-        new_ms = ()
+        new_sums = ()
+        new_maxima = ()
         for g in tl.static_range(GROUP):
-            m = ms[g]
+            row_max = maxima[g]
             for i in tl.static_range(BN // BI * M):
-                m = tl.maximum(m, xs[i * GROUP + g])
-            m_safe = tl.where(m == -float("inf"), 0.0, m)
-            rescale = tl.exp2(ms[g] - m_safe)
-            l = ls[g] * rescale
+                row_max = tl.maximum(row_max, b_exponents[i * GROUP + g])
+            finite_max = tl.where(row_max == -float("inf"), 0.0, row_max)
+            rescale = tl.exp2(maxima[g] - finite_max)
+            row_sum = sums[g] * rescale
             acc = accs[g] * rescale[:, None]
             for i in tl.static_range(BN // BI):
-                b_p = xs[i * M * GROUP + g]
+                b_p = b_exponents[i * M * GROUP + g]
                 if HARD:
                     for r in tl.static_range(1, M):
-                        b_p = tl.maximum(b_p, xs[(i * M + r) * GROUP + g])
-                    b_p = tl.exp2(b_p - m_safe)
+                        b_p = tl.maximum(b_p, b_exponents[(i * M + r) * GROUP + g])
+                    b_p = tl.exp2(b_p - finite_max)
                 else:
-                    b_p = tl.exp2(b_p - m_safe)
+                    b_p = tl.exp2(b_p - finite_max)
                     for r in tl.static_range(1, M):
-                        b_p += tl.exp2(xs[(i * M + r) * GROUP + g] - m_safe)
-                l += b_p
+                        b_p += tl.exp2(b_exponents[(i * M + r) * GROUP + g] - finite_max)
+                row_sum += b_p
                 acc += b_p[:, None] * values[i * VALUE_HEADS + g // VALUE_STEP]
             new_accs = new_accs + (acc,)
-            new_ls = new_ls + (l,)
-            new_ms = new_ms + (m,)
+            new_sums = new_sums + (row_sum,)
+            new_maxima = new_maxima + (row_max,)
         accs = new_accs
-        ls = new_ls
-        ms = new_ms
-    return accs, ls, ms
+        sums = new_sums
+        maxima = new_maxima
+    return accs, sums, maxima
 
 
 @triton.jit(do_not_specialize=["HK", "S", "split_size", "n_splits"])
@@ -261,8 +263,8 @@ def decode_row(
     rows = ()
     constants = ()
     accs = ()
-    ls = ()
-    ms = ()
+    sums = ()
+    maxima = ()
     for g in tl.static_range(GROUP):
         p_q = q_ptr + i_b.to(tl.int64) * stride_qb + (i_k * GROUP + g).to(tl.int64) * stride_qh + o_d
         b_q = tl.load(p_q, mask=o_d < D, other=0.0).to(tl.float32)
@@ -280,8 +282,8 @@ def decode_row(
             rows = rows + (b_row[None, :],)
             constants = constants + (b_constant * LOG2E,)
         accs = accs + (tl.zeros([BI, BE], tl.float32),)
-        ls = ls + (tl.zeros([BI], tl.float32),)
-        ms = ms + (tl.full([BI], -float("inf"), tl.float32),)
+        sums = sums + (tl.zeros([BI], tl.float32),)
+        maxima = maxima + (tl.full([BI], -float("inf"), tl.float32),)
     k_ptr += i_b.to(tl.int64) * stride_kb + i_k.to(tl.int64) * stride_kh
     v_ptrs = ()
     for t in tl.static_range(VALUE_HEADS):
@@ -293,20 +295,20 @@ def decode_row(
         last = min(last, 1)
     full = first + max(last - first, 0) // BN * BN
     for MASKED in tl.static_range(2):
-        accs, ls, ms = walk_keys(
-            full if MASKED else first, last if MASKED else full, rows, constants, lam, tau, accs, ls, ms, k_ptr, v_ptrs,
-            bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, GROUP, BN, BI, SHIFTED,
-            HARD, BIAS, 1 if MASKED else STAGES, VALUE_HEADS, VALUE_STEP, MASKED,
+        accs, sums, maxima = walk_keys(
+            full if MASKED else first, last if MASKED else full, rows, constants, lam, tau, accs, sums, maxima, k_ptr,
+            v_ptrs, bias_ptr, stride_km, stride_ks, stride_vs, stride_bm, stride_bs, M, D, E, BD, BE, GROUP, BN, BI,
+            SHIFTED, HARD, BIAS, 1 if MASKED else STAGES, VALUE_HEADS, VALUE_STEP, MASKED,
         )  # fmt: skip
     i_partial = ((i_b * HK + i_k) * n_splits + i_s).to(tl.int64)
     n_partials = tl.num_programs(2).to(tl.int64) * HK * n_splits
     for g in tl.static_range(GROUP):
-        top = tl.max(ms[g], 0)
-        b_w = tl.exp2(ms[g] - tl.where(top == -float("inf"), 0.0, top))
+        top = tl.max(maxima[g], 0)
+        b_w = tl.exp2(maxima[g] - tl.where(top == -float("inf"), 0.0, top))
         o_partial = i_partial * GROUP + g
         tl.store(acc_ptr + o_partial * E + o_e, tl.sum(accs[g] * b_w[:, None], 0), mask=o_e < E)
         tl.store(ml_ptr + o_partial, top)
-        tl.store(ml_ptr + n_partials * GROUP + o_partial, tl.sum(ls[g] * b_w, 0))
+        tl.store(ml_ptr + n_partials * GROUP + o_partial, tl.sum(sums[g] * b_w, 0))
 
 
 @triton.jit(do_not_specialize=["H", "L", "n_splits"])
@@ -321,24 +323,24 @@ def decode_merge(
     i_partial = (i_b * HK + i_k).to(tl.int64) * n_splits
     o_e = tl.arange(0, BE)
     acc = tl.zeros([BE], tl.float32)
-    l = 0.0
-    m = -float("inf")
+    row_sum = 0.0
+    row_max = -float("inf")
     for s in range(0, n_splits, BS):
         o_s = s + tl.arange(0, BS)
         p_ml = ml_ptr + (i_partial + o_s) * BM + i_row
-        b_m = tl.load(p_ml, mask=o_s < n_splits, other=-float("inf"))
-        b_l = tl.load(p_ml + n_partials * BM, mask=o_s < n_splits, other=0.0)
+        b_max = tl.load(p_ml, mask=o_s < n_splits, other=-float("inf"))
+        b_sum = tl.load(p_ml + n_partials * BM, mask=o_s < n_splits, other=0.0)
         p_acc = acc_ptr + ((i_partial + o_s) * BM + i_row)[:, None] * E + o_e[None, :]
         b_acc = tl.load(p_acc, mask=(o_s < n_splits)[:, None] & (o_e < E)[None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(b_m, 0))
-        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        b_w = tl.exp2(b_m - m_safe)
-        rescale = tl.exp2(m - m_safe)
+        new_max = tl.maximum(row_max, tl.max(b_max, 0))
+        finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        b_w = tl.exp2(b_max - finite_max)
+        rescale = tl.exp2(row_max - finite_max)
         acc = acc * rescale + tl.sum(b_acc * b_w[:, None], 0)
-        l = l * rescale + tl.sum(b_l * b_w, 0)
-        m = m_new
-    empty = l == 0.0
-    l = tl.where(empty, 1.0, l)
+        row_sum = row_sum * rescale + tl.sum(b_sum * b_w, 0)
+        row_max = new_max
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
     o_out = ((i_b * H + i_k * GROUP + i_row // L) * L + i_row % L).to(tl.int64)
-    tl.store(out_ptr + o_out * E + o_e, (acc / l).to(out_ptr.dtype.element_ty), mask=o_e < E)
-    tl.store(lse_ptr + o_out, tl.where(empty, float("inf"), m + tl.log2(l)))
+    tl.store(out_ptr + o_out * E + o_e, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=o_e < E)
+    tl.store(lse_ptr + o_out, tl.where(empty, float("inf"), row_max + tl.log2(row_sum)))

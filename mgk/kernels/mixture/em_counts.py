@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.jit_cache import LaunchSpec, launch
 from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.launch import count_key_tiles, empty_workspace, leading_strides, precision_of, preprocess
-from mgk.kernels.mixture.launch_config import ceil_div, key_strides, padded_width
+from mgk.kernels.mixture.launch_config import key_strides, padded_width
 from mgk.kernels.mixture.tile import (
     INTERPRETED,
     KEY_TILE,
@@ -216,8 +217,9 @@ def component_counts(
     (B, H, L, D), HK, S = query.shape, keys.shape[1], keys.shape[-2]
     # There are no values: keys stand in for them.
     args = MixtureArgs(
-        query, keys, keys, shift, log_prior, scale_t, tau_t, mask, None, cu_q, cu_k, scale, tau, 0.0, 0.0, causal,
-        False, max_q, max_k,
+        query=query, keys=keys, value=keys, shift=shift, bias=log_prior, scale_t=scale_t, tau_t=tau_t, mask=mask,
+        seed=None, cu_q=cu_q, cu_k=cu_k, scale=scale, tau=tau, constant=0.0, dropout_p=0.0, causal=causal, hard=False,
+        max_q=max_q, max_k=max_k,
     )  # fmt: skip
     M = args.components
     count = query.new_empty(B, HK, M, S, dtype=torch.float32)

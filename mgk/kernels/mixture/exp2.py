@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mgk._core import masks
 from mgk.kernels.mixture.tile import INTERPRETED
 
 LOG2E_HIGH = tl.constexpr(1.44269502162933349609375)  # log2(e) rounded to fp32
@@ -15,7 +16,7 @@ LOG2E_LOW = tl.constexpr(1.9259630335e-8)
 # Adding this to a number below 2^22 rounds it to an integer.
 ROUNDING_OFFSET = tl.constexpr(12582912.0)
 # Replaces -inf in a score: an integer with fraction 0 whose product with a scale does not overflow.
-LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(masks.MASK_VALUE)
 # Replaces -inf in the term of a row or key. The sum of two is finite and below any finite score of masked padding.
 LOWEST_TERM = tl.constexpr(torch.finfo(torch.float32).min / 2)
 # Largest exponents of results. Weights are at most 1 but for rounding, which exceeds 1 if a score exceeds 2^24. With

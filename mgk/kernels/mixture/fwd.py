@@ -21,8 +21,10 @@ from mgk.kernels.mixture.tile import (  # fmt: skip
     FAST,
     KEY_TILE,
     LOG2E,
+    NUM_STATS,
     RUNNING,
     SAFE_RANGE,
+    STAT_REFERENCE,
     as_columns,
     component_ratios,
     component_scores,
@@ -232,7 +234,7 @@ def forward_tile(
         mask_ptr += i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
     c_ptr += (i_k * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE
     coef_ptr = c_ptr + (H // GROUP * M).to(tl.int64) * n_key_tiles * KEY_TILE
-    stats_ptr += (i_k * n_key_tiles + key_tile) * 4
+    stats_ptr += (i_k * n_key_tiles + key_tile) * NUM_STATS
     seed = tl.load(seed_ptr) if DROPOUT else 0
     if TAU:
         tau = tl.load(tau_ptr + i_k)
@@ -250,7 +252,7 @@ def forward_tile(
     # Skip keys that are masked up to the end of the sequence.
     full = min(full, end)
     last = min(last, end)
-    ref = tl.load(stats_ptr + 3)
+    ref = tl.load(stats_ptr + STAT_REFERENCE)
     spread = tl.max(top - elementwise_min(a, M), 0)
     # |q_i| max |k| bounds the scores (Cauchy-Schwarz).
     score_bound = tl.sqrt(squared_norm) * (longest * elementwise_max(lam, M) * LOG2E)
@@ -267,8 +269,11 @@ def forward_tile(
     acc = tl.zeros([BM, BE], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.zeros([BM], tl.float32)
+    IS_FAST: tl.constexpr = PATH == FAST or PATH == RUNNING
     for USE_FAST in tl.static_range(2):
-        if (safe if USE_FAST else not safe) if PATH == BOTH else (PATH == FAST or PATH == RUNNING) == USE_FAST:
+        # PATH BOTH selects a form for each program, the other paths select one at compile time.
+        is_selected = safe if USE_FAST else not safe
+        if is_selected if PATH == BOTH else IS_FAST == USE_FAST:
             acc, l, m = attend_tile(
                 full, last, b_q, a, score_bound + top + high, lam, k_src, v_src, key_operand_src, i_b, i_k, i_v,
                 start_k, key_tile, c_ptr, coef_ptr, mask_ptr, seed, i_bh, o_i, causal_offset, dropout_p, stride_km,

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.architecture import architecture, compile_target, has_tma, is_amd
 from mgk.kernels.jit_cache import LaunchSpec, compiled_together, launch
 from mgk.kernels.mixture import experimental
-from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
+from mgk.kernels.mixture.args import MixtureArgs
 from mgk.kernels.mixture.block_config import BlockKey
 from mgk.kernels.mixture.block_sizes import select_block, select_decode_config
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.chunks import chunks, key_heads_per_chunk
 from mgk.kernels.mixture.decode import decode_merge, decode_row, decode_split
+from mgk.kernels.mixture.decode_config import decode_constexprs, decode_value_heads
 from mgk.kernels.mixture.launch_config import (  # fmt: skip
     COMPONENT_GEMM_WIDTH,
     FULL_PRIOR_GRAD,
@@ -26,10 +28,7 @@ from mgk.kernels.mixture.launch_config import (  # fmt: skip
     LaunchFlags,
     backward_config,
     broadcast_strides,
-    ceil_div,
     constexprs_of,
-    decode_constexprs,
-    decode_value_heads,
     forward_config,
     key_strides,
     layouts,
@@ -207,23 +206,21 @@ def forward_into(
         if lse is not None:
             lse.fill_(float("inf"))
         return
-    (
-        query, keys, value, shift, bias, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, constant, dropout_p, _, _,
-        _, _,
-    ) = args  # fmt: skip
     flags = call_flags(args, stats.shape[1], no_component_gemm)
-    tma = not flags.small and supports_tma(keys, value)
-    config = forward_config(layouts(*args[:NUM_TENSORS], out), flags, tma, lse is not None)
+    tma = not flags.small and supports_tma(args.keys, args.value)
+    config = forward_config(layouts(*args.tensors, out), flags, tma, lse is not None)
     operand = empty_operand(stats, config.operand_keys)
+    shift, scale_t, tau_t, cu_k = args.shift, args.scale_t, args.tau_t, args.cu_k
     launch(
-        config.preprocess, (keys, shift, bias, scale_t, tau_t, cu_k, prepared, stats, operand), (scale, tau, constant)
-    )
+        config.preprocess, (args.keys, shift, args.bias, scale_t, tau_t, cu_k, prepared, stats, operand),
+        (args.scale, args.tau, args.constant),
+    )  # fmt: skip
     launch(
         config.attend,
-        (query, *as_descriptors(tma, config.block_n, keys, value), shift, mask, seed, scale_t, tau_t, cu_q, cu_k,
-        prepared, stats, stats.new_empty(config.num_flags) if config.num_flags else stats,
+        (args.query, *as_descriptors(tma, config.block_n, args.keys, args.value), shift, args.mask, args.seed, scale_t,
+        tau_t, args.cu_q, cu_k, prepared, stats, stats.new_empty(config.num_flags) if config.num_flags else stats,
         *as_descriptors(tma, config.block_n, operand), out, lse),
-        (scale, tau, dropout_p),
+        (args.scale, args.tau, args.dropout_p),
     )  # fmt: skip
 
 
@@ -322,8 +319,8 @@ def _num_sms(device: torch.device) -> int:
 
 def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return out and lse of `ops.decode_op`."""
-    query, keys, value, shift, bias, scale_t, tau_t, mask, _, _, _, scale, tau, constant, _, _, _, _, _ = args
-    (B, H, L, _), HK, (S, E), shifted = query.shape, keys.shape[1], value.shape[2:], shift is not None
+    query, keys, value, bias = args.query, args.keys, args.value, args.bias
+    (B, H, L, _), HK, (S, E), shifted = query.shape, keys.shape[1], value.shape[2:], args.shift is not None
     out = query.new_empty(B, H, L, E)
     lse = query.new_empty(B, H, L, dtype=torch.float32)
     if out.numel() == 0:
@@ -331,7 +328,7 @@ def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tenso
     if S == 0:
         return out.zero_(), lse.fill_(float("inf"))
     shared = constexprs_of(args, precision_of(query))
-    mask = None if mask is None else mask.expand(B, H, L, S)
+    mask = None if args.mask is None else args.mask.expand(B, H, L, S)
     bias_strides = (0,) * 4 if bias is None else broadcast_strides(bias.shape, bias.stride())
     group = H // HK
     value_heads = decode_value_heads(group, args.value_group)
@@ -360,18 +357,18 @@ def launch_decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tenso
     strides = (*key_strides(keys.stride(), shifted), *value.stride()[:3], *bias_strides)
     tensors: tuple[Any, ...]
     if by_rows:
-        tensors = (query, keys, value, shift, bias, scale_t, tau_t, count, parts, sums)
+        tensors = (query, keys, value, args.shift, bias, args.scale_t, args.tau_t, count, parts, sums)
         spec = LaunchSpec(
             decode_row, (splits, HK, B), (*query.stride()[:2], *strides), (HK, S, keys_per_split, splits), constexprs,
             num_warps,
         )  # fmt: skip
     else:
-        tensors = (query, keys, value, shift, bias, mask, scale_t, tau_t, count, parts, sums)
+        tensors = (query, keys, value, args.shift, bias, mask, args.scale_t, args.tau_t, count, parts, sums)
         spec = LaunchSpec(
             decode_split, (splits, HK, B), (*query.stride()[:3], *strides, *leading_strides(mask, 4), group),
             (H, L, S, keys_per_split, splits), constexprs, num_warps, stages,
         )  # fmt: skip
-    launch(spec, tensors, (scale, tau, constant))
+    launch(spec, tensors, (args.scale, args.tau, args.constant))
     constexprs = {"E": E, "BE": shared["BE"], "BM": rows, "BS": 16}
     spec = LaunchSpec(decode_merge, (group * L, HK, B), (group,), (H, L, splits), constexprs)
     launch(spec, (parts, sums, out, lse))
@@ -383,14 +380,12 @@ def launch_backward(
     mask_grad: bool, prior_grad: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of `ops.backward_op`, None where those are empty. bias and constant are not read."""
-    (
-        query, keys, value, shift, _, scale_t, tau_t, mask, seed, cu_q, cu_k, scale, tau, _, dropout_p, causal, _, _, _,
-    ) = args  # fmt: skip
+    query, keys, value, shift, cu_q = args.query, args.keys, args.value, args.shift, args.cu_q
     (B, H, L, D), S, M = query.shape, value.shape[2], prepared.shape[2]
     HK, HV, HP = args.head_counts
     dq, dk, dv = empty_like_bshd(query), empty_like_bshd(keys), empty_like_bshd(value)
     dbias = lse.new_empty(B, HK, M, S) if prior_grad == FULL_PRIOR_GRAD else None
-    dmask = (lse.new_zeros if causal else lse.new_empty)(B, H, L, S) if mask_grad else None
+    dmask = (lse.new_zeros if args.causal else lse.new_empty)(B, H, L, S) if mask_grad else None
     if query.numel() == 0 or S == 0:
         for x in (dq, dk, dv, dbias, dmask):
             if x is not None:
@@ -401,14 +396,14 @@ def launch_backward(
     tma_keys = not flags.small and not flags.one_pass and supports_tma(keys, value)
     tma_queries = not flags.small and supports_tma(query, grad)
     config = backward_config(
-        layouts(*args[:NUM_TENSORS], out, grad, grad_lse), flags, tma_keys, tma_queries, mask_grad, prior_grad
+        layouts(*args.tensors, out, grad, grad_lse), flags, tma_keys, tma_queries, mask_grad, prior_grad
     )
     row_vectors, spread = lse.new_empty(config.row_vectors), lse.new_empty(config.num_spreads)
     flagged = lse.new_empty(config.num_flags) if config.num_flags else spread
     parts = (lse.new_empty if cu_q is None else lse.new_zeros)(config.parts)
     sums = lse.new_empty(config.parts[1] * config.parts[2])
-    inputs = (shift, mask, seed, scale_t, tau_t, cu_q, cu_k, prepared, stats)
-    floats = (scale, tau, dropout_p)
+    inputs = (shift, args.mask, args.seed, args.scale_t, args.tau_t, cu_q, args.cu_k, prepared, stats)
+    floats = (args.scale, args.tau, args.dropout_p)
     key_operand = empty_operand(stats, config.key_operand_keys)
     row_operand = empty_operand(stats, config.row_operand_rows)
     query_sums = lse.new_empty(config.query_sums) if config.finish is not None else None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from mgk._core.integers import ceil_div
 from mgk.kernels.architecture import HOPPER, Architecture
 from mgk.kernels.jit_cache import LaunchSpec
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
@@ -89,12 +90,12 @@ def layouts(*tensors: Any) -> tuple[Any, ...]:
 def _args_of_layouts(tensors: tuple[Any, ...], flags: LaunchFlags) -> tuple[Any, list[Any]]:
     """Return a `MixtureArgs` with layouts in place of tensors, and the remaining layouts."""
     layouts = [x and TensorLayout(*x) for x in tensors]
-    numbers = (0.0, 0.0, 0.0, float(flags.dropout), flags.causal, flags.hard, flags.max_q, flags.max_k)
-    return MixtureArgs._make((*layouts[:NUM_TENSORS], *numbers)), layouts[NUM_TENSORS:]
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    tensor_fields: dict[str, Any] = dict(zip(MixtureArgs._fields[:NUM_TENSORS], layouts[:NUM_TENSORS], strict=True))
+    args = MixtureArgs(
+        **tensor_fields, scale=0.0, tau=0.0, constant=0.0, dropout_p=float(flags.dropout), causal=flags.causal,
+        hard=flags.hard, max_q=flags.max_q, max_k=flags.max_k,
+    )  # fmt: skip
+    return args, layouts[NUM_TENSORS:]
 
 
 @functools.cache
@@ -123,13 +124,13 @@ def _heads_in_l2(num_heads: int, bytes_per_head: int) -> int:
 
 def constexprs_of(args: MixtureArgs, precision: str) -> dict[str, Any]:
     """Return the constexprs that the attention kernels share; a launch adds its block sizes."""
-    query, _, value, shift, _, scale_t, tau_t, mask, _, cu_q, _, _, _, _, dropout_p, causal, hard, _, _ = args
-    D, E = query.shape[3], value.shape[3]
+    D, E, scale_t, mask = args.query.shape[3], args.value.shape[3], args.scale_t, args.mask
     return {
         "M": args.components, "D": D, "E": E, "BD": padded_width(D), "BE": padded_width(E),
-        "SHIFTED": shift is not None, "HARD": hard, "SCALE": 0 if scale_t is None else scale_t.shape[1],
-        "TAU": tau_t is not None, "CAUSAL": causal, "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point,
-        "DROPOUT": dropout_p > 0, "PACKED": cu_q is not None, "PRECISION": precision,
+        "SHIFTED": args.shift is not None, "HARD": args.hard, "SCALE": 0 if scale_t is None else scale_t.shape[1],
+        "TAU": args.tau_t is not None, "CAUSAL": args.causal,
+        "MASK": 0 if mask is None else 1 + mask.dtype.is_floating_point, "DROPOUT": args.dropout_p > 0,
+        "PACKED": args.cu_q is not None, "PRECISION": precision,
     }  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def preprocess_spec(
     needs None in the same positions at every launch.
     """
     keys, shift, bias, scale_t, tau_t, cu_k = (x and TensorLayout(*x) for x in tensors)
-    HK, (S, D), M = keys.shape[1], keys.shape[-2:], (keys if shift is None else shift).shape[1 + (shift is None)]
+    HK, (S, D), M = keys.shape[1], keys.shape[-2:], keys.shape[2] if shift is None else shift.shape[1]
     constexprs = {
         "M": M, "D": D, "BC": min(64, padded_width(D)), "SHIFTED": shift is not None, "BIAS": bias is not None,
         "SCALE": 0 if scale_t is None else scale_t.shape[1], "TAU": tau_t is not None, "HARD": hard,
@@ -244,11 +245,13 @@ def forward_config(tensors: tuple[Any, ...], flags: LaunchFlags, tma: bool, retu
         constexprs, block.num_warps, block.num_stages, block.maxnreg, paths, (ceil_div(tiles * heads, fallback), 1, 1),
     )  # fmt: skip
     preprocess = preprocess_spec(
-        (tensors[1], *tensors[3:7], tensors[10]), hard, num_sequences, args.max_k, key_tiles, component_gemm
-    )
+        (keys, shift, args.bias, args.scale_t, args.tau_t, args.cu_k), hard, num_sequences, args.max_k, key_tiles,
+        component_gemm,
+    )  # fmt: skip
+    needs_flags = len(paths) > 1
     return ForwardConfig(
-        preprocess, attend, block.block_n, heads * tiles * (len(paths) > 1),
-        HK * key_tiles * KEYS_PER_TILE * component_gemm,
+        preprocess, attend, block.block_n, num_flags=heads * tiles if needs_flags else 0,
+        operand_keys=HK * key_tiles * KEYS_PER_TILE if component_gemm else 0,
     )  # fmt: skip
 
 
@@ -278,6 +281,95 @@ class BackwardConfig(NamedTuple):
     query_sums: tuple[int, int] = (0, 1)  # rows and columns
 
 
+class _BackwardPass(NamedTuple):
+    """Properties that the launches of a backward pass share."""
+
+    args: Any  # `MixtureArgs` of layouts
+    flags: LaunchFlags
+    constexprs: dict[str, Any]
+    strides: tuple[int, ...]
+    prior_grad: int
+    dq_block: BlockConfig
+    q_tiles: int
+    query_parts: int  # partial sums that dq writes per key head
+    fallback_tiles: int
+
+
+def _backward_forms(args: Any, flags: LaunchFlags, constexprs: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether the mixture sum is factored, and whether the FAST path exists."""
+    size = args.query.dtype.itemsize
+    factored = _is_factored(constexprs) and (size == 2 or flags.bounded) and (not flags.small or constexprs["M"] > 2)
+    # Independent keys and hard shifted keys: powers of one side's exponents are factors, beyond the range of fp16.
+    one_sided = (flags.hard or args.shift is None) and constexprs["SCALE"] <= 1 and constexprs["MASK"] != 2
+    return factored, factored or (one_sided and flags.bounded and not flags.small)
+
+
+def _backward_blocks(
+    args: Any, flags: LaunchFlags, constexprs: dict[str, Any], fast: bool, tma_keys: bool, tma_rows: bool
+) -> tuple[BlockConfig, list[tuple[Any, BlockConfig]]]:
+    """Return the block of dq, and OUTPUTS and the block of each dkdv launch."""
+    width, shifted = max(constexprs["BD"], constexprs["BE"]), args.shift is not None
+
+    def select(key: BlockKey) -> BlockConfig:
+        size = args.query.dtype.itemsize
+        return flags.select_block(key, width, constexprs["M"], shifted, size, flags.architecture)
+
+    # Blocks of small calls have one or two warps: the registers of masks, dropout and several scales would not fit.
+    small = flags.small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
+    capped = _is_capped(fast, flags.small, constexprs)
+    short = flags.length <= (2 if flags.causal else 1) * SHORT_LENGTH
+    key = BlockKey("dq", hard=flags.hard, capped=capped, short=short)
+    dq_block = select(key._replace(small=small and not tma_keys, tma=tma_keys))
+    dkdv_key = key._replace(pass_="dkdv", small=small and not tma_rows, tma=tma_rows)
+    dkdv_block = select(dkdv_key)
+    if flags.one_pass:
+        dq_block = dkdv_block = select(BlockKey("onepass", tma=tma_rows))
+    per_component = not shifted and not flags.hard and dkdv_block.per_component
+    if dkdv_block.split if shifted or per_component else width > SPLIT_WIDTH:
+        return dq_block, [(DK_ONLY, dkdv_block), (DV_ONLY, select(dkdv_key._replace(pass_="dv")))]
+    return dq_block, [(DK_AND_DV, dkdv_block)]
+
+
+def _dq_spec(
+    shared: _BackwardPass, out: TensorLayout, paths: tuple[int, ...], tma_keys: bool, mask_grad: bool, lse_grad: bool
+) -> LaunchSpec:
+    args, flags, constexprs, block = shared.args, shared.flags, shared.constexprs, shared.dq_block
+    (_, H, L, D), HK, (S, E) = args.query.shape, args.keys.shape[1], args.value.shape[2:]
+    heads, bytes_per_key = args.num_sequences * H, args.query.dtype.itemsize
+    bytes_per_key *= D * (1 if args.shift is not None else constexprs["M"]) + E
+    programs = shared.q_tiles * heads
+    return LaunchSpec(
+        mixture_backward_dq, (programs, 1, 1), (*shared.strides, H // HK, *out.strides[:3]),
+        (H, L, S, flags.num_key_tiles, shared.q_tiles, heads, _heads_in_l2(heads, bytes_per_key * S)),
+        dict(constexprs, BM=block.block_m, BN=block.block_n, DMASK=mask_grad, DLSE=lse_grad,
+        VALUE_GROUP=args.value_group, TMA=tma_keys, IN_REGISTERS=block.operand_in_registers, PRIOR=shared.prior_grad,
+        TILES=shared.fallback_tiles),
+        block.num_warps, block.num_stages, block.maxnreg, paths, (ceil_div(programs, shared.fallback_tiles), 1, 1),
+    )  # fmt: skip
+
+
+def _dkdv_launch(
+    shared: _BackwardPass, outputs: Any, block: BlockConfig, paths: tuple[int, ...], tma_queries: bool, tma_rows: bool
+) -> DkdvLaunch:
+    args, flags = shared.args, shared.flags
+    (_, H, L, D), (S, E), (HK, HV, HP) = args.query.shape, args.value.shape[2:], args.head_counts
+    tiles, all_pairs = ceil_div(args.max_k, block.block_n), args.num_sequences * HP
+    pair_bytes = (D + E) * args.query.dtype.itemsize * L * H // HP
+    tma_rows = tma_rows and block.tma_rows
+    spec = LaunchSpec(
+        mixture_backward_dkdv, (tiles * all_pairs, 1, 1), (*shared.strides, H // HP),
+        (H, L, S, flags.num_key_tiles, tiles, all_pairs, shared.q_tiles, shared.query_parts,
+        _heads_in_l2(all_pairs, pair_bytes)),
+        dict(shared.constexprs, BM=block.block_m, BN=block.block_n, BQ=shared.dq_block.block_m, KEY_REPEAT=HP // HK,
+        VALUE_REPEAT=HP // HV, TMA=tma_queries, IN_REGISTERS=block.operand_in_registers,
+        PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows, OUTPUTS=outputs.value, PRIOR=shared.prior_grad,
+        TILES=shared.fallback_tiles),
+        block.num_warps, block.num_stages, block.maxnreg, paths,
+        (ceil_div(tiles * all_pairs, shared.fallback_tiles), 1, 1),
+    )  # fmt: skip
+    return DkdvLaunch(spec, block.block_m, tma_rows)
+
+
 @functools.lru_cache(1 << 10)
 def backward_config(
     tensors: tuple[Any, ...], flags: LaunchFlags, tma_keys: bool, tma_queries: bool, mask_grad: bool, prior_grad: int
@@ -293,122 +385,57 @@ def backward_config(
         prior_grad: NO_PRIOR_GRAD, SUMMED_PRIOR_GRAD or FULL_PRIOR_GRAD.
     """
     args, (out, grad, grad_lse) = _args_of_layouts(tensors, flags)
-    query, keys, value, shifted = args.query, args.keys, args.value, args.shift is not None
-    hard, small, key_tiles, num_sequences = flags.hard, flags.small, flags.num_key_tiles, args.num_sequences
     constexprs = constexprs_of(args, flags.precision)
-    (B, H, L, D), (S, E), M = query.shape, value.shape[2:], constexprs["M"]
-    HK, HV, HP = args.head_counts
-    width, size = max(constexprs["BD"], constexprs["BE"]), query.dtype.itemsize
-    fallback = _fallback_tiles(flags, width)
-    # Blocks of small calls have one or two warps: the registers of masks, dropout and several scales would not fit.
-    use_small_blocks = small and not flags.dropout and not constexprs["MASK"] and constexprs["SCALE"] <= 1
+    (B, H, L, D), M, shifted = args.query.shape, constexprs["M"], args.shift is not None
+    HK, _, HP = args.head_counts
+    factored, fast = _backward_forms(args, flags, constexprs)
     # Packed sequences begin at arbitrary offsets in the row vectors, which TMA cannot read.
-    tma = tma_queries and args.cu_q is None
-    factored = _is_factored(constexprs) and (size == 2 or flags.bounded) and (not small or M > 2)
-    # Independent keys and hard shifted keys: powers of one side's exponents are factors, beyond the range of fp16.
-    one_sided = (hard or not shifted) and constexprs["SCALE"] <= 1 and constexprs["MASK"] != 2
-    fast = factored or (one_sided and flags.bounded and not small)
-
-    def select(key: BlockKey) -> BlockConfig:
-        return flags.select_block(key, width, M, shifted, size, flags.architecture)
-
-    capped = _is_capped(fast, small, constexprs)
-    short = flags.length <= (2 if flags.causal else 1) * SHORT_LENGTH
-    dq_block = select(
-        BlockKey("dq", small=use_small_blocks and not tma_keys, tma=tma_keys, hard=hard, capped=capped, short=short)
-    )
-    dkdv_key = BlockKey("dkdv", small=use_small_blocks and not tma, tma=tma, hard=hard, capped=capped, short=short)
-    dkdv_block = select(dkdv_key)
-    if flags.one_pass:
-        dq_block = dkdv_block = select(BlockKey("onepass", tma=tma))
-    per_component = not shifted and not hard and dkdv_block.per_component
-    if dkdv_block.split if shifted or per_component else width > SPLIT_WIDTH:
-        passes = [(DK_ONLY, dkdv_block), (DV_ONLY, select(dkdv_key._replace(pass_="dv")))]
-    else:
-        passes = [(DK_AND_DV, dkdv_block)]
-    q_tiles, k_tiles = ceil_div(args.max_q, dq_block.block_m), [ceil_div(args.max_k, b.block_n) for _, b in passes]
-    heads, all_pairs = num_sequences * H, num_sequences * HP
-    query_parts = num_sequences * (H // HK) * q_tiles
-    row_length = B * H * ceil_div(L, ROWS_PER_TILE) * ROWS_PER_TILE
-    strides = (
-        *query.strides[:3], *key_strides(keys.strides, shifted), *value.strides[:3], *_four_strides(args.mask),
-        *grad.strides[:3], row_length,
-    )  # fmt: skip
-    paths = _paths(fast, small)
+    tma_rows = tma_queries and args.cu_q is None
+    dq_block, passes = _backward_blocks(args, flags, constexprs, fast, tma_keys, tma_rows)
+    paths = _paths(fast, flags.small)
     # The dkdv kernel is GENERAL for hard independent keys, whose components differ before one is chosen, and for dk and
     # dv of independent keys together, which leave no registers for the fast form.
-    dkdv_paths = paths if shifted or (len(passes) > 1 and not hard) else (GENERAL.value,)
+    dkdv_paths = paths if shifted or (len(passes) > 1 and not flags.hard) else (GENERAL.value,)
     if flags.one_pass:
         paths, dkdv_paths = (PREPARE.value,), (BOTH.value,)
-    dq = LaunchSpec(
-        mixture_backward_dq, (q_tiles * heads, 1, 1), (*strides, H // HK, *out.strides[:3]),
-        (H, L, S, key_tiles, q_tiles, heads, _heads_in_l2(heads, (D * (1 if shifted else M) + E) * size * S)),
-        dict(constexprs, BM=dq_block.block_m, BN=dq_block.block_n, DMASK=mask_grad, DLSE=grad_lse is not None,
-        VALUE_GROUP=args.value_group, TMA=tma_keys, IN_REGISTERS=dq_block.operand_in_registers, PRIOR=prior_grad,
-        TILES=fallback),
-        dq_block.num_warps, dq_block.num_stages, dq_block.maxnreg, paths, (ceil_div(q_tiles * heads, fallback), 1, 1),
+    row_length = B * H * ceil_div(L, ROWS_PER_TILE) * ROWS_PER_TILE
+    strides = (
+        *args.query.strides[:3], *key_strides(args.keys.strides, shifted), *args.value.strides[:3],
+        *_four_strides(args.mask), *grad.strides[:3], row_length,
     )  # fmt: skip
-    dkdv = []
-    for (outputs, block), tiles in zip(passes, k_tiles, strict=True):
-        tma_rows = tma and block.tma_rows
-        spec = LaunchSpec(
-            mixture_backward_dkdv, (tiles * all_pairs, 1, 1), (*strides, H // HP),
-            (H, L, S, key_tiles, tiles, all_pairs, q_tiles, query_parts,
-            _heads_in_l2(all_pairs, (D + E) * size * L * H // HP)),
-            dict(constexprs, BM=block.block_m, BN=block.block_n, BQ=dq_block.block_m, KEY_REPEAT=HP // HK,
-            VALUE_REPEAT=HP // HV, TMA=tma_queries, IN_REGISTERS=block.operand_in_registers,
-            PER_COMPONENT=block.per_component, TMA_ROWS=tma_rows, OUTPUTS=outputs.value, PRIOR=prior_grad,
-            TILES=fallback),
-            block.num_warps, block.num_stages, block.maxnreg, dkdv_paths, (ceil_div(tiles * all_pairs, fallback), 1, 1),
-        )  # fmt: skip
-        dkdv.append(DkdvLaunch(spec, block.block_m, tma_rows))
+    q_tiles, k_tiles = ceil_div(args.max_q, dq_block.block_m), [ceil_div(args.max_k, b.block_n) for _, b in passes]
+    query_parts = args.num_sequences * (H // HK) * q_tiles
+    shared = _BackwardPass(
+        args, flags, constexprs, strides, prior_grad, dq_block, q_tiles, query_parts,
+        _fallback_tiles(flags, max(constexprs["BD"], constexprs["BE"])),
+    )  # fmt: skip
+    dq = _dq_spec(shared, out, paths, tma_keys, mask_grad, lse_grad=grad_lse is not None)
     # The GEMM operands are bf16, which has fewer digits than fp16 gradients.
-    key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, dkdv_block))
+    key_gemm, row_gemm = (_uses_component_gemm(b, factored and flags.bounded, M) for b in (dq_block, passes[0][1]))
     key_gemm &= not flags.one_pass  # dq has no loop over the keys
-    shift_entries, num_parts = M * D if shifted else 0, query_parts + num_sequences * k_tiles[0] * (HP // HK)
+    shift_entries = M * D if shifted else 0
+    num_parts = query_parts + args.num_sequences * k_tiles[0] * (HP // HK)
     entries = summed_entries(M, shift_entries, prior_grad == SUMMED_PRIOR_GRAD)
-    max_tiles = max(H * q_tiles, *(HP * n for n in k_tiles))  # the kernels reuse one buffer of flags
+    # The kernels reuse one buffer of flags.
+    num_flags = args.num_sequences * max(H * q_tiles, *(HP * n for n in k_tiles)) if len(paths) > 1 else 0
     return BackwardConfig(
-        dq, tuple(dkdv), dq_block.block_n, row_vectors=(2 * M + (M - 1) * flags.one_pass, row_length), num_spreads=heads
-        * q_tiles, num_flags=num_sequences * max_tiles * (len(paths) > 1), parts=(num_parts, HK, entries),
-        key_operand_keys=HK * key_tiles * KEYS_PER_TILE * key_gemm, row_operand_rows=row_length * row_gemm,
-        write_key_operand=LaunchSpec(write_key_operand, (key_tiles, HK, 1), (), (key_tiles,), {"M": M}),
-        finish=dataclasses.replace(dq, paths=(FINISH.value,), compiled={}) if flags.one_pass else None,
-        query_sums=(row_length * flags.one_pass, constexprs["BD"]),
+        dq,
+        tuple(_dkdv_launch(shared, outputs, b, dkdv_paths, tma_queries, tma_rows) for outputs, b in passes),
+        dq_block.block_n,
+        row_vectors=(2 * M + (M - 1 if flags.one_pass else 0), row_length),
+        num_spreads=args.num_sequences * H * q_tiles,
+        num_flags=num_flags,
+        parts=(num_parts, HK, entries),
+        key_operand_keys=HK * flags.num_key_tiles * KEYS_PER_TILE if key_gemm else 0,
+        row_operand_rows=row_length if row_gemm else 0,
+        write_key_operand=LaunchSpec(
+            write_key_operand, (flags.num_key_tiles, HK, 1), (), (flags.num_key_tiles,), {"M": M}
+        ),
         add_parts=LaunchSpec(
             add_parts, (ceil_div(HK * entries, PART_COLS), 1, 1), (), (num_parts, HK),
             {"SHIFTS": shift_entries, "M": M, "SCALES": max(constexprs["SCALE"], 1), "SUMS": entries,
             "BLOCK_ROWS": PART_ROWS, "BLOCK_COLS": PART_COLS}, num_warps=8,
         ),
+        finish=dataclasses.replace(dq, paths=(FINISH.value,), compiled={}) if flags.one_pass else None,
+        query_sums=(row_length if flags.one_pass else 0, constexprs["BD"]),
     )  # fmt: skip
-
-
-DECODE_CONSTEXPRS = ("M", "D", "E", "BD", "BE", "SHIFTED", "HARD", "SCALE", "TAU", "CAUSAL")
-
-
-@functools.cache
-def decode_constexprs(
-    constexprs: tuple[tuple[str, Any], ...], rows: int, block_n: int, keys_at_once: int, stages: int, bias: int,
-    counted: bool, value_heads: tuple[int, int, int],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the constexprs of `decode_row` or, with keys_at_once 0, of `decode_split`."""
-    shared = dict(constexprs)
-    values = dict(zip(("VALUE_GROUP", "VALUE_HEADS", "VALUE_STEP"), value_heads, strict=True))
-    common = {name: shared[name] for name in DECODE_CONSTEXPRS} | {"BN": block_n}
-    if keys_at_once:
-        row = {"GROUP": rows, "BI": keys_at_once, "BIAS": bias, "STAGES": stages, "COUNTED": counted}
-        return common | row | values
-    split = {"BM": rows, "MASK": shared["MASK"], "BIAS": bias > 0, "PRECISION": shared["PRECISION"]}
-    return common | split | {"COUNTED": counted} | values
-
-
-def decode_value_heads(group: int, value_group: int) -> tuple[int, int, int]:
-    """Return the constexprs VALUE_GROUP, VALUE_HEADS and VALUE_STEP of the decode kernels.
-
-    A program reads as many value heads as its group of query heads has, or one for each query head if they begin at
-    different heads of the groups.
-    """
-    if value_group == 0 or value_group % group == 0:
-        return value_group, 1, group
-    heads = group // value_group if group % value_group == 0 else group
-    return value_group, heads, group // heads

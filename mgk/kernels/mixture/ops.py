@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.kernels.autograd import make_autograd_op, needs_dispatcher, raise_no_double_backward
-from mgk.kernels.mixture.args import MixtureArgs, schema
+from mgk.kernels.mixture.args import MixtureArgs, from_fields, schema, without_fields
 from mgk.kernels.mixture.bwd_common import summed_entries
 from mgk.kernels.mixture.launch import (
     count_key_tiles,
@@ -43,26 +43,27 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
     return empty_like_bshd(query, E), empty(B, H, L), prepared, stats
 
 
-def _decode(
-    query: Any, keys: Any, value: Any, shift: Any, bias: Any, scale_t: Any, tau_t: Any, mask: Any, scale: Any,
-    tau: Any, constant: Any, causal: Any, hard: Any, count: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+# Fields of `MixtureArgs` that the operators do not take. bias and constant are part of `prepared`.
+DECODE_OMITS = ("seed", "cu_q", "cu_k", "dropout_p", "max_q", "max_k")
+BACKWARD_OMITS = ("bias", "constant")
+
+
+def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
     """Return out [B, H, L, E] and base-2 lse [B, H, L] for few queries, without gradients.
 
-    count: int32 [1], the number of keys that are valid, or None for all.
+    The last argument is count: int32 [1], the number of keys that are valid, or None for all.
     """
-    args = MixtureArgs(
-        query, keys, value, shift, bias, scale_t, tau_t, mask, None, None, None, scale, tau, constant, 0.0, causal,
-        hard, 0, 0,
-    )  # fmt: skip
-    return launch_decode(args, count)
+    num_fields = len(MixtureArgs._fields) - len(DECODE_OMITS)
+    # The dispatcher drops a last argument that is equal to its default.
+    (count,) = flat[num_fields:] or (None,)
+    return launch_decode(from_fields(flat[:num_fields], DECODE_OMITS), count)
 
 
 decode_op = torch.library.custom_op(
     "mgk::mixture_decode",
     _decode,
     mutates_args=(),
-    schema=schema(2, without=("seed", "cu_q", "cu_k", "dropout_p", "max_q", "max_k"), after="Tensor? count=None"),
+    schema=schema(2, without=DECODE_OMITS, after="Tensor? count=None"),
 )
 
 
@@ -70,15 +71,6 @@ decode_op = torch.library.custom_op(
 def _decode_fake(query: Any, keys: Any, value: Any, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty(*query.shape[:3], value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-# bias and constant are part of `prepared`: the backward operator does not take them.
-def _without_bias(args: MixtureArgs) -> tuple[Any, ...]:
-    return *args[:4], *args[5:13], *args[14:]
-
-
-def _with_bias(flat: list[Any]) -> MixtureArgs:
-    return MixtureArgs._make([*flat[:4], None, *flat[4:12], 0.0, *flat[12:]])
 
 
 def _backward(
@@ -90,9 +82,10 @@ def _backward(
     concatenated: shift [Hk, M, D], tau [Hk], scale [Hk, M] (a scale shared by all components: in the first column, the
     others are 0) and, with SUMMED_PRIOR_GRAD, log prior [Hk, M]. That of the mask is [B, H, L, S] or empty.
     """
-    *flat_args, mask_grad, prior_grad = flat
+    *fields, mask_grad, prior_grad = flat
+    args = from_fields(fields, BACKWARD_OMITS)
     dq, dk, dv, dbias, sums, dmask = launch_backward(
-        grad, grad_lse, out, lse, prepared, stats, _with_bias(flat_args), mask_grad, prior_grad
+        grad, grad_lse, out, lse, prepared, stats, args, mask_grad, prior_grad
     )
     dbias, dmask = (lse.new_empty(0) if x is None else x for x in (dbias, dmask))
     return dq, dk, dv, dbias, sums, dmask
@@ -105,7 +98,7 @@ backward_op = torch.library.custom_op(
     schema=schema(
         6,
         before="Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor prepared, Tensor stats",
-        without=("bias", "constant"),
+        without=BACKWARD_OMITS,
         after="bool mask_grad, SymInt prior_grad",
     ),
 )
@@ -132,16 +125,16 @@ def _dispatch_backward(
     prior_grad: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     gradients: tuple[Tensor, ...] = backward_op(
-        grad, grad_lse, out, lse, prepared, stats, *_without_bias(args), mask_grad, prior_grad
+        grad, grad_lse, out, lse, prepared, stats, *without_fields(args, BACKWARD_OMITS), mask_grad, prior_grad
     )
     return gradients
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    bias = inputs[4]
-    ctx.save_for_backward(*output, *inputs[:4], *inputs[5:11])
-    ctx.numbers = inputs[11:]
-    ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+    args = MixtureArgs._make(inputs)
+    ctx.save_for_backward(*output, *args._replace(bias=None).tensors)
+    ctx.numbers = args.numbers
+    ctx.bias_like = None if args.bias is None else (args.bias.shape, args.bias.dtype)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
@@ -150,11 +143,15 @@ def _reduce_to(grad: Any, shape: Any, dtype: torch.dtype) -> Tensor:
     return (grad if grad.shape == shape else grad.sum_to_size(shape)).to(dtype)
 
 
+NO_GRADIENTS: Any = MixtureArgs._make([None] * len(MixtureArgs._fields))
+
+
 def _gradients(
     ctx: Any, grad: Any, grad_lse: Any, *_: Any, launch: Any = _dispatch_backward
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    out, lse, prepared, stats, query, keys, value, shift, *tensors = ctx.saved_tensors
-    args: Any = MixtureArgs(query, keys, value, shift, None, *tensors, *ctx.numbers)
+    out, lse, prepared, stats, *tensors = ctx.saved_tensors
+    args: Any = MixtureArgs(*tensors, *ctx.numbers)
+    shift, scale_t = args.shift, args.scale_t
     if grad is None:
         grad = torch.zeros_like(out)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -167,21 +164,20 @@ def _gradients(
     dq, dk, dv, dbias, sums, dmask = launch(
         grad, grad_lse, out, lse, prepared, stats, args, need.mask, prior_grad
     )  # fmt: skip
-    M, D, HK = prepared.shape[2], query.shape[3], keys.shape[1]
+    M, D, HK = prepared.shape[2], args.query.shape[3], args.keys.shape[1]
     taus = 0 if shift is None else HK * M * D
     scales = taus + HK
     if prior_grad == SUMMED_PRIOR_GRAD:
         dbias = sums.as_strided((1, HK, M, 1), (HK * M, M, 1, 1), scales + HK * M)
-    mask, scale_t, tau_t = args.mask, args.scale_t, args.tau_t
-    return (
-        dq, dk, dv,
-        sums.as_strided((HK, M, D), (M * D, D, 1)).to(shift.dtype) if need.shift else None,
-        _reduce_to(dbias, *ctx.bias_like) if need.bias else None,
-        sums.as_strided(scale_t.shape, (M, 1), scales).to(scale_t.dtype) if need.scale_t else None,
-        sums[taus:scales].to(tau_t.dtype) if need.tau_t else None,
-        _reduce_to(dmask, mask.shape, mask.dtype) if need.mask else None,
-        *(None,) * 11,
+    gradients = NO_GRADIENTS._replace(
+        query=dq, keys=dk, value=dv,
+        shift=sums.as_strided((HK, M, D), (M * D, D, 1)).to(shift.dtype) if need.shift else None,
+        bias=_reduce_to(dbias, *ctx.bias_like) if need.bias else None,
+        scale_t=sums.as_strided(scale_t.shape, (M, 1), scales).to(scale_t.dtype) if need.scale_t else None,
+        tau_t=sums[taus:scales].to(args.tau_t.dtype) if need.tau_t else None,
+        mask=_reduce_to(dmask, args.mask.shape, args.mask.dtype) if need.mask else None,
     )  # fmt: skip
+    return tuple(gradients)
 
 
 # Output and lse, differentiable.
@@ -189,16 +185,20 @@ mixture = make_autograd_op(forward_op, _forward, launch_backward, _save, _gradie
 backward_op.register_autograd(raise_no_double_backward)
 
 
-def infer(return_lse: bool, *args: Any) -> tuple[Tensor, Tensor | None]:
+def infer(return_lse: bool, args: MixtureArgs) -> tuple[Tensor, Tensor | None]:
     """Return out and lse (None unless return_lse) of `mixture` for a call that needs no gradients."""
     if not needs_dispatcher():
-        return launch_inference(return_lse, MixtureArgs(*args))
+        return launch_inference(return_lse, args)
     out, lse, _, _ = forward_op(*args)
     return out, lse if return_lse else None
 
 
-def decode(*args: Any) -> tuple[Tensor, Tensor]:
-    return (decode_op if needs_dispatcher() else _decode)(*args)
+def decode(args: MixtureArgs, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return out and lse of few queries without gradients. count: valid keys, int32 [1], or None for all."""
+    if not needs_dispatcher():
+        return launch_decode(args, count)
+    outputs: tuple[Tensor, Tensor] = decode_op(*without_fields(args, DECODE_OMITS), count)
+    return outputs
 
 
 @register_flop_formula([torch.ops.mgk.mixture_forward, torch.ops.mgk.mixture_decode])

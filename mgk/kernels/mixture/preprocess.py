@@ -9,10 +9,24 @@ import triton
 import triton.language as tl
 
 from mgk.kernels.mixture.component_gemm import gemm_operand
-from mgk.kernels.mixture.tile import FP32_MAX, KEY_TILE, LOG2E, MASK_VALUE, load_scales, sequence_bounds
+from mgk.kernels.mixture.tile import (
+    FP32_MAX,
+    KEY_TILE,
+    LOG2E,
+    MASK_VALUE,
+    NUM_STATS,
+    STAT_HIGH,
+    STAT_LOW,
+    STAT_NORM,
+    STAT_REFERENCE,
+    load_scales,
+    sequence_bounds,
+)
 
 # Number of keys that determine the reference of a head. Every program reads them in addition to its tile of keys.
 SAMPLE = tl.constexpr(32)
+# Lower bound of the largest norm of a tile with a masked key, whose sign marks it: -0.0 is not negative.
+SMALLEST_NORM = tl.constexpr(1e-30)
 # Lowest reference if every sampled key is masked: their c may be any number.
 LOWEST_REFERENCE = tl.constexpr(-1024.0)
 
@@ -78,54 +92,56 @@ def prepare_tile(
     if BIAS:
         bias_ptr += i_b.to(tl.int64) * stride_bb + i_h * stride_bh + start.to(tl.int64) * stride_bs
     # Maxima over the components first: a reduction over the keys takes barriers.
-    b_ref = tl.full([SAMPLE], -float("inf"), tl.float32)
-    b_masked = tl.full([SAMPLE], LOWEST_REFERENCE, tl.float32)
+    b_reference = tl.full([SAMPLE], -float("inf"), tl.float32)
+    b_masked_reference = tl.full([SAMPLE], LOWEST_REFERENCE, tl.float32)
     for r in tl.static_range(M):
-        b_c = (constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E
+        b_key_term = (constant - 0.5 * tau * lam[r] * norms[r]) * LOG2E
         if BIAS:
             b_bias = tl.load(bias_ptr + r * stride_bm + o_sample * stride_bs, mask=o_sample < n_keys, other=0.0)
-            b_masked = tl.maximum(b_masked, b_c)
-            b_c = tl.where(b_bias.to(tl.float32) < MASK_VALUE, -float("inf"), b_c)
-        b_ref = tl.maximum(b_ref, b_c)
-    ref = tl.max(b_ref, 0)
-    ref = tl.where(ref > -float("inf"), ref, tl.max(b_masked, 0) if BIAS else LOWEST_REFERENCE)
+            b_masked_reference = tl.maximum(b_masked_reference, b_key_term)
+            b_key_term = tl.where(b_bias.to(tl.float32) < MASK_VALUE, -float("inf"), b_key_term)
+        b_reference = tl.maximum(b_reference, b_key_term)
+    reference = tl.max(b_reference, 0)
+    reference = tl.where(
+        reference > -float("inf"), reference, tl.max(b_masked_reference, 0) if BIAS else LOWEST_REFERENCE
+    )
     norms, norm = squared_norms(k_ptr, shift_ptr, o_j, m_j, stride_km, stride_ks, M, D, BC, SHIFTED)
     if BIAS:
         bias_ptr += o_j * stride_bs
-    b_low = tl.full([KEY_TILE], float("inf"), tl.float32)
+    b_lowest = tl.full([KEY_TILE], float("inf"), tl.float32)
     factors = ()
     p_c = c_ptr + (i_h * M).to(tl.int64) * n_key_tiles * KEY_TILE + key_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     for r in tl.static_range(M):
-        b_c = constant - 0.5 * tau * lam[r] * norms[r]
+        b_key_term = constant - 0.5 * tau * lam[r] * norms[r]
         if BIAS:
-            b_c += tl.load(bias_ptr + r * stride_bm, mask=m_j, other=0.0).to(tl.float32)
-        b_c = tl.where(m_j, b_c * LOG2E - ref, -float("inf"))
-        b_low = tl.minimum(b_low, tl.where(b_c == -float("inf"), float("inf"), b_c))
-        tl.store(p_c + r * n_key_tiles * KEY_TILE, b_c)
+            b_key_term += tl.load(bias_ptr + r * stride_bm, mask=m_j, other=0.0).to(tl.float32)
+        b_key_term = tl.where(m_j, b_key_term * LOG2E - reference, -float("inf"))
+        b_lowest = tl.minimum(b_lowest, tl.where(b_key_term == -float("inf"), float("inf"), b_key_term))
+        tl.store(p_c + r * n_key_tiles * KEY_TILE, b_key_term)
         if r == 0:
-            b_max = b_c
-            b_c0 = tl.maximum(b_c, MASK_VALUE)
+            b_highest = b_key_term
+            b_first_term = tl.maximum(b_key_term, MASK_VALUE)
         else:
-            b_max = tl.maximum(b_max, b_c)
+            b_highest = tl.maximum(b_highest, b_key_term)
         if not HARD:
-            b_coef = tl.exp2(tl.minimum(b_c, 126.0))
+            b_coef = tl.exp2(tl.minimum(b_key_term, 126.0))
         elif r == 0:
-            b_coef = b_c
+            b_coef = b_key_term
         else:
-            b_coef = tl.where(b_c == -float("inf"), 0.0, b_c - b_c0)
+            b_coef = tl.where(b_key_term == -float("inf"), 0.0, b_key_term - b_first_term)
         tl.store(p_c + (HK * M + r).to(tl.int64) * n_key_tiles * KEY_TILE, b_coef)
         factors = factors + (b_coef[:, None],)
     if key_operand_ptr is not None:
         o_c = tl.arange(0, 16)
         o_operand = (i_h * n_key_tiles + key_tile).to(tl.int64) * KEY_TILE + tl.arange(0, KEY_TILE)
         tl.store(key_operand_ptr + o_operand[:, None] * 16 + o_c[None, :], gemm_operand(factors, o_c, M, False))
-    p_stats = stats_ptr + (i_h * n_key_tiles + key_tile) * 4
-    tl.store(p_stats, tl.max(b_max, 0))
-    tl.store(p_stats + 1, tl.min(b_low, 0))
+    p_stats = stats_ptr + (i_h * n_key_tiles + key_tile) * NUM_STATS
+    tl.store(p_stats + STAT_HIGH, tl.max(b_highest, 0))
+    tl.store(p_stats + STAT_LOW, tl.min(b_lowest, 0))
     longest = tl.sqrt(tl.max(tl.where(m_j, norm, 0.0), 0))
-    masked = tl.max(tl.where(m_j & (b_max == -float("inf")), 1, 0), 0)
-    tl.store(p_stats + 2, tl.where(masked > 0, -tl.maximum(longest, 1e-30), longest))
-    tl.store(p_stats + 3, ref)
+    masked = tl.max(tl.where(m_j & (b_highest == -float("inf")), 1, 0), 0)
+    tl.store(p_stats + STAT_NORM, tl.where(masked > 0, -tl.maximum(longest, SMALLEST_NORM), longest))
+    tl.store(p_stats + STAT_REFERENCE, reference)
 
 
 @triton.jit(do_not_specialize=["HK", "S", "n_key_tiles", "n_tiles"])

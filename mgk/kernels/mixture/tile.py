@@ -12,17 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
+from mgk._core import masks
 from mgk.kernels.target import cuda_capability_geq, is_hip
 
 # Keys per prepared tile. Block sizes along the keys divide it.
 KEY_TILE = tl.constexpr(128)
+# Entries of a key tile's statistics: max c, min finite c, max |k| (negative if a key is masked in every component), and
+# the reference of the head.
+STAT_HIGH, STAT_LOW, STAT_NORM, STAT_REFERENCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+NUM_STATS = tl.constexpr(4)
 # The row vectors of a head are padded to a multiple of this length. TMA then reads no block across their end and none
 # from an address that is not a multiple of 16 bytes, which would be a device error. Blocks read by TMA divide this and
 # have at least 32 rows: TMA writes to multiples of 128 bytes in shared memory.
 ROW_ALIGNMENT = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
-# Finite stand-in for -inf, as `mgk._core.masks.MASK_VALUE`: biases below it mask the pair.
-MASK_VALUE = tl.constexpr(-1e30)
+MASK_VALUE = tl.constexpr(masks.MASK_VALUE)  # finite stand-in for -inf: biases below it mask the pair
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # Range of exponents (base 2) up to which the fast form is used instead of the logsumexp form.
 SAFE_RANGE = tl.constexpr(80.0)
@@ -60,15 +64,6 @@ def value_head(i_h, i_k, VALUE_GROUP: tl.constexpr):
         return i_h // VALUE_GROUP
     else:
         return i_k
-
-
-@triton.jit
-def shared_head(i_p, REPEAT: tl.constexpr):
-    """Return the head of which i_p is one of REPEAT repetitions."""
-    if REPEAT == 1:
-        return i_p
-    else:
-        return i_p // REPEAT
 
 
 @triton.jit
@@ -289,12 +284,12 @@ def key_range(stats_ptr, n_tiles):
     masked = tl.zeros([32], tl.int32)
     for i_t in range(0, n_tiles, 32):
         m_t = i_t + o_t < n_tiles
-        p_stats = stats_ptr + (i_t + o_t) * 4
-        b_high = tl.load(p_stats, mask=m_t, other=-float("inf"))
+        p_stats = stats_ptr + (i_t + o_t) * NUM_STATS
+        b_high = tl.load(p_stats + STAT_HIGH, mask=m_t, other=-float("inf"))
         end = tl.maximum(end, tl.where(b_high > -float("inf"), i_t + o_t + 1, 0))
         high = tl.maximum(high, b_high)
-        low = tl.minimum(low, tl.load(p_stats + 1, mask=m_t, other=float("inf")))
-        b_longest = tl.load(p_stats + 2, mask=m_t, other=0.0)
+        low = tl.minimum(low, tl.load(p_stats + STAT_LOW, mask=m_t, other=float("inf")))
+        b_longest = tl.load(p_stats + STAT_NORM, mask=m_t, other=0.0)
         norm = tl.maximum(norm, tl.abs(b_longest))
         masked = tl.maximum(masked, tl.where(b_longest < 0.0, 1, 0))
     return tl.max(high, 0), tl.min(low, 0), tl.max(norm, 0), tl.max(end, 0) * KEY_TILE, tl.max(masked, 0)
