@@ -6,7 +6,8 @@
 throughput: forward, backward and optimizer at 24,576 tokens per step, layers compiled and steps captured as CUDA graphs
 as in training (--plain: not captured), relative to the first model.
 evaluation: check the sliding window against one window at a time, then time it for the whole text.
-decoding: tokens per second with and without CUDA graph capture, and bytes of cache, against the length; plots both.
+decoding: tokens per second with and without CUDA graph capture, and bytes of cache, against the length; plots both
+(--picture: only plots).
 Results are appended to results/language_model.csv.
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import shlex
 import statistics
 import sys
@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgk._core.io import replacing
 from mgk._core.palette import colour_of
+from mgk.analysis.report.drawing import End, label_ends, save_png
+from mgk.analysis.report.figures import alternating_dashes
 from mgk.models import DecoderConfig, LanguageModel, load_model
 from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.generation import DecodingStep
@@ -297,49 +298,43 @@ def draw(path: Path, picture: Path) -> None:
             kv_heads = None if row["kv_heads"] == row["heads"] else int(row["kv_heads"])
             name = str(ModelSpec(row["variant"], int(row["heads"]), kv_heads, key_heads))
             lines[row["metric"]].setdefault(name, {})[int(row["length"])] = float(row["value"])
-    figure, (speed, cache) = pyplot.subplots(1, 2, figsize=(8.8, 4.0), constrained_layout=True)
-    for axes, metric, style in ((speed, CAPTURED, "-"), (speed, PLAIN, "--"), (cache, "cache_bytes", "-")):
-        for name, points in lines[metric].items():
-            x, y = zip(*sorted(points.items()), strict=True)
-            marker = "s" if "/" in name else "o"  # fewer key heads than query heads
-            axes.plot(x, y, style, marker=marker, markersize=4, color=colour_of(name.partition(":")[0]))
-    label_lines(speed, lines[CAPTURED] or lines[PLAIN], log=False)
-    label_lines(cache, lines["cache_bytes"], log=True)
-    lengths = sorted({length for named in lines.values() for points in named.values() for length in points})
-    speed_title = "tokens per second, one sequence\n(dashed: without CUDA graph)"
-    for axes, title, scale in ((speed, speed_title, "linear"), (cache, "bytes of cache, one sequence", "log")):
-        axes.set_xscale("log", base=2)
+    # Without graphs, launches by Python take most of the time.
+    speeds = lines[CAPTURED] or lines[PLAIN]
+    megabytes = {
+        name: {length: value / 1e6 for length, value in points.items()} for name, points in lines["cache_bytes"].items()
+    }
+    figure, (speed, cache) = pyplot.subplots(1, 2, figsize=(8.8, 3.8), constrained_layout=True)
+    graphs = "with" if lines[CAPTURED] else "without"
+    speed_title = f"tokens per second, one sequence, {graphs} CUDA graphs\n(the axis does not start at 0)"
+    for axes, title, scale in ((speed, speed_title, "linear"), (cache, "cache of one sequence, MB", "log")):
+        axes.set_title(title, fontsize=10)
         axes.set_yscale(scale)
-        axes.set_ylim(bottom=None if scale == "log" else 0)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=9)
+        axes.set_xscale("log", base=2)
+        lengths = sorted({length for points in speeds.values() for length in points})
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_xlabel("tokens in the cache", fontsize=10)
-        axes.set_title(title, fontsize=11)
+        axes.tick_params(labelsize=9)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(right=axes.get_xlim()[1] * 9)  # space for the names
-    with replacing(picture) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
+    cache.yaxis.set_major_formatter("{x:g}")
+    # Dashed: fewer key heads than query heads. Lines that coincide alternate.
+    plot_lines(speed, speeds, {name: (0, (4, 2)) if "/" in name else "-" for name in speeds})
+    plot_lines(cache, megabytes, alternating_dashes({name: list(p.values()) for name, p in megabytes.items()}))
+    for axes, named in ((speed, speeds), (cache, megabytes)):
+        ends = [(name, max(points), points[max(points)]) for name, points in named.items()]
+        label_ends(axes, [End(x, y, name, colour_of(name.partition(":")[0])) for name, x, y in ends])
+    save_png(figure, picture, dpi=140)
     pyplot.close(figure)
 
 
-def label_lines(axes: Any, lines: dict[str, dict[int, float]], log: bool) -> None:
-    """Write the names of the lines next to their last points; equal ends share a label, near ones are moved apart."""
-    ends: dict[float, list[str]] = {}
+def plot_lines(axes: Any, lines: dict[str, dict[int, float]], styles: dict[str, Any]) -> None:
+    """Plot a line per model."""
     for name, points in lines.items():
-        value = points[max(points)]
-        near = [end for end in ends if math.isclose(end, value, rel_tol=0.02)]
-        ends.setdefault(near[0] if near else value, []).append(name)
-    transform = math.log if log else float
-    span = max(map(transform, ends)) - (min(map(transform, ends)) if log else 0.0)
-    last = -math.inf
-    for end in sorted(ends):
-        x = max(max(lines[name]) for name in ends[end])
-        position = max(transform(end), last + 0.055 * span)
-        last = position
-        place = (x * 1.25, math.exp(position) if log else position)
-        variants = {name.partition(":")[0] for name in ends[end]}
-        colour = colour_of(variants.pop()) if len(variants) == 1 else "black"
-        axes.annotate(", ".join(ends[end]), place, va="center", fontsize=9, color=colour)
+        x, y = zip(*sorted(points.items()), strict=True)
+        marker = "s" if "/" in name else "o"
+        colour = colour_of(name.partition(":")[0])
+        axes.plot(x, y, linestyle=styles[name], linewidth=1.8, color=colour)
+        axes.plot(x, y, marker, markersize=4, color=colour)
 
 
 def numbers(text: str) -> list[int]:
@@ -370,15 +365,16 @@ def main() -> None:
     parser.add_argument("--window-batch", type=int, default=1024)
     parser.add_argument("--plain", action="store_true", help="throughput: do not capture steps as CUDA graphs")
     parser.add_argument("--warm-only", action="store_true", help="throughput: compile only")
+    parser.add_argument("--picture", action="store_true", help="only redraw the picture from the file of --out")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results/language_model.csv"))
     arguments = parser.parse_args()
     results.check_file("--out", arguments.out)
     bench = Bench(arguments)
-    for part in arguments.parts:
+    for part in arguments.parts if not arguments.picture else ():
         {"throughput": bench.throughput, "evaluation": bench.evaluation, "decoding": bench.decoding}[part]()
-    if "decoding" in arguments.parts:
+    if arguments.picture or "decoding" in arguments.parts:
         draw(arguments.out, arguments.out.with_suffix(".png"))
 
 

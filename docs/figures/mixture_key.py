@@ -7,10 +7,11 @@ from pathlib import Path
 
 from mgk._core.palette import COLOURS
 
-WIDTH, HEIGHT = 880, 330
+WIDTH, HEIGHT = 880, 372
 INK, QUIET, BLUE = "#1f2328", "#59636e", "#0969da"
 SIGMA = 40.0  # standard deviation of a key, in pixels
 QUERIES = {"q₁": (-86.0, -2.0), "q₂": (88.0, 6.0)}  # relative to the centre of a panel
+NUMBERS = "Numbers and widths of the lines: the weight of the key for the query, before normalisation."
 CAPTION = "sMGK stores one key k and one value per token, as softmax does. The shifts bᵣ and priors πᵣ are learned."
 Point = tuple[float, float]
 
@@ -35,7 +36,7 @@ def dot(x: float, y: float, colour: str, radius: float = 5) -> str:
 
 
 def similarity(query: Point, centres: list[Point]) -> float:
-    """Return the mean over the centres of exp(−‖q − k‖²/2σ²), the weight of a key before normalisation."""
+    """Return exp(score): the mean over the centres of exp(−‖q − k‖²/2σ²), the weight of a key before normalisation."""
     squares = [(query[0] - x) ** 2 + (query[1] - y) ** 2 for x, y in centres]
     return sum(math.exp(-square / (2 * SIGMA**2)) for square in squares) / len(centres)
 
@@ -67,15 +68,19 @@ def panel(x: float, y: float, title: str, subtitle: str, centres: list[Point], c
 
 def picture() -> str:
     parts = [
-        *panel(220, 163, "Softmax key: one centre", "a query far from it is lost", [(0, 0)], COLOURS["softmax"]),
+        *panel(
+            220, 163, "Softmax key: one centre", "a query far from it gets little weight", [(0, 0)], COLOURS["softmax"],
+        ),
         *panel(
             660, 163, "Mixture key: several centres", "a query near any of them attends", [(-52, -28), (54, 28)],
             COLOURS["smgk"],
         ),
-        '<line x1="440" y1="24" x2="440" y2="290" stroke="#d1d9e0"/>',
-        text(220, 282, "score = q · k", 15, QUIET, font_style="italic"),
-        text(660, 282, "score = log Σᵣ πᵣ exp(−‖q − k − bᵣ‖² / 2σ²)", 15, QUIET, font_style="italic"),
-        text(440, 314, CAPTION, 14),
+        '<line x1="440" y1="24" x2="440" y2="306" stroke="#d1d9e0"/>',
+        text(220, 278, "score = q · k / σ²", 15, QUIET, font_style="italic"),
+        text(220, 300, "for keys of equal norm equivalent to −‖q − k‖² / 2σ²", 14, QUIET),
+        text(660, 278, "score = log Σᵣ πᵣ exp(−‖q − k − bᵣ‖² / 2σ²)", 15, QUIET, font_style="italic"),
+        text(440, 334, NUMBERS, 14, BLUE),
+        text(440, 356, CAPTION, 14),
     ]  # fmt: skip
     font = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import ExperimentResults, judge_half, judge_same, paper_difference
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
-from mgk._core.io import replacing
 from mgk._core.palette import colour_of
 from mgk.analysis.report.curves import read_metrics
+from mgk.analysis.report.drawing import End, label_ends, save_png
 from mgk.training.config import ModelSpec
 from mgk.training.results import curve_files
 
@@ -28,9 +29,8 @@ DRAWN_FROM = "Drawn from"
 # Marker of a difference by its verdict: filled, crossed or, if undecided, open.
 VERDICT_MARKERS = {verdicts.HOLDS: "o", verdicts.FAILS: "X"}
 MIN_MODELS = 3  # of a panel of final results
-STYLES = {8: "-", 4: "--", 2: "-.", 1: ":"}
-NAMES_PER_COLUMN = 12  # of a legend
 PANELS_PER_LINE = 3
+CURVES_PER_LINE = 2
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,40 @@ class Picture:
 
         figure, path = self.draw(self.data), folder / f"{self.name}.png"
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, dpi=110, format="png", metadata={DRAWN_FROM: self.digest, "Software": None})
+        save_png(figure, path, dpi=130, metadata={DRAWN_FROM: self.digest})
         pyplot.close(figure)
         return path
 
 
 def curves(experiments: list[ExperimentResults], results: Path) -> Picture:
-    """Plot development loss and metric against the step (Fig. 1 and 4) for tasks with several models."""
+    """Plot the development metric against the step (Fig. 1 and 4): means over seeds of the first claim's models."""
     panels = []
     for item in experiments:
         lines = []
-        for row in item.rows:
-            for seed, path in curve_files(results, item.results.recipe.name, row, PRESET).items():
-                dev = {curve.metric: curve for curve in read_metrics(path, str(row)) if curve.split == "dev"}
-                values = {metric: [curve.steps, curve.values] for metric, curve in dev.items()}
-                lines.append({"row": str(row), "seed": str(seed), "metrics": values})
-        if len({line["row"] for line in lines}) > 1:
+        for row in compared_rows(item.rows):
+            files = curve_files(results, item.results.recipe.name, row, PRESET)
+            of_seeds = [
+                {curve.metric: curve for curve in read_metrics(path, str(row)) if curve.split == "dev"}
+                for path in files.values()
+            ]
+            metrics = {metric for of_seed in of_seeds for metric in of_seed if metric != "loss"}
+            if metrics:
+                metric = min(metrics)
+                points = [dict(zip(c[metric].steps, c[metric].values, strict=True)) for c in of_seeds if metric in c]
+                steps = sorted(set.intersection(*map(set, points)))
+                means = [statistics.mean(of_seed[step] for of_seed in points) for step in steps]
+                lines.append({"row": str(row), "seeds": len(points), "metric": metric, "curve": [steps, means]})
+        if len(lines) >= MIN_MODELS:
             panels.append({"title": item.title, "lines": lines})
     return Picture("evidence-curves", panels, draw_curves)
+
+
+def compared_rows(rows: Iterable[ModelSpec]) -> list[ModelSpec]:
+    """Return softmax with the most heads, and softmax, MGK and sMGK with half of these heads."""
+    plain = [row for row in rows if row.kv_heads is None and row.key_heads is None]
+    heads = max((row.heads for row in plain if row.variant == "softmax"), default=0)
+    wanted = [ModelSpec("softmax", heads), *(ModelSpec(name, heads // 2) for name in ("softmax", "mgk", "smgk"))]
+    return [row for row in wanted if row in plain]
 
 
 def endpoints(experiments: list[ExperimentResults]) -> Picture:
@@ -119,40 +134,37 @@ def _pyplot() -> Any:
 
 
 def draw_curves(panels: list[dict[str, Any]]) -> Figure:
-    """Draw one row of axes per task: loss, metric and legend."""
-    count = max(1, len(panels))
-    figure, axes = _pyplot().subplots(count, 2, figsize=(8.8, 2.4 * count), squeeze=False, constrained_layout=True)
-    for panel_axes, panel in zip(axes, panels, strict=False):
+    """Draw a panel per task, with the names of the models at the ends of their lines."""
+    count = -(-max(1, len(panels)) // CURVES_PER_LINE)
+    figure, axes = _pyplot().subplots(
+        count, CURVES_PER_LINE, figsize=(8.8, 2.7 * count), squeeze=False, constrained_layout=True
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes.flat, panels, strict=False):
         for line in panel["lines"]:
-            row, metrics = ModelSpec.parse(line["row"]), line["metrics"]
-            colour, style = colour_of(row.variant), STYLES.get(row.heads, "-")
-            names = ["loss", *(metric for metric in metrics if metric != "loss")]
-            marker = None if row.kv_heads is None else "."
-            for axis, metric in zip(panel_axes, names, strict=False):
-                if metric in metrics:
-                    axis.plot(*metrics[metric], style, color=colour, marker=marker, linewidth=1, label=line["row"])
-                    axis.set_ylabel(f"dev {metric}", fontsize=8)
-                    if metric == "perplexity":
-                        axis.set_yscale("log")
-                        axis.yaxis.set_major_formatter("{x:g}")
-                        axis.yaxis.set_minor_formatter("{x:g}")
-        panel_axes[0].set_title(panel["title"], fontsize=9, loc="left")
-        for axis in panel_axes:
-            axis.tick_params(labelsize=7, which="both")
-            axis.set_xlabel("step", fontsize=8)
-        # One legend entry per model, not per seed.
-        handles, labels = panel_axes[1].get_legend_handles_labels()
-        entries = dict(zip(labels, handles, strict=True))
-        columns = -(-len(entries) // NAMES_PER_COLUMN)
-        panel_axes[1].legend(
-            entries.values(),
-            entries,
-            fontsize=7,
-            ncols=columns,
-            loc="upper left",
-            bbox_to_anchor=(1.01, 1),
-            frameon=False,
-        )
+            row = ModelSpec.parse(line["row"])
+            is_half = row.heads < max(ModelSpec.parse(other["row"]).heads for other in panel["lines"])
+            style = (0, (4, 1.5)) if is_half and row.variant == "softmax" else "-"
+            axis.plot(*line["curve"], linestyle=style, color=colour_of(row.variant), linewidth=1.5)
+        metric = panel["lines"][0]["metric"]
+        if metric == "perplexity":
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+        axis.set_title(panel["title"], fontsize=10)
+        axis.set_ylabel(f"dev {metric}", fontsize=9)
+        axis.set_xlabel("step", fontsize=9)
+        axis.tick_params(labelsize=8, which="both")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        ends = []
+        for line in panel["lines"]:
+            row = line["row"]
+            x, y = (values[-1] for values in line["curve"])
+            ends.append(End(x, y, f"{row}{', 1 seed' if line['seeds'] == 1 else ''}", colour_of(row.partition(":")[0])))
+        label_ends(axis, ends)
     return figure
 
 
@@ -184,6 +196,7 @@ def draw_endpoints(panels: list[dict[str, Any]]) -> Figure:
         axis.set_title(panel["title"].replace(" (", "\n(", 1), fontsize=10)
         axis.grid(axis="x", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("each seed: ● learnt the task, ○ did not; ×: the paper's number", fontsize=10)
     return figure
 
 

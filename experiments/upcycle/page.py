@@ -13,6 +13,8 @@ from experiments.upcycle import decoder_page
 from experiments.upcycle.arms import BUDGETS, HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
 from experiments.upcycle.decoder_page import cell
 from mgk._core.io import markdown_table, write_atomically
+from mgk._core.palette import colour_of
+from mgk.analysis.report.drawing import End, label_ends
 from mgk.training import results
 
 if TYPE_CHECKING:
@@ -29,14 +31,15 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "SVD + mixture, trained": {"method": "svd", "steps": STEPS, "mixture": True},
 }
 PER_LAYER = "SVD, numbers per layer"
-# Colour, marker and colour inside of the marker.
+# Label of the line, variant whose colour it has (none: another colour), marker, colour inside of the
+# marker (None: the same) and line style, in the order of drawing.
 STYLES = {
-    PER_LAYER: ("tab:green", "D", "white"),
-    "SVD": ("tab:blue", "o", "white"),
-    "mean": ("tab:red", "s", "white"),
-    "SVD, trained": ("tab:blue", "o", "tab:blue"),
-    "mean, trained": ("tab:red", "s", "tab:red"),
-    "SVD + mixture, trained": ("tab:orange", "^", "tab:orange"),
+    "mean": ("mean", "", "s", "white", ":"),
+    "mean, trained": ("mean, trained", "", "s", None, "-"),
+    "SVD": ("SVD", "softmax", "o", "white", ":"),
+    "SVD, trained": ("SVD, trained", "softmax", "o", None, "-"),
+    "SVD + mixture, trained": ("SVD + mixture, trained", "smgk", "x", None, "none"),
+    PER_LAYER: ("SVD, numbers per layer", "softmax", "D", "white", "--"),
 }
 
 
@@ -131,19 +134,40 @@ def picture(rows: Rows) -> Picture:
 def _draw(data: dict[str, list[Any]]) -> Figure:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    for column, points in data.items():
-        colour, marker, face = STYLES[column]
-        caches, _, cosines = zip(*points, strict=True) if points else ((), (), ())
-        axes.plot(caches, cosines, marker, color=colour, markerfacecolor=face, label=column)
-    for cache, label, cosine in data["SVD"]:
-        axes.annotate(label, (cache, cosine), textcoords="offset points", xytext=(7, -3), fontsize=8)
-    axes.set_xlabel("cache relative to the original model")
-    axes.set_ylabel("cosine to the original embeddings")
-    axes.set_title("all-MiniLM-L6-v2 with fewer key / value heads")
-    axes.margins(x=0.1)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=8)
+    figure, axes = pyplot.subplots(figsize=(8.8, 4.6), layout="constrained")
+    ends = []
+    for column, (name, variant, marker, face, line) in STYLES.items():
+        points, colour = sorted(data[column]), colour_of(variant)
+        # A line connects models of which only the keys are merged, another those with merged values too.
+        keys_only = [point for point in points if point[1].endswith(f"/{HEADS}")]
+        for part in (keys_only, [point for point in points if point not in keys_only]):
+            caches, cosines = [point[0] for point in part], [point[2] for point in part]
+            axes.plot(
+                caches, cosines, marker=marker, linestyle=line, color=colour, linewidth=1.2,
+                # Crosses lie on dots.
+                markersize=9 if marker == "x" else 6, markeredgewidth=1.8 if marker == "x" else 1.2,
+                markerfacecolor=face or colour,
+            )  # fmt: skip
+        if points and line != "none":
+            ends.append(End(points[-1][0], points[-1][2], name, colour))
+        elif points:
+            axes.annotate(
+                name, (points[0][0], points[0][2]), textcoords="offset points", xytext=(10, -14), fontsize=9,
+                color=colour,
+            )  # fmt: skip
+    for cache, label, _ in data["SVD"]:
+        axes.annotate(
+            label, (cache, 0), xycoords=("data", "axes fraction"), textcoords="offset points", xytext=(0, 4),
+            ha="center", fontsize=8, color="#59636e",
+        )  # fmt: skip
+        axes.axvline(cache, color="#000000", alpha=0.08, linewidth=0.8)
+    axes.set_xlabel("cache relative to the original model; above the axis: key heads / value heads", fontsize=10)
+    axes.set_ylabel("cosine to the original embeddings", fontsize=10)
+    axes.set_title("all-MiniLM-L6-v2 with fewer key and value heads (12 / 12 originally)", fontsize=11)
+    axes.set_ylim(bottom=axes.get_ylim()[0] - 0.03)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_ends(axes, ends)
     return figure
 
 

@@ -154,6 +154,12 @@ class SimilarityAccumulator:
         return (overlap / scale).fill_diagonal_(1).cpu().numpy(), chance.fill_diagonal_(1).cpu().numpy()
 
 
+def similarity_of_pairs(divergence: Array, cosine: Array) -> Similarity:
+    """Return the similarity of heads whose maps alone were compared, from matrices [H, H]."""
+    merges = _merge(divergence)
+    return Similarity(divergence, cosine, None, merges[-1][1], _groups(merges, len(divergence)))
+
+
 def _divergence_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the Jensen–Shannon divergences of the rows of all pairs of heads, [H, H] above the diagonal, and entropies.
 

@@ -299,4 +299,6 @@ def write_report(
     for line in lines[1:]:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    print(f"table: {out / recipe.name}.md   plot: {out / recipe.name}.png   results: {out / recipe.name}.csv")
+    plot = out / f"{recipe.name}.png"
+    drawn = f"plot: {plot}" if plot.exists() else f"no plot of fewer than {report.MIN_PLOTTED} models"
+    print(f"table: {out / recipe.name}.md   {drawn}   results: {out / recipe.name}.csv")

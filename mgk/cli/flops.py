@@ -31,19 +31,21 @@ class Series(NamedTuple):
 FIGURES: dict[int, dict[str, tuple[str, list[Series]]]] = {
     3: {
         "figure-3a": (
-            "softmax against MGK with half the heads",
+            "softmax, and mixtures with half the heads",
             [
                 Series("softmax", "softmax"),
                 Series("MGK, half the heads", "mgk", True),
-                Series("sMGK, half", "smgk", True),
+                Series("softmax, half the heads", "softmax", True),
+                Series("sMGK, half the heads", "smgk", True),
             ],
         ),
         "figure-3b": (
-            "linear against MLK with half the heads",
+            "linear attention, and mixtures with half the heads",
             [
                 Series("linear", "linear"),
                 Series("MLK, half the heads", "mlk", True),
-                Series("sMLK, half", "smlk", True),
+                Series("linear, half the heads", "linear", True),
+                Series("sMLK, half the heads", "smlk", True),
             ],
         ),
     },

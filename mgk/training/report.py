@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mgk._core.io import markdown_table, replacing, write_atomically
-from mgk._core.palette import colour_of
+from mgk._core.io import markdown_table, write_atomically
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.equal_time import EqualTimeSpec
@@ -22,18 +20,11 @@ from mgk.training.objectives import MetricFormat
 from mgk.training.predictions import Difference
 from mgk.training.sweep import filter_rows, metric_format
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 NOT_MEASURED = "—"
 MAJORITY = "always the most frequent class"
 
-# Title and value of each cost panel of the plot; a panel is omitted unless every model has the value.
-COST_PANELS = (
-    ("parameters, thousands", lambda summary: summary.params / 1e3),
-    ("GFLOPs per forward pass", lambda summary: summary.flops / 1e9),
-    ("training step, ms", lambda summary: summary.step_ms),
-)
+# Fewer models are not plotted: the table has their numbers.
+MIN_PLOTTED = 3
 
 
 @dataclass
@@ -290,6 +281,8 @@ def write_report(
 ) -> list[list[str]]:
     """Write the table to `out`/NAME.md and the plot to `out`/NAME.png, where NAME is the recipe's name.
 
+    There is no plot of fewer than `MIN_PLOTTED` models.
+
     Args:
         recipe: Recipe of the sweep.
         models: Rows of the table.
@@ -321,9 +314,19 @@ def write_report(
     page = [f"# {recipe.title}", "", markdown_table(lines), "", " ".join(sentences), ""]
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{recipe.name}.md", "\n".join(page))
-    with replacing(out / f"{recipe.name}.png") as temporary:
-        make_figure(summaries, recipe, baselines.get(MAJORITY)).savefig(temporary, dpi=150, format="png")
+    write_plot(out / f"{recipe.name}.png", summaries, recipe, baselines.get(MAJORITY))
     return lines
+
+
+def write_plot(path: Path, summaries: list[ModelSummary], recipe: Recipe, chance: float | None) -> None:
+    """Write the plot, or remove it if there are fewer than `MIN_PLOTTED` models."""
+    from mgk.analysis.report.drawing import save_png
+    from mgk.training.report_figure import make_figure
+
+    if len(summaries) < MIN_PLOTTED:
+        path.unlink(missing_ok=True)
+    else:
+        save_png(make_figure(summaries, recipe, chance), path, dpi=140)
 
 
 def _no_results_message(
@@ -336,83 +339,3 @@ def _no_results_message(
         return message
     hint = " with other settings or data (see --set)" if set(names) & set(requested) else ""
     return f"{message}; it has {', '.join(names)}{hint}"
-
-
-def make_figure(summaries: list[ModelSummary], recipe: Recipe, chance: float | None = None) -> Figure:
-    """Plot the scores of each model and, as bars, its costs.
-
-    Args:
-        summaries: Models of the plot, from top to bottom.
-        recipe: Recipe of the sweep.
-        chance: Accuracy of always predicting the most frequent class.
-
-    Returns:
-        A Matplotlib figure with one panel of scores and up to three of costs.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    from mgk.analysis.report.figures import literal
-
-    costs = [(title, list(map(cost, summaries))) for title, cost in COST_PANELS]
-    costs = [(title, values) for title, values in costs if None not in values]
-    figure = Figure(figsize=(4.4 + 1.5 * len(costs), 1.6 + 0.42 * len(summaries)), layout="constrained")
-    panels = figure.subplots(1, 1 + len(costs), sharey=True, squeeze=False, width_ratios=[2.6, *[1] * len(costs)])
-    score_axes, *cost_axes = panels[0]
-    _plot_scores(score_axes, summaries, recipe, chance)
-    colours = [colour_of(summary.row.variant) for summary in summaries]
-    for axes, (title, values) in zip(cost_axes, costs, strict=True):
-        bars = axes.barh(range(len(values)), values, 0.6, color=colours, alpha=0.6)
-        axes.bar_label(
-            bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=2, fontsize=9
-        )
-        axes.margins(x=0.8)  # space for the numbers to the right of the bars
-        axes.set_xlim(left=0)
-        axes.set_title(textwrap.fill(title, 14), fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(3))
-        axes.tick_params(axis="y", length=0)
-    for axes in panels[0]:
-        axes.tick_params(labelsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    score_axes.set_yticks(range(len(summaries)), [str(summary.row) for summary in summaries])
-    score_axes.set_ylim(len(summaries) - 0.4, -0.6)
-    figure.suptitle(literal(recipe.title), fontsize=10, wrap=True)
-    return figure
-
-
-def _plot_scores(axes: Any, summaries: list[ModelSummary], recipe: Recipe, chance: float | None) -> None:
-    style, split = metric_format(recipe), ordered_splits(summaries)[0]
-    has_excluded = False
-    for y, summary in enumerate(summaries):
-        scores, colour = summary.scores(split), colour_of(summary.row.variant)
-        by_seed = summary.values.get(split, {})
-        # The dot is the mean of the ticks; seeds that stayed on the plateau are crosses.
-        excluded = [score for seed, score in by_seed.items() if seed not in summary.counted_seeds]
-        has_excluded = has_excluded or bool(excluded)
-        if len(scores) > 1:
-            axes.plot(scores, [y] * len(scores), "|", color=colour, markersize=9, alpha=0.7)
-        axes.plot(excluded, [y] * len(excluded), "x", color=colour, markersize=5, alpha=0.7)
-        if scores:
-            mean = statistics.mean(scores)
-            axes.errorbar(mean, y, xerr=summary.spread(split, style), fmt="o", capsize=3, color=colour)
-            axes.annotate(
-                f"{mean:.1f}",
-                (mean, y),
-                xytext=(0, 7),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                color=colour,
-            )
-        if str(summary.row) in recipe.paper:
-            axes.plot(recipe.paper[str(summary.row)], y, "D", color="black", fillstyle="none", markersize=7)
-    if chance is not None:
-        axes.axvline(chance, color="black", linestyle=":", linewidth=1)
-    several = any(len(summary.scores(split)) > 1 for summary in summaries)
-    legend = ["● mean ± as in the table" if several else "± as in the table", *(["| each seed"] if several else [])]
-    legend += ["◇ the paper"] if recipe.paper else []
-    legend += ["× stayed on the plateau"] if has_excluded else []
-    legend += [] if chance is None else ["dotted: most frequent class"]
-    axes.set_xlabel(f"{split} {style.title}\n({textwrap.fill(', '.join(legend), 56)})", fontsize=9)
-    axes.margins(x=0.08)
-    axes.grid(axis="x", alpha=0.3)

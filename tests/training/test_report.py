@@ -8,6 +8,7 @@ import pytest
 
 from mgk.training import config, predictions, report, results, sweep
 from mgk.training.config import ModelSpec
+from mgk.training.report_figure import cost_panels, make_figure, sort_key
 from tests.support.result_rows import plateau_row, result_row
 
 
@@ -29,7 +30,6 @@ def test_table_has_mean_seeds_and_paper(tmp_path):
     # One seed: the interval of the test set, 1.96 · sqrt(0.37 · 0.63 / 2000).
     assert lines[2][1] == "37.00 ± 2.12"
     assert "| smgk:4 |" in table
-    assert (tmp_path / "listops.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no results"):
         report.write_report(config.load_recipe("listops"), [ModelSpec("mgk", 1)], "paper", [path], tmp_path)
 
@@ -105,7 +105,7 @@ def test_labels_of_the_plot_do_not_overlap(tmp_path, rows):
         results.append(path, [result_row(row, seed, 0.2 + 0.006 * n + seed / 100) for seed in (0, 1)])
         results.append(path, [result_row(row, 0, 12345.678, "train", "step_ms_alone")])
     summaries = report.summarize(results.read([path]), recipe, [ModelSpec.parse(row) for row in rows], "paper")
-    figure = report.make_figure(summaries, recipe, chance=17.6)
+    figure = make_figure(summaries, recipe, chance=17.6)
     figure.draw_without_rendering()
     score_axes, *cost_axes = figure.axes
     titles = [
@@ -123,11 +123,53 @@ def test_labels_of_the_plot_do_not_overlap(tmp_path, rows):
         assert not any(a.overlaps(b) for a, b in itertools.combinations(numbers, 2))
 
 
+def test_plot_needs_three_models(tmp_path):
+    recipe, rows = config.load_recipe("listops"), ["softmax:8", "smgk:4", "mgk:4"]
+    path, picture = tmp_path / "listops.csv", tmp_path / "listops.png"
+    for n, row in enumerate(rows, 1):
+        results.append(path, [result_row(row, 0, 0.37)])
+        report.write_report(recipe, [ModelSpec.parse(row) for row in rows[:n]], "paper", [path], tmp_path)
+        assert picture.exists() == (n == 3)
+    # A plot of more models does not stay beside the table of two.
+    report.write_report(recipe, [ModelSpec.parse(row) for row in rows[:2]], "paper", [path], tmp_path)
+    assert not picture.exists()
+
+
+def test_models_with_the_same_heads_are_together():
+    rows = "mgk:4 linear:8 softmax:8/4 smgk:8 softmax:4 mlk:4 softmax:8 smgk:8/4".split()
+    ordered = sorted((ModelSpec.parse(row) for row in rows), key=sort_key)
+    assert [str(row) for row in ordered] == (
+        "softmax:8 smgk:8 softmax:8/4 smgk:8/4 softmax:4 mgk:4 linear:8 mlk:4".split()
+    )
+
+
+def test_units_of_the_costs_follow_the_largest_value():
+    summary = report.ModelSummary(ModelSpec("softmax", 4), params=116_000, flops=15_500_000)
+    larger = report.ModelSummary(ModelSpec("softmax", 8), params=42_000_000, flops=6_700_000_000, step_ms=2.0)
+    assert cost_panels([summary]) == [("parameters, thousands", [116.0]), ("MFLOPs per forward pass", [15.5])]
+    (params, _), (flops, values) = cost_panels([summary, larger])
+    assert (params, flops) == ("parameters, millions", "GFLOPs per forward pass")
+    assert values == [0.0155, 6.7]
+
+
+def test_lines_of_all_models_are_the_interval_of_the_test_set(tmp_path):
+    """The deviation over two seeds that are close does not make a model look more certain than one with one seed."""
+    path, recipe = tmp_path / "listops.csv", config.load_recipe("listops")
+    rows = {"softmax:8": (0.37, 0.371), "smgk:4": (0.37,), "mgk:4": (0.371,)}
+    for row, accuracies in rows.items():
+        results.append(path, [result_row(row, seed, value) for seed, value in enumerate(accuracies)])
+    models = [ModelSpec.parse(row) for row in rows]
+    axes = make_figure(report.summarize(results.read([path]), recipe, models, "paper"), recipe).axes[0]
+    widths = [np.ptp(container[2][0].get_segments()[0][:, 0]) for container in axes.containers]
+    assert widths == pytest.approx([2 * report.binomial_half_width(37, 2000)] * 3, rel=1e-2)
+    assert "line: 95 % interval of the test set" in axes.get_xlabel().replace("\n", " ")
+
+
 def test_dollar_signs_in_the_title_are_not_tex(tmp_path):
     path, recipe = tmp_path / "listops.csv", replace(config.load_recipe("listops"), title=r"$\frac{$ and $x_$")
     results.append(path, [result_row("smgk:4", 0, 0.2)])
     summaries = report.summarize(results.read([path]), recipe, [ModelSpec.parse("smgk:4")], "paper")
-    report.make_figure(summaries, recipe).savefig(tmp_path / "figure.png")
+    make_figure(summaries, recipe).savefig(tmp_path / "figure.png")
 
 
 def test_differences_are_paired_by_example(tmp_path):
