@@ -33,8 +33,11 @@ def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
     summaries = summarize(plan, rows)
     parts = [f"# {plan.title}\n", *([f"{plan.scope}\n"] if plan.scope else []), *_introduction(plan, summaries)]
     parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
-    for recipe in dict.fromkeys(arm.recipe for arm in summaries):
-        parts.append(f"\n## {load_recipe(recipe).title}\n\n{_arms_table(summaries, recipe)}")
+    parts += [
+        f"\n## {load_recipe(recipe).title}\n\n{_arms_table(summaries, recipe)}" for recipe in judged_recipes(summaries)
+    ]
+    if rates := _selection_table(plan, summaries):
+        parts.append(f"\n## Selection of settings\n\n{rates}")
     return "\n".join(parts) + "\n"
 
 
@@ -59,8 +62,8 @@ def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
     parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
     if plotted_recipe(summaries) is not None:
         parts.append(f"![Perplexity against training time, cache and parameters]({picture})")
-    parts.append(_arms_table(summaries, next(iter(summaries)).recipe))
-    parts.append(decoding_table(rows))
+    parts += [_arms_table(summaries, recipe) for recipe in judged_recipes(summaries)[:1]]
+    parts += [_selection_table(plan, summaries), decoding_table(rows)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -72,6 +75,11 @@ def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> s
             result = answer(question, plan, summaries, folder)
             return "" if result.interval is None else result.words
     return ""
+
+
+def judged_recipes(summaries: dict[Arm, ArmSummary]) -> list[str]:
+    """Return the recipes of arms that are judged, in the order of the plan."""
+    return list(dict.fromkeys(arm.recipe for arm, summary in summaries.items() if not summary.is_selection))
 
 
 def plotted_recipe(summaries: dict[Arm, ArmSummary]) -> str | None:
@@ -121,7 +129,7 @@ def _answers_table(answers: list[Answer]) -> str:
 
 
 def _arms_table(summaries: dict[Arm, ArmSummary], recipe: str) -> str:
-    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe]
+    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe and not summary.is_selection]
     spread = family_spread(summaries, recipe)
     quality = "perplexity" if family[0].is_language_model else "accuracy, %"
     lines = [["arm", "seeds", quality, "step, ms", "training, minutes", "parameters, M", "cache, bytes per token"]]
@@ -142,6 +150,19 @@ def _arms_table(summaries: dict[Arm, ArmSummary], recipe: str) -> str:
             ]
         )
     return markdown_table(lines)
+
+
+def _selection_table(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
+    """Format the arms that select settings, on the split that selects; "" without any."""
+    lines = [["recipe", "settings", "arm", "split", "seeds", "quality", "recipe's settings"]]
+    for arm, summary in summaries.items():
+        if summary.is_selection:
+            base = load_recipe(arm.recipe)
+            chosen = base.with_settings([f"steps={summary.recipe.training.steps}"]) == summary.recipe
+            quality = f"{summary.quality:.2f}" + ("" if summary.is_language_model else " %")
+            cells = [arm.recipe, ", ".join(arm.overrides), f"`{arm}`", f"`{plan.selection_split(arm)}`"]
+            lines.append([*cells, str(len(summary.values)), quality, "yes" if chosen else ""])
+    return markdown_table(lines) if len(lines) > 1 else ""
 
 
 def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments import commands
@@ -13,11 +15,13 @@ from experiments.result_rows import Rows, read_results
 from mgk import tasks
 from mgk.tasks.data_cache import Progress
 from mgk.training.cluster import ClusterOptions, execute_jobs
-from mgk.training.config import Recipe, load_recipe
+from mgk.training.config import ModelSpec, Recipe, load_recipe
 from mgk.training.equal_time import record_steps
 from mgk.training.job_queue import Job, resolve_max_running
 from mgk.training.sweep import is_timed, is_trained, train_job
 from mgk.training.trainer import Run
+
+TIMING = "experiments.cost_quality.timing"  # the command that times models
 
 
 def setup_of(arm: Arm, recipe: Recipe, data: Path) -> str:
@@ -25,11 +29,28 @@ def setup_of(arm: Arm, recipe: Recipe, data: Path) -> str:
     return Run(recipe, arm.model, PRESET, 0, data, Path()).setup(tasks.get_task(recipe.task))
 
 
-def missing_jobs(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -> tuple[list[Job], list[Arm]]:
+def timed_models(arm: Arm) -> tuple[ModelSpec, ...]:
+    """Return the models whose step times an arm needs: its own for the page, and both for a number of steps."""
+    if arm.equal_time is not None:
+        return arm.equal_time.timed_models
+    return () if arm.overrides else (arm.model,)
+
+
+def resolve(arm: Arm, rows: Rows, data: Path) -> Recipe | None:
+    """Return the recipe with the arm's settings, from step times with the recipe's current settings."""
+    base = load_recipe(arm.recipe)
+    models = timed_models(arm) if arm.equal_time is not None else ()
+    return arm.resolve(rows, {model: setup_of(Arm(arm.recipe, model), base, data) for model in models})
+
+
+def missing_jobs(
+    arms: dict[Arm, int], rows: Rows, out: Path, runs: Path, data: Path
+) -> tuple[dict[Arm, list[Job]], list[Arm]]:
     """Return the jobs of the runs that results lack, and the arms that wait for the step times of others."""
-    jobs, waiting = [], []
-    for arm, seeds in plan.arms.items():
-        recipe = arm.resolve(rows)
+    jobs: dict[Arm, list[Job]] = {}
+    waiting = []
+    for arm, seeds in arms.items():
+        recipe = resolve(arm, rows, data)
         if recipe is None:
             waiting.append(arm)
             continue
@@ -38,7 +59,7 @@ def missing_jobs(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -> t
             base = load_recipe(arm.recipe).with_settings(list(arm.overrides))
             record_steps(out / f"{base.name}.csv", rows, base, arm.equal_time, PRESET, recipe.training.steps)
         setup = setup_of(arm, recipe, data)
-        jobs += [
+        jobs[arm] = [
             train_job(
                 recipe,
                 arm.model,
@@ -56,19 +77,78 @@ def missing_jobs(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -> t
     return jobs, waiting
 
 
-def timing_commands(plan: Plan, rows: Rows, out: Path, runs: Path, data: Path) -> list[list[str]]:
-    """Return the `mgk compare` commands that time trained arms in isolation."""
-    untimed: dict[str, list[str]] = {}
-    for arm in plan.arms:
-        if arm.time_of is not None or arm.overrides:
-            continue
-        recipe = load_recipe(arm.recipe)
-        setup = setup_of(arm, recipe, data)
-        trained = is_trained(rows, recipe, arm.model, PRESET, 0, setup)
-        if trained and not is_timed(rows, recipe, arm.model, PRESET, setup):
-            untimed.setdefault(arm.recipe, []).append(str(arm.model))
-    options = ["--alone", "--out", str(out), "--runs", str(runs), "--data-dir", str(data)]
-    return [["compare", recipe, "--rows", ",".join(models), *options] for recipe, models in untimed.items()]
+def by_seed(jobs: Iterable[Job]) -> list[Job]:
+    """Sort jobs by seed; those of a seed keep the order of the arms."""
+    return sorted(jobs, key=lambda job: job.seed)
+
+
+@dataclass
+class StudyRunner:
+    """Runs the missing part of stages.
+
+    Attributes:
+        plan: The plan.
+        out: Results directory.
+        runs: Parent directory of the run directories.
+        data: Data directory.
+        max_running: Number of concurrent runs.
+        end: Time limit on the monotonic clock.
+        progress: Callback for the preparation of data.
+        cluster: Resources of jobs on a SLURM cluster, which also times the models; None for this machine.
+        failed: Descriptions of the failures.
+    """
+
+    plan: Plan
+    out: Path
+    runs: Path
+    data: Path
+    max_running: int
+    end: float
+    progress: Progress
+    cluster: ClusterOptions | None
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def minutes(self) -> float | None:
+        """The remaining time, None without a limit."""
+        return None if math.isinf(self.end) else max(0.0, self.end - time.monotonic()) / 60
+
+    def run_arms(self, arms: dict[Arm, int]) -> bool:
+        """Time the arms that were not timed, then train their missing runs; return whether none is left unfinished.
+
+        The arms are timed first, so that the runs of equal time can start with the others, and a time limit during the
+        training leaves no arm without a step time.
+        """
+        for task in dict.fromkeys(load_recipe(arm.recipe).task for arm in arms):
+            tasks.get_task(task).prepare(self.data, os.cpu_count() or 1, self.progress)
+        self._time_arms(arms)
+        jobs, waiting = missing_jobs(arms, read_results(self.out), self.out, self.runs, self.data)
+        if time.monotonic() >= self.end:
+            return not any(jobs.values()) and not waiting
+        self.failed += [f"{arm} of {arm.recipe} (the step time of {arm.time_of} is missing)" for arm in waiting]
+        pending = by_seed(job for jobs_of_arm in jobs.values() for job in jobs_of_arm)
+        queue = execute_jobs(pending, self.max_running, self.minutes, self.cluster)
+        self.failed += [f"{job.name} (see {job.log})" for job in queue.failed]
+        return not queue.unfinished
+
+    def _time_arms(self, arms: Iterable[Arm]) -> None:
+        """Time the models of arms that have no step time with the recipe's current settings."""
+        rows = read_results(self.out)
+        untimed: dict[str, dict[str, None]] = {}
+        for arm in arms:
+            recipe = load_recipe(arm.recipe)
+            for model in timed_models(arm):
+                setup = setup_of(Arm(arm.recipe, model), recipe, self.data)
+                if not is_timed(rows, recipe, model, PRESET, setup):
+                    untimed.setdefault(arm.recipe, {})[str(model)] = None
+        for recipe_name, models in untimed.items():
+            if time.monotonic() >= self.end:
+                return
+            command = [recipe_name, "--rows", ",".join(models), "--results", str(self.out)]
+            command += ["--data-dir", str(self.data), "--jobs", str(self.max_running)]
+            command += [] if self.minutes is None else ["--minutes", f"{self.minutes:.2f}"]
+            if commands.run_module(TIMING, command, self.cluster):
+                self.failed.append(f"python -m {TIMING} {' '.join(command)}")
 
 
 def run(
@@ -83,7 +163,7 @@ def run(
 ) -> list[str]:
     """Run the missing part of the plan and return descriptions of the failures.
 
-    Time-matched arms start after the models that they refer to have been timed.
+    The stages run one after another, each seed by seed. On a cluster the jobs of all stages are submitted together.
 
     Args:
         plan: The plan.
@@ -96,25 +176,9 @@ def run(
         cluster: Resources of jobs on a SLURM cluster, which also times the models; None for this machine.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    for task in dict.fromkeys(load_recipe(arm.recipe).task for arm in plan.arms):
-        tasks.get_task(task).prepare(data, os.cpu_count() or 1, progress)
-    failed: list[str] = []
-    previous: tuple[list[Path], list[Arm]] | None = None
-    while time.monotonic() < end:
-        pending, waiting = missing_jobs(plan, read_results(out), out, runs, data)
-        missing = [job.directory for job in pending], waiting
-        if missing == previous:  # the last pass has added no results
-            failed += [f"{arm} of {arm.recipe} (the step time of {arm.time_of} is missing)" for arm in waiting]
+    runner = StudyRunner(plan, out, runs, data, resolve_max_running(jobs), end, progress, cluster)
+    groups = [stage.arms for stage in plan.stages] if cluster is None else [plan.arms]
+    for arms in groups:
+        if time.monotonic() >= end or not runner.run_arms(arms):
             break
-        previous = missing
-        remaining = None if minutes is None else max(0.0, end - time.monotonic()) / 60
-        queue = execute_jobs(pending, resolve_max_running(jobs), remaining, cluster)
-        failed += [f"{job.name} (see {job.log})" for job in queue.failed]
-        if queue.unfinished:
-            break
-        for command in timing_commands(plan, read_results(out), out, runs, data):
-            if time.monotonic() < end and commands.run_mgk(command, cluster):
-                failed.append(f"mgk {' '.join(command)}")
-        if not waiting or failed:
-            break
-    return failed
+    return runner.failed

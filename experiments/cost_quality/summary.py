@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, is_language_model, runs_of
-from experiments.result_rows import Rows
+from experiments.result_rows import Row, Rows
 from experiments.statistics import Interval, Spread, compare, pooled_spread
 from mgk import tasks
 from mgk.models.attention_layer import make_attention
@@ -36,6 +36,7 @@ class ArmSummary:
         step_ms: Step time in isolation.
         params: Number of parameters.
         cache_bytes: Bytes of cache per token in bf16; None for a classifier.
+        is_selection: Whether the runs select settings: judged on another split, and compared only with each other.
     """
 
     arm: Arm
@@ -46,6 +47,7 @@ class ArmSummary:
     step_ms: float | None
     params: int
     cache_bytes: int | None
+    is_selection: bool = False
 
     @property
     def is_language_model(self) -> bool:
@@ -74,9 +76,18 @@ def cache_bytes_per_token(recipe: Recipe, model: ModelSpec) -> int:
     return total
 
 
-def metric_of(recipe: Recipe, plan: Plan) -> tuple[str, str]:
-    """Return the split and the metric that judge the runs of a recipe."""
-    metric = OBJECTIVES[tasks.get_task(recipe.task).objective].test_metric(recipe.training)
+def metric_of(recipe: Recipe, plan: Plan, selection_split: str | None = None) -> tuple[str, str]:
+    """Return the split and the metric that judge the runs of a recipe.
+
+    Args:
+        recipe: The recipe.
+        plan: The plan, with the judged split.
+        selection_split: Split of runs that select settings; their metric is that of the best checkpoint.
+    """
+    objective = OBJECTIVES[tasks.get_task(recipe.task).objective]
+    metric = objective.test_metric(recipe.training)
+    if selection_split is not None:
+        return selection_split, f"best_{objective.metric}"
     if is_language_model(recipe):
         return plan.judged_split, metric.replace("perplexity", "loss", 1)
     return "test", metric
@@ -89,7 +100,8 @@ def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
         recipe = arm.resolve(rows)
         if recipe is None:
             continue
-        split, metric = metric_of(recipe, plan)
+        selection_split = plan.selection_split(arm)
+        split, metric = metric_of(recipe, plan, selection_split)
         runs = runs_of(rows, arm, recipe)
         judged = [row for row in runs if row["split"] == split and row["metric"] == metric]
         if not judged:
@@ -102,19 +114,28 @@ def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
         summaries[arm] = ArmSummary(
             arm,
             recipe,
-            {int(row["seed"]): float(row["value"]) for row in results.latest(judged, ["seed"])},
+            {int(row["seed"]): _as_loss(row) for row in results.latest(judged, ["seed"])},
             setups.pop(),
             None if step_ms is None else recipe.training.steps * step_ms / 60_000,
             step_ms,
             int(judged[-1]["params"]),
             cache_bytes_per_token(recipe, arm.model) if is_language_model(recipe) else None,
+            selection_split is not None,
         )
     return summaries
 
 
+def _as_loss(row: Row) -> float:
+    """Return the value of a row, a perplexity as its logarithm."""
+    value = float(row["value"])
+    return math.log(value) if "perplexity" in row["metric"] else value
+
+
 def family_spread(summaries: dict[Arm, ArmSummary], recipe: str) -> Spread | None:
     """Pool the deviation over seeds of the arms of a recipe."""
-    return pooled_spread([list(s.values.values()) for arm, s in summaries.items() if arm.recipe == recipe])
+    return pooled_spread(
+        [list(s.values.values()) for arm, s in summaries.items() if arm.recipe == recipe and not s.is_selection]
+    )
 
 
 def read_blocks(summary: ArmSummary, plan: Plan, folder: Path) -> np.ndarray | None:

@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from typer.testing import CliRunner
 
 from experiments import statistics
-from experiments.cost_quality import page, run, summary
-from experiments.cost_quality.plan import PRESET, Arm, Plan, load_plan
+from experiments.cost_quality import page, run, summary, timing
+from experiments.cost_quality.plan import PRESET, Arm, Plan, Stage, load_plan
 from mgk import tasks
 from mgk.models.run_directory import RunDirectory
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
 from mgk.training.equal_time import STEPS
 from mgk.training.job_queue import JobQueue
+from mgk.training.sweep import SOLO_TRAINING_METRICS, is_timed
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,8 +41,8 @@ def test_plan_names_known_recipes_and_every_question_has_its_arms():
     plan = load_plan()
     recipes = {arm.recipe for arm in plan.arms}
     assert recipes == {"study", "study-8", "study-m4", "image", "image-patches"}
-    assert plan.arms[Arm.parse("study", "softmax:8")] == 5  # the rate of the recipe is no override
-    assert plan.arms[Arm.parse("study", "smgk:8", ("lr=2e-3",))] == 1
+    assert plan.arms[Arm.parse("study", "softmax:8")] == 5
+    assert plan.arms[Arm.parse("study", "smgk:8", ("steps=600", "lr=2e-3"))] == 1
     for question in plan.questions:
         assert question.first in plan.arms
         assert question.second in plan.arms
@@ -61,7 +63,11 @@ def test_wrong_arms(text):
 
 
 def test_a_question_without_runs_is_refused(tmp_path):
-    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text().replace('"gaussian:8": 3, "softmax', '"softmax')
+    text = (
+        (ROOT / "experiments/cost_quality/plan.yaml")
+        .read_text()
+        .replace('"gaussian:8": 3, "gaussian:8/4"', '"gaussian:8/4"')
+    )
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"no stage of .* trains gaussian:8 of study"):
         load_plan(tmp_path / "plan.yaml")
@@ -81,7 +87,7 @@ def test_a_plan_without_stages_is_refused(tmp_path):
 
 
 def test_arm_without_step_times_ends_the_run(tmp_path, monkeypatch):
-    """A pass that adds no results is the last one."""
+    """An arm whose step times could not be measured is reported, and the command ends."""
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: None)
     queues = []
 
@@ -91,9 +97,108 @@ def test_arm_without_step_times_ends_the_run(tmp_path, monkeypatch):
         return queues[-1]
 
     monkeypatch.setattr(run, "execute_jobs", execute_jobs)
-    plan = Plan({Arm.parse("listops", "softmax:8@time=smgk:4"): 1}, (), "test")
+    monkeypatch.setattr(run, "setup_of", lambda *_: "made-up")
+    monkeypatch.setattr(run.commands, "run_module", lambda *_: 0)
+    plan = Plan((Stage("one", {Arm.parse("listops", "softmax:8@time=smgk:4"): 1}),), (), "test")
     failed = run.run(plan, tmp_path, tmp_path / "runs", tmp_path, None, None, lambda *_: None)
     assert failed == ["softmax:8@time=smgk:4 of listops (the step time of smgk:4 is missing)"]
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """Replace preparation, timing and training; return a function that runs a plan, and the order of the events."""
+    events = []
+    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: None)
+    monkeypatch.setattr(run, "setup_of", lambda *_: "made-up")
+
+    def run_module(module, arguments, cluster):
+        assert (module, arguments[0]) == (run.TIMING, "listops")
+        for number, text in enumerate(arguments[2].split(",")):
+            events.append(f"time {text}")
+            for metric in SOLO_TRAINING_METRICS:
+                model, value = ModelSpec.parse(text), 4 + number
+                row = result_row(load_recipe("listops"), model, 0, metric, value, split="train", setup="made-up")
+                results.append(tmp_path / "listops.csv", [row])
+        return 0
+
+    def execute_jobs(jobs, *_):
+        events.extend(f"{job.row} {job.seed}" + " at equal time" * ("equal-time" in str(job.directory)) for job in jobs)
+        return JobQueue(jobs if runner.is_interrupted else [])
+
+    def runner(stages, minutes=None, **options):
+        plan = Plan(tuple(stages), (), "test")
+        failed = run.run(plan, tmp_path, tmp_path / "runs", tmp_path, None, minutes, lambda *_: None, **options)
+        return failed, events
+
+    runner.is_interrupted = False
+    monkeypatch.setattr(run.commands, "run_module", run_module)
+    monkeypatch.setattr(run, "execute_jobs", execute_jobs)
+    return runner
+
+
+def listops_stage(name, **seeds):
+    return Stage(name, {Arm.parse("listops", text): count for text, count in seeds.items()})
+
+
+def test_stages_are_timed_first_and_run_seed_by_seed(runner):
+    first = listops_stage("first", **{"softmax:8": 2, "smgk:4": 2, "softmax:8@time=smgk:4": 2})
+    second = listops_stage("second", **{"mgk:4": 1, "softmax:8": 1})
+    assert runner([first, second]) == (
+        [],
+        [
+            "time softmax:8", "time smgk:4",
+            "softmax:8 0", "smgk:4 0", "softmax:8 0 at equal time",
+            "softmax:8 1", "smgk:4 1", "softmax:8 1 at equal time",
+            "time mgk:4", "mgk:4 0", "softmax:8 0",
+        ],
+    )  # fmt: skip
+
+
+def test_arms_are_timed_although_the_time_limit_interrupts_their_training(runner):
+    runner.is_interrupted = True
+    stages = [listops_stage("first", **{"softmax:8": 1}), listops_stage("second", **{"mgk:4": 1})]
+    assert runner(stages, minutes=5) == ([], ["time softmax:8", "softmax:8 0"])
+
+
+def test_step_times_of_other_settings_give_no_number_of_steps(runner, tmp_path):
+    stage = listops_stage("first", **{"softmax:8": 0, "smgk:4": 0, "softmax:8@time=smgk:4": 1})
+    recipe = load_recipe("listops")
+    for name, value in (("softmax:8", 1), ("smgk:4", 3)):
+        row = result_row(recipe, ModelSpec.parse(name), 0, "step_ms_alone", value, split="train", setup="other")
+        results.append(tmp_path / "listops.csv", [{**row, "date": "2026-02-01"}])
+    runner([stage])
+    recorded = [row["value"] for row in results.read([tmp_path / "listops.csv"]) if row["metric"] == STEPS]
+    assert recorded == [str(round(recipe.training.steps * 5 / 4))]
+
+
+def test_runs_that_select_settings_are_judged_on_their_own_split(tmp_path):
+    plan, recipe = load_plan(), load_recipe("study")
+    arm = Arm.parse("study", "softmax:8", ("steps=600", "lr=5e-4"))
+    assert plan.selection_split(arm) == "dev"
+    assert plan.selection_split(Arm.parse("study", "softmax:8")) is None
+    changed = recipe.with_settings(list(arm.overrides))
+    rows = [
+        result_row(changed, arm.model, 0, "best_perplexity", 40.0, split="dev"),
+        result_row(changed, arm.model, 0, "loss_stride_512", 1.0),
+    ]
+    [(_, found)] = summary.summarize(plan, rows).items()
+    assert found.quality == pytest.approx(40)
+    text = page.write_page(plan, rows, tmp_path)
+    assert "| study | steps=600, lr=5e-4 | `softmax:8` | `dev` | 1 | 40.00 |  |" in text
+    assert "2.72" not in text  # exp(1), on the judged split
+    assert "| `softmax:8` (steps=600" not in text
+    chosen = dataclasses.replace(arm, overrides=("steps=600", "lr=1e-3"))
+    rows = [
+        result_row(recipe.with_settings(list(chosen.overrides)), arm.model, 0, "best_perplexity", 40.0, split="dev")
+    ]
+    assert "| 40.00 | yes |" in page.evidence_section(plan, rows, tmp_path, "")
+
+
+def test_an_arm_that_selects_settings_is_not_judged(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text().replace("[steps=600, lr=1e-3]", "[]")
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"of study selects settings in one stage of .* and is judged in another"):
+        load_plan(tmp_path / "plan.yaml")
 
 
 def test_time_matched_steps():
@@ -300,3 +405,20 @@ def test_committed_page_of_the_small_study_follows_from_results():
     plan = load_plan(ROOT / "experiments/cost_quality/plan-small.yaml")
     text = page.write_page(plan, run.read_results(ROOT / "results"), ROOT / "results")
     assert (ROOT / "docs/small-decoder.md").read_text(encoding="utf-8").startswith(text)
+
+
+def test_command_times_models_that_were_not_trained(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log ; " * 200)
+    tasks.get_task("bytes").prepare(tmp_path)
+    recipe, out = str(tmp_path / "tiny.yaml"), tmp_path / "out"
+    options = ["--rows", "softmax:1,smgk:1", "--results", str(out), "--data-dir", str(tmp_path)]
+    result = CliRunner().invoke(timing.app, [recipe, *options])
+    assert result.exception is None, result.output
+    rows = results.read([out / "tiny.csv"])
+    for name in ("softmax:1", "smgk:1"):
+        arm = Arm.parse(recipe, name)
+        assert is_timed(rows, load_recipe(recipe), arm.model, PRESET, run.setup_of(arm, load_recipe(recipe), tmp_path))
+    late = CliRunner().invoke(timing.app, [recipe, *options, "--minutes", "0"])
+    assert "no time left to time softmax:1, smgk:1" in late.output
+    assert results.read([out / "tiny.csv"]) == rows
