@@ -38,6 +38,9 @@ def study(
     minutes: Annotated[
         float | None, typer.Option(help="With --run: stop after this time; the same command continues.")
     ] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="With --run: a stage of the plan to run; repeat for several. Default: all.")
+    ] = None,
     data_dir: DataDir = None,
     runs: Annotated[Path, typer.Option(help="With --run: parent directory of the run directories.")] = Path("runs"),
     cluster: ClusterName = None,
@@ -58,13 +61,16 @@ def study(
         number("--minutes", minutes, 0, above=True)
     if cluster is not None and not run:
         fail("--cluster", "has no effect without --run: add --run")
+    if stage and not run:
+        fail("--stage", "has no effect without --run: add --run")
     resources = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     loaded = load_plan(plan or PLAN)
     failed = []
     if run:
         check_output_directory("--results", results)
         check_output_directory("--runs", runs)
-        failed = run_plan(loaded, results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress, resources)
+        data = resolve_data_dir(data_dir)
+        failed = run_plan(loaded, results, runs, data, jobs, minutes, print_progress, resources, stage or ())
     rows = read_results(results)
     summaries = summarize(loaded, rows)
     if not summaries:

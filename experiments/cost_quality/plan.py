@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,15 +129,20 @@ class Plan:
     @cached_property
     def arms(self) -> dict[Arm, int]:
         """Arms of all stages with their numbers of seeds, in the order of running."""
-        arms: dict[Arm, int] = {}
-        for stage in self.stages:
-            for arm, seeds in stage.arms.items():
-                arms[arm] = max(seeds, arms.get(arm, 0))
-        return arms
+        return merge_arms(self.stages)
 
     def selection_split(self, arm: Arm) -> str | None:
         """Return the split that judges an arm that selects settings; None for the others."""
         return next((stage.selection_split for stage in self.stages if arm in stage.arms), None)
+
+
+def merge_arms(stages: Iterable[Stage]) -> dict[Arm, int]:
+    """Return the arms of stages with their largest numbers of seeds."""
+    arms: dict[Arm, int] = {}
+    for stage in stages:
+        for arm, seeds in stage.arms.items():
+            arms[arm] = max(seeds, arms.get(arm, 0))
+    return arms
 
 
 def load_plan(path: Path = PLAN) -> Plan:

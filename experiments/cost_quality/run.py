@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments import commands
-from experiments.cost_quality.plan import PRESET, Arm, Plan
+from experiments.cost_quality.plan import PRESET, Arm, Plan, merge_arms
 from experiments.result_rows import Rows, read_results
 from mgk import tasks
+from mgk._core.io import DataError
+from mgk._core.validation import one_of
+from mgk.cli.app import is_prepared
 from mgk.tasks.data_cache import Progress
 from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import ModelSpec, Recipe, load_recipe
@@ -27,6 +31,12 @@ TIMING = "experiments.cost_quality.timing"  # the command that times models
 def setup_of(arm: Arm, recipe: Recipe, data: Path) -> str:
     """Return the setup hash of an arm's runs."""
     return Run(recipe, arm.model, PRESET, 0, data, Path()).setup(tasks.get_task(recipe.task))
+
+
+def has_results(rows: Rows, arm: Arm, seeds: int) -> bool:
+    """Return whether the results have all runs of an arm, of any version of the data."""
+    recipe = arm.resolve(rows)
+    return recipe is not None and all(is_trained(rows, recipe, arm.model, PRESET, seed) for seed in range(seeds))
 
 
 def timed_models(arm: Arm) -> tuple[ModelSpec, ...]:
@@ -107,6 +117,8 @@ class StudyRunner:
     progress: Progress
     cluster: ClusterOptions | None
     failed: list[str] = field(default_factory=list)
+    missing_data: dict[str, str] = field(default_factory=dict)  # error messages by task
+    has_data: bool = False  # whether the data of a task was prepared
 
     @property
     def minutes(self) -> float | None:
@@ -119,8 +131,7 @@ class StudyRunner:
         The arms are timed first, so that the runs of equal time can start with the others, and a time limit during the
         training leaves no arm without a step time.
         """
-        for task in dict.fromkeys(load_recipe(arm.recipe).task for arm in arms):
-            tasks.get_task(task).prepare(self.data, os.cpu_count() or 1, self.progress)
+        arms = self._with_data(arms)
         self._time_arms(arms)
         jobs, waiting = missing_jobs(arms, read_results(self.out), self.out, self.runs, self.data)
         if time.monotonic() >= self.end:
@@ -130,6 +141,33 @@ class StudyRunner:
         queue = execute_jobs(pending, self.max_running, self.minutes, self.cluster)
         self.failed += [f"{job.name} (see {job.log})" for job in queue.failed]
         return not queue.unfinished
+
+    def _with_data(self, arms: dict[Arm, int]) -> dict[Arm, int]:
+        """Prepare the data of the arms; return those that have data.
+
+        Data that were not prepared before are prepared only if the results lack a run of the task.
+        """
+        by_task: dict[str, dict[Arm, int]] = {}
+        for arm, seeds in arms.items():
+            by_task.setdefault(load_recipe(arm.recipe).task, {})[arm] = seeds
+        rows = read_results(self.out)
+        available: dict[Arm, int] = {}
+        for name, arms_of_task in by_task.items():
+            task = tasks.get_task(name)
+            if not is_prepared(task, self.data) and all(
+                has_results(rows, arm, seeds) for arm, seeds in arms_of_task.items()
+            ):
+                continue
+            if name not in self.missing_data:
+                try:
+                    task.prepare(self.data, os.cpu_count() or 1, self.progress)
+                except DataError as error:
+                    self.missing_data[name] = str(error)
+                    print(f"The arms of the task {name} are skipped: {error}", file=sys.stderr)
+            if name not in self.missing_data:
+                available |= arms_of_task
+                self.has_data = True
+        return {arm: seeds for arm, seeds in arms.items() if arm in available}
 
     def _time_arms(self, arms: Iterable[Arm]) -> None:
         """Time the models of arms that have no step time with the recipe's current settings."""
@@ -160,6 +198,7 @@ def run(
     minutes: float | None,
     progress: Progress,
     cluster: ClusterOptions | None = None,
+    stages: Sequence[str] = (),
 ) -> list[str]:
     """Run the missing part of the plan and return descriptions of the failures.
 
@@ -174,11 +213,17 @@ def run(
         minutes: Time limit; None for no limit. The same call continues later from the checkpoints.
         progress: Callback for the preparation of data.
         cluster: Resources of jobs on a SLURM cluster, which also times the models; None for this machine.
+        stages: Names of the stages to run; none for all.
     """
+    for name in stages:
+        one_of("--stage", name, [stage.name for stage in plan.stages])
+    selected = [stage for stage in plan.stages if not stages or stage.name in stages]
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     runner = StudyRunner(plan, out, runs, data, resolve_max_running(jobs), end, progress, cluster)
-    groups = [stage.arms for stage in plan.stages] if cluster is None else [plan.arms]
+    groups = [stage.arms for stage in selected] if cluster is None else [merge_arms(selected)]
     for arms in groups:
         if time.monotonic() >= end or not runner.run_arms(arms):
             break
+    if runner.missing_data and not runner.has_data:
+        runner.failed += [f"the data of {name} are missing: {error}" for name, error in runner.missing_data.items()]
     return runner.failed

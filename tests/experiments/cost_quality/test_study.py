@@ -2,28 +2,17 @@
 
 import dataclasses
 import math
-import os
-import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
-from typer.testing import CliRunner
 
 from experiments import statistics
-from experiments.cost_quality import page, run, summary, timing
-from experiments.cost_quality.plan import PRESET, Arm, Plan, Stage, load_plan
-from mgk import tasks
-from mgk.models.run_directory import RunDirectory
+from experiments.cost_quality import page, run, summary
+from experiments.cost_quality.plan import PRESET, Arm, load_plan
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
-from mgk.training.equal_time import STEPS
-from mgk.training.job_queue import JobQueue
-from mgk.training.sweep import SOLO_TRAINING_METRICS, is_timed
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,91 +73,6 @@ def test_a_plan_without_stages_is_refused(tmp_path):
     (tmp_path / "plan.yaml").write_text("title: none\n")
     with pytest.raises(ValueError, match=r"plan .*plan.yaml must have the keys stages, questions, judged_split"):
         load_plan(tmp_path / "plan.yaml")
-
-
-def test_arm_without_step_times_ends_the_run(tmp_path, monkeypatch):
-    """An arm whose step times could not be measured is reported, and the command ends."""
-    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: None)
-    queues = []
-
-    def execute_jobs(jobs, *_):
-        queues.append(JobQueue([]))
-        assert len(queues) < 10
-        return queues[-1]
-
-    monkeypatch.setattr(run, "execute_jobs", execute_jobs)
-    monkeypatch.setattr(run, "setup_of", lambda *_: "made-up")
-    monkeypatch.setattr(run.commands, "run_module", lambda *_: 0)
-    plan = Plan((Stage("one", {Arm.parse("listops", "softmax:8@time=smgk:4"): 1}),), (), "test")
-    failed = run.run(plan, tmp_path, tmp_path / "runs", tmp_path, None, None, lambda *_: None)
-    assert failed == ["softmax:8@time=smgk:4 of listops (the step time of smgk:4 is missing)"]
-
-
-@pytest.fixture
-def runner(tmp_path, monkeypatch):
-    """Replace preparation, timing and training; return a function that runs a plan, and the order of the events."""
-    events = []
-    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: None)
-    monkeypatch.setattr(run, "setup_of", lambda *_: "made-up")
-
-    def run_module(module, arguments, cluster):
-        assert (module, arguments[0]) == (run.TIMING, "listops")
-        for number, text in enumerate(arguments[2].split(",")):
-            events.append(f"time {text}")
-            for metric in SOLO_TRAINING_METRICS:
-                model, value = ModelSpec.parse(text), 4 + number
-                row = result_row(load_recipe("listops"), model, 0, metric, value, split="train", setup="made-up")
-                results.append(tmp_path / "listops.csv", [row])
-        return 0
-
-    def execute_jobs(jobs, *_):
-        events.extend(f"{job.row} {job.seed}" + " at equal time" * ("equal-time" in str(job.directory)) for job in jobs)
-        return JobQueue(jobs if runner.is_interrupted else [])
-
-    def runner(stages, minutes=None, **options):
-        plan = Plan(tuple(stages), (), "test")
-        failed = run.run(plan, tmp_path, tmp_path / "runs", tmp_path, None, minutes, lambda *_: None, **options)
-        return failed, events
-
-    runner.is_interrupted = False
-    monkeypatch.setattr(run.commands, "run_module", run_module)
-    monkeypatch.setattr(run, "execute_jobs", execute_jobs)
-    return runner
-
-
-def listops_stage(name, **seeds):
-    return Stage(name, {Arm.parse("listops", text): count for text, count in seeds.items()})
-
-
-def test_stages_are_timed_first_and_run_seed_by_seed(runner):
-    first = listops_stage("first", **{"softmax:8": 2, "smgk:4": 2, "softmax:8@time=smgk:4": 2})
-    second = listops_stage("second", **{"mgk:4": 1, "softmax:8": 1})
-    assert runner([first, second]) == (
-        [],
-        [
-            "time softmax:8", "time smgk:4",
-            "softmax:8 0", "smgk:4 0", "softmax:8 0 at equal time",
-            "softmax:8 1", "smgk:4 1", "softmax:8 1 at equal time",
-            "time mgk:4", "mgk:4 0", "softmax:8 0",
-        ],
-    )  # fmt: skip
-
-
-def test_arms_are_timed_although_the_time_limit_interrupts_their_training(runner):
-    runner.is_interrupted = True
-    stages = [listops_stage("first", **{"softmax:8": 1}), listops_stage("second", **{"mgk:4": 1})]
-    assert runner(stages, minutes=5) == ([], ["time softmax:8", "softmax:8 0"])
-
-
-def test_step_times_of_other_settings_give_no_number_of_steps(runner, tmp_path):
-    stage = listops_stage("first", **{"softmax:8": 0, "smgk:4": 0, "softmax:8@time=smgk:4": 1})
-    recipe = load_recipe("listops")
-    for name, value in (("softmax:8", 1), ("smgk:4", 3)):
-        row = result_row(recipe, ModelSpec.parse(name), 0, "step_ms_alone", value, split="train", setup="other")
-        results.append(tmp_path / "listops.csv", [{**row, "date": "2026-02-01"}])
-    runner([stage])
-    recorded = [row["value"] for row in results.read([tmp_path / "listops.csv"]) if row["metric"] == STEPS]
-    assert recorded == [str(round(recipe.training.steps * 5 / 4))]
 
 
 def test_runs_that_select_settings_are_judged_on_their_own_split(tmp_path):
@@ -341,60 +245,6 @@ def test_picture_shows_every_arm(study):
     assert "](figures/study.png)" not in page.evidence_section(load_plan(), two, study, "figures/study.png")
 
 
-PLAN = """
-judged_split: test
-stages:
-  - name: changed settings
-    recipe: tiny.yaml
-    sets: [[lr=1e-2]]
-    arms: {"softmax:1": 1}
-  - name: equal time
-    recipe: tiny.yaml
-    arms: {"softmax:1": 1, "smgk:1": 1, "softmax:1@time=smgk:1": 1}
-questions:
-  - {title: "equal time", recipe: tiny.yaml, first: "smgk:1", second: "softmax:1@time=smgk:1"}
-"""
-RECIPE = """
-extends: bytes
-title: tiny
-model: {num_layers: 1, embed_dim: 8}
-training: {steps: 60, warmup: 1, batch_size: 2, eval_every: 30, eval_batch_size: 8, stride: 256}
-"""
-
-
-@pytest.mark.slow
-def test_command_runs_the_plan_and_continues_a_killed_run(tmp_path):
-    """Kill the command in the run that waits for the step times of the others, then start it twice."""
-    (tmp_path / "plan.yaml").write_text(PLAN)
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log ; " * 200)
-    command = [sys.executable, "-m", "experiments.cost_quality", "--plan", "plan.yaml", "--run", "--jobs", "2"]
-    command += ["--data-dir", str(tmp_path), "--results", "out", "--page", "page.md", "--runs", "runs"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    run_directory = tmp_path / "runs/equal-time-smgk-1/tiny/softmax-1-paper-s0"
-    while process.poll() is None and not RunDirectory(run_directory).metrics.exists():
-        time.sleep(0.05)
-    process.kill()
-    assert process.communicate()[1].count("FAILED") == 0
-    rows = results.read([tmp_path / "out/tiny.csv"])
-    [steps] = [row["value"] for row in rows if row["metric"] == STEPS]
-    assert not any(row["steps"] == steps and row["split"] == "test" for row in rows)
-    for _ in range(2):  # the second start has nothing to do
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        rows = results.read([tmp_path / "out/tiny.csv"])
-        keys = [(row["variant"], row["lr"], row["steps"], row["split"], row["metric"]) for row in rows]
-        assert sorted(set(keys)) == sorted(keys)
-        tested = {key[:3] for key in keys if key[3] == "test"}
-        assert len(tested) == 4
-        assert ("softmax", "0.001", steps) in tested
-    assert re.search(r"step [1-9]\d*/\d+  starting", RunDirectory(run_directory).log.read_text())
-    text = (tmp_path / "page.md").read_text()
-    assert "`softmax:1` (lr=1e-2)" in text
-    assert "| `softmax:1@time=smgk:1` | 1 |" in text
-
-
 def test_arms_are_hashable_records():
     arm = Arm.parse("study", "smgk:8/4")
     assert dataclasses.replace(arm) == arm
@@ -405,20 +255,3 @@ def test_committed_page_of_the_small_study_follows_from_results():
     plan = load_plan(ROOT / "experiments/cost_quality/plan-small.yaml")
     text = page.write_page(plan, run.read_results(ROOT / "results"), ROOT / "results")
     assert (ROOT / "docs/small-decoder.md").read_text(encoding="utf-8").startswith(text)
-
-
-def test_command_times_models_that_were_not_trained(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log ; " * 200)
-    tasks.get_task("bytes").prepare(tmp_path)
-    recipe, out = str(tmp_path / "tiny.yaml"), tmp_path / "out"
-    options = ["--rows", "softmax:1,smgk:1", "--results", str(out), "--data-dir", str(tmp_path)]
-    result = CliRunner().invoke(timing.app, [recipe, *options])
-    assert result.exception is None, result.output
-    rows = results.read([out / "tiny.csv"])
-    for name in ("softmax:1", "smgk:1"):
-        arm = Arm.parse(recipe, name)
-        assert is_timed(rows, load_recipe(recipe), arm.model, PRESET, run.setup_of(arm, load_recipe(recipe), tmp_path))
-    late = CliRunner().invoke(timing.app, [recipe, *options, "--minutes", "0"])
-    assert "no time left to time softmax:1, smgk:1" in late.output
-    assert results.read([out / "tiny.csv"]) == rows
