@@ -73,6 +73,11 @@ def study(
         failed = run_plan(loaded, results, runs, data, jobs, minutes, print_progress, resources, stage or ())
     rows = read_results(results)
     summaries = summarize(loaded, rows)
+    if not summaries and run:
+        if failed:
+            raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")
+        print(f"No run is finished yet, so {page} is not written. Run the same command again to continue.")
+        return
     if not summaries:
         raise ValueError(f"--results {results} has no run of the plan: add --run")
     page.parent.mkdir(parents=True, exist_ok=True)

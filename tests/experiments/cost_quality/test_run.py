@@ -130,6 +130,18 @@ def test_arms_without_data_are_skipped_with_one_line(runner, tmp_path, capsys):
     assert failure.startswith("the data of image are missing: ")
 
 
+def test_command_without_finished_runs_says_how_to_continue(tmp_path, monkeypatch):
+    failures = []
+    monkeypatch.setattr(run, "run", lambda *_: failures)
+    command = ["--run", "--results", str(tmp_path), "--page", str(tmp_path / "page.md"), "--runs", str(tmp_path)]
+    result = CliRunner().invoke(study_app, command)
+    assert (result.exit_code, (tmp_path / "page.md").exists()) == (0, False)
+    assert "No run is finished yet" in result.output
+    assert "--run" not in result.output
+    failures.append("softmax:8")
+    assert str(CliRunner().invoke(study_app, command).exception) == "1 failed: softmax:8"
+
+
 def test_data_of_finished_arms_are_not_prepared(runner, tmp_path, monkeypatch):
     prepared, recipe = [], load_recipe("listops")
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: prepared.append(1))
