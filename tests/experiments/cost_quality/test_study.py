@@ -105,6 +105,12 @@ def test_an_arm_that_selects_settings_is_not_judged(tmp_path):
         load_plan(tmp_path / "plan.yaml")
 
 
+def test_evaluations_of_the_study_divide_its_training():
+    """Each evaluation writes a checkpoint of 400 MB; the last step is one of them."""
+    settings = load_recipe("study").training
+    assert (settings.eval_every, settings.steps % settings.eval_every) == (475, 0)
+
+
 def test_time_matched_steps():
     recipe, softmax, smgk = load_recipe("study"), ModelSpec("softmax", 8), ModelSpec("smgk", 8)
     arm = Arm.parse("study", "softmax:8@time=smgk:8")
