@@ -87,7 +87,7 @@ def study(
         folder = figures or page.parent / "figures"
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"{PICTURE}.png") as temporary:
-            draw(summaries, recipe).savefig(temporary, format="png", dpi=110)
+            draw(loaded, summaries, recipe).savefig(temporary, format="png", dpi=110)
         text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/{PICTURE}.png)\n"
     write_atomically(page, text)
     print(page)

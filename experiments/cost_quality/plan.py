@@ -89,6 +89,7 @@ class Question:
     title: str
     first: Arm
     second: Arm
+    is_primary: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,14 @@ class Stage:
         name: Name of the stage, for --stage.
         arms: Arms with their number of seeds.
         selection_split: Split that judges the arms instead of the plan's, if they select settings; else None.
+        until_half_width: The arms get one more seed at a time, up to their numbers of seeds, until the half-width of
+            every primary question is at most this, in per cent; None for a stage with fixed numbers of seeds.
     """
 
     name: str
     arms: dict[Arm, int]
     selection_split: str | None = None
+    until_half_width: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class Plan:
         stages: Stages in the order of running.
         questions: Comparisons of arms.
         judged_split: Split that is judged.
+        families: Recipes whose deviations over seeds are pooled; other recipes have one each.
         title: Title of the page.
         scope: Sentences about the models and what their results can show, for the page.
         option: The option of the command that selects the plan, "" for the plan of the study.
@@ -122,14 +127,24 @@ class Plan:
     stages: tuple[Stage, ...]
     questions: tuple[Question, ...]
     judged_split: str
+    families: tuple[frozenset[str], ...] = ()
     title: str = "Cost and quality of mixture keys"
     scope: str = ""
     option: str = ""
 
     @cached_property
     def arms(self) -> dict[Arm, int]:
-        """Arms of all stages with their numbers of seeds, in the order of running."""
-        return merge_arms(self.stages)
+        """Arms of all stages with their fixed numbers of seeds, in the order of running."""
+        return merge_arms(stage for stage in self.stages if stage.until_half_width is None)
+
+    @property
+    def primary_questions(self) -> list[Question]:
+        """The questions that decide the study; the others explain the answers."""
+        return [question for question in self.questions if question.is_primary]
+
+    def family(self, recipe: str) -> frozenset[str]:
+        """Return the recipes whose deviations over seeds are pooled with those of a recipe."""
+        return next((family for family in self.families if recipe in family), frozenset({recipe}))
 
     def selection_split(self, arm: Arm) -> str | None:
         """Return the split that judges an arm that selects settings; None for the others."""
@@ -153,8 +168,11 @@ def load_plan(path: Path = PLAN) -> Plan:
     stages = tuple(_read_stage(entry) for entry in content["stages"])
     arms = _check_arms(stages, path)
     questions = _read_questions(content["questions"], arms, path)
+    if any(stage.until_half_width for stage in stages) and not any(question.is_primary for question in questions):
+        fail("plan", f"{path} has a stage with until_half_width, but no question with primary: true")
+    families = tuple(map(frozenset, content.get("families", [])))
     texts = {name: content[name].strip() for name in ("title", "scope") if name in content}
-    return Plan(stages, questions, content["judged_split"], **texts, option=_plan_option(path))
+    return Plan(stages, questions, content["judged_split"], families, **texts, option=_plan_option(path))
 
 
 def _read_stage(entry: dict[str, Any]) -> Stage:
@@ -165,13 +183,16 @@ def _read_stage(entry: dict[str, Any]) -> Stage:
         changed = () if original.with_settings(overrides) == original else tuple(overrides)
         for text, seeds in entry["arms"].items():
             arms[Arm.parse(entry["recipe"], text, changed)] = seeds
-    return Stage(entry["name"], arms, entry.get("judged_split"))
+    return Stage(entry["name"], arms, entry.get("judged_split"), entry.get("until_half_width"))
 
 
 def _check_arms(stages: tuple[Stage, ...], path: Path) -> set[Arm]:
     """Return the arms of all stages, after checking those of equal time and those that select settings."""
     selecting = {arm for stage in stages if stage.selection_split is not None for arm in stage.arms}
-    judged = {arm for stage in stages if stage.selection_split is None for arm in stage.arms}
+    others = [stage for stage in stages if stage.selection_split is None]
+    judged = {arm for stage in others if stage.until_half_width is None for arm in stage.arms}
+    for arm in {arm for stage in others for arm in stage.arms} - judged:
+        fail("arm", f"{arm} of {arm.recipe} gets more seeds, but no stage of {path} has its first ones")
     for arm in selecting & judged:
         fail("arm", f"{arm} of {arm.recipe} selects settings in one stage of {path} and is judged in another")
     for arm in selecting | judged:
@@ -182,7 +203,7 @@ def _check_arms(stages: tuple[Stage, ...], path: Path) -> set[Arm]:
     return judged
 
 
-def _read_questions(entries: list[dict[str, str]], arms: set[Arm], path: Path) -> tuple[Question, ...]:
+def _read_questions(entries: list[dict[str, Any]], arms: set[Arm], path: Path) -> tuple[Question, ...]:
     questions = []
     for entry in entries:
         first = Arm.parse(entry["recipe"], entry["first"])
@@ -190,7 +211,7 @@ def _read_questions(entries: list[dict[str, str]], arms: set[Arm], path: Path) -
         for arm in (first, second):
             if arm not in arms:
                 fail("question", f"{entry['title']!r}: no stage of {path} trains {arm} of {arm.recipe}")
-        questions.append(Question(entry["title"], first, second))
+        questions.append(Question(entry["title"], first, second, entry.get("primary", False)))
     return tuple(questions)
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments import commands
-from experiments.cost_quality.plan import PRESET, Arm, Plan, merge_arms
+from experiments.cost_quality.plan import PRESET, Arm, Plan, Stage, merge_arms
+from experiments.cost_quality.summary import next_seeds
 from experiments.result_rows import Rows, read_results
 from mgk import tasks
 from mgk._core.io import DataError
@@ -125,6 +126,19 @@ class StudyRunner:
         """The remaining time, None without a limit."""
         return None if math.isinf(self.end) else max(0.0, self.end - time.monotonic()) / 60
 
+    def run_stage(self, stage: Stage) -> bool:
+        """Run a stage; return whether none of its runs is left unfinished."""
+        if stage.until_half_width is None:
+            return self.run_arms(stage.arms)
+        previous: dict[Arm, int] = {}
+        while arms := next_seeds(self.plan, stage, read_results(self.out), self.out):
+            if arms == previous:  # the last pass has added no results
+                break
+            if not self.run_arms(arms):
+                return False
+            previous = arms
+        return True
+
     def run_arms(self, arms: dict[Arm, int]) -> bool:
         """Time the arms that were not timed, then train their missing runs; return whether none is left unfinished.
 
@@ -220,9 +234,12 @@ def run(
     selected = [stage for stage in plan.stages if not stages or stage.name in stages]
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     runner = StudyRunner(plan, out, runs, data, resolve_max_running(jobs), end, progress, cluster)
-    groups = [stage.arms for stage in selected] if cluster is None else [merge_arms(selected)]
-    for arms in groups:
-        if time.monotonic() >= end or not runner.run_arms(arms):
+    if cluster is not None:
+        fixed = [stage for stage in selected if stage.until_half_width is None]
+        added = [stage for stage in selected if stage.until_half_width is not None]
+        selected = [Stage("all", merge_arms(fixed)), *added]
+    for stage in selected:
+        if time.monotonic() >= end or not runner.run_stage(stage):
             break
     if runner.missing_data and not runner.has_data:
         runner.failed += [f"the data of {name} are missing: {error}" for name, error in runner.missing_data.items()]

@@ -111,7 +111,7 @@ def compare_with_start(
     if summary is None or not merged.values:
         return "–"
     blocks = merged.mean_blocks(), read_blocks(summary, plan, folder)
-    spread = family_spread(dict(summaries), summary.arm.recipe)
+    spread = family_spread(plan, dict(summaries), summary.arm.recipe)
     return as_percent(compare(list(merged.values.values()), list(summary.values.values()), spread, blocks))
 
 

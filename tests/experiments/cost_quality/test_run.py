@@ -142,6 +142,26 @@ def test_command_without_finished_runs_says_how_to_continue(tmp_path, monkeypatc
     assert str(CliRunner().invoke(study_app, command).exception) == "1 failed: softmax:8"
 
 
+def test_rule_adds_seeds_until_it_needs_none(runner, monkeypatch):
+    fixed, arm = listops_stage("fixed", **{"softmax:4": 1}), Arm.parse("listops", "softmax:4")
+    more = Stage("more", {arm: 8}, until_half_width=0.5)
+    rules = iter([{arm: 2}, {arm: 3}, {}])
+    monkeypatch.setattr(run, "next_seeds", lambda *_: next(rules))
+    expected = [
+        "time softmax:4",
+        "softmax:4 0",
+        "softmax:4 0",
+        "softmax:4 1",
+        "softmax:4 0",
+        "softmax:4 1",
+        "softmax:4 2",
+    ]
+    assert runner([fixed, more]) == ([], expected)
+    # A pass without new results is the last one.
+    monkeypatch.setattr(run, "next_seeds", lambda *_: {arm: 2})
+    assert runner([more])[1] == [*expected, "softmax:4 0", "softmax:4 1"]
+
+
 def test_data_of_finished_arms_are_not_prepared(runner, tmp_path, monkeypatch):
     prepared, recipe = [], load_recipe("listops")
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: prepared.append(1))

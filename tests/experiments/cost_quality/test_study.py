@@ -166,6 +166,105 @@ def test_unknown_errors_give_no_interval():
     assert math.isnan(statistics.compare([1.0], [2.0], spread, (blocks, blocks[:3])).half_width)
 
 
+@pytest.mark.parametrize(
+    ("difference", "half_width", "unit", "words"),
+    [
+        (0.2, 0.25, "%", "equal within 0.5 %"),
+        (-0.3, 0.1, "points", "equal within 0.5 points"),  # although the interval is without 0
+        (0.3, 0.25, "%", "worse"),
+        (0.3, 0.35, "%", "undecided"),
+        (-0.6, 0.1, "%", "better"),
+        (-0.6, 0.1, "points", "worse"),
+    ],
+)
+def test_words_of_an_answer(difference, half_width, unit, words):
+    question = load_plan().questions[0]
+    assert summary.Answer(question, statistics.Interval(difference, half_width), unit).words == words
+
+
+def test_primary_questions_are_about_the_headline_arms():
+    plan = load_plan()
+    [headline] = [stage for stage in plan.stages if stage.name == "headline"]
+    [more] = [stage for stage in plan.stages if stage.until_half_width is not None]
+    assert {arm for question in plan.primary_questions for arm in (question.first, question.second)} == set(more.arms)
+    assert (list(more.arms), set(more.arms.values()), more.until_half_width) == (list(headline.arms), {8}, 0.5)
+    # Seeds that the rule may add are not planned.
+    assert plan.arms[Arm.parse("study", "softmax:8")] == 5
+
+
+def test_a_rule_for_seeds_needs_a_primary_question_and_first_seeds(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text()
+    (tmp_path / "plan.yaml").write_text(text.replace("primary: true, ", ""))
+    with pytest.raises(ValueError, match="until_half_width, but no question with primary: true"):
+        load_plan(tmp_path / "plan.yaml")
+    (tmp_path / "plan.yaml").write_text(text.replace('{"softmax:8": 8, ', '{"softmax:9": 8, '))
+    with pytest.raises(ValueError, match="softmax:9 of study gets more seeds, but no stage of"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_family_pools_the_deviations_of_its_recipes():
+    plan, rows = load_plan(), []
+    for name, losses in {"study": (1.0, 1.2), "study-m4": (1.0, 1.6), "study-8": (0.0, 9.0)}.items():
+        rows += [
+            result_row(load_recipe(name), ModelSpec("smgk", 8), seed, "loss_stride_512", loss)
+            for seed, loss in enumerate(losses)
+        ]
+    summaries = summary.summarize(plan, rows)
+    for name in ("study", "study-m4"):
+        spread = summary.family_spread(plan, summaries, name)
+        assert (spread.degrees, spread.deviation) == (2, pytest.approx(math.sqrt((0.02 + 0.18) / 2)))
+    assert summary.family_spread(plan, summaries, "study-8").degrees == 1
+
+
+def record_headline(folder, seeds, deviation):
+    """Store runs of the headline arms; return the rows and the stage that adds seeds."""
+    plan, recipe, generator = load_plan(), load_recipe("study"), np.random.default_rng(0)
+    [stage] = [stage for stage in plan.stages if stage.until_half_width is not None]
+    times = [
+        result_row(recipe, ModelSpec(name, 8), 0, "step_ms_alone", ms) for name, ms in (("softmax", 50), ("smgk", 60))
+    ]
+    rows, text = [dict(row, split="train") for row in times], generator.normal(3.0, 0.3, 8 * 20)
+    for arm in stage.arms:
+        resolved = arm.resolve(rows)
+        setup = f"equal{resolved.training.steps}"
+        for seed in range(seeds):
+            losses = text + deviation * (seed % 2)
+            rows.append(result_row(resolved, arm.model, seed, "loss_stride_512", losses.mean(), setup=setup))
+            key = predictions.PredictionsKey("study", arm.model, PRESET, seed, plan.judged_split, setup)
+            predictions.save(folder, key, np.repeat(losses, predictions.BLOCK))
+    return plan, stage, rows
+
+
+def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path):
+    plan, stage, rows = record_headline(tmp_path, 5, 0.02)
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == dict.fromkeys(stage.arms, 6)
+    assert f"25 of {sum(plan.arms.values())} planned runs have results." in page.write_page(plan, rows, tmp_path)
+    # Incomplete arms come first, and seeds do not help if losses are missing.
+    assert summary.next_seeds(plan, stage, rows[:-1], tmp_path) == {}
+    next(tmp_path.rglob("smgk-8-*-s4-*.npz")).unlink()
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == {}
+    plan, stage, rows = record_headline(tmp_path, 5, 0.002)
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == {}
+    plan, stage, rows = record_headline(tmp_path, 8, 0.2)
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == {}
+    text = page.write_page(plan, rows, tmp_path)
+    assert f"25 of {sum(plan.arms.values())} planned runs have results, and 15 added seeds." in text
+    assert "`softmax:8/4`, `smgk:8/4` get one more seed at a time,\nuntil the half-width" in text
+
+
+def test_missing_losses_are_named(study):
+    plan, rows = load_plan(), run.read_results(study)
+    assert page.words_of(plan, rows, study, "gaussian:8", "softmax:8") == "equal within 0.5 %"
+    for seed in (1, 3):
+        [path] = study.glob(f"answers/study/smgk-8-paper-s{seed}-*.npz")
+        path.unlink()
+    lost = "results/answers lacks the losses per block of text of `smgk:8` (seed 1, 3)"
+    assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == f"undecided: {lost}"
+    single = [row for row in rows if row["seed"] == "0"]
+    words = page.words_of(plan, single, study, "smgk:8", "softmax:8")
+    assert words == "undecided: the error over seeds is unknown with one seed per arm"
+
+
 def test_cache_bytes():
     recipe = load_recipe("study")
     expected = {"softmax:8": 2 * 8, "smgk:8": 2 * 8, "mgk:8": 3 * 8, "softmax:8/4": 8, "smgk:8/1/8": 9}
@@ -186,6 +285,7 @@ def study(tmp_path):
         for seed in range(seeds):
             losses = text + offset + generator.normal(0, 0.002) + generator.normal(0, 0.001, len(text))
             rows.append(result_row(recipe, model, seed, "loss_stride_512", losses.mean()))
+            rows.append(result_row(recipe, model, seed, "perplexity_segments", math.exp(3 + 0.1 * (seed - 2))))
             key = predictions.PredictionsKey("study", model, PRESET, seed, "wikitext-103-valid", "abc")
             predictions.save(tmp_path, key, np.repeat(losses, predictions.BLOCK))
         rows.append(result_row(recipe, model, 0, "step_ms_alone", 50 if name == "softmax:8" else 55, split="train"))
@@ -203,11 +303,12 @@ def test_page_answers_the_questions(study):
     assert equal.endswith("| better |")
     assert "−1.9" in equal or "−2.0" in equal
     one = answers["One Gaussian against softmax (`gaussian:8`, `softmax:8`)"]
-    assert one.endswith("| undecided |")
+    assert one.endswith("| equal within 0.5 % |")
     assert answers["sMGK against softmax, half of all heads (`smgk:4`, `softmax:4`)"].endswith("| no runs yet |")
     row = answers["`smgk:8`"].split(" | ")
     assert row[1] == "5"
-    assert row[3:7] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
+    assert row[3] == "20.09"  # the geometric mean
+    assert row[4:8] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
 
 
 def test_section_of_the_page_of_evidence(study):
@@ -241,7 +342,7 @@ def test_pareto_front():
 
 def test_picture_shows_every_arm(study):
     summaries = summary.summarize(load_plan(), run.read_results(study))
-    figure = page.draw(summaries, "study")
+    figure = page.draw(load_plan(), summaries, "study")
     for axis in figure.axes:
         assert {text.get_text() for text in axis.texts} == {"softmax:8", "smgk:8", "gaussian:8"}
     assert page.plotted_recipe(summaries) == "study"
