@@ -362,3 +362,12 @@ def test_committed_page_of_the_small_study_follows_from_results():
     plan = load_plan(ROOT / "experiments/cost_quality/plan-small.yaml")
     text = page.write_page(plan, run.read_results(ROOT / "results"), ROOT / "results")
     assert (ROOT / "docs/small-decoder.md").read_text(encoding="utf-8").startswith(text)
+
+
+def test_every_judged_arm_is_part_of_a_question():
+    plan = load_plan()
+    compared = {arm for question in plan.questions for arm in (question.first, question.second)}
+    others = [(arm.recipe, str(arm)) for arm in plan.arms if arm not in compared and not arm.overrides]
+    # softmax:10 gives the step time of softmax:10@time=smgk:8.
+    assert others == [("study", "softmax:10"), ("image", "gaussian:4"), ("image-patches", "gaussian:4")]
+    assert len({(question.first, question.second) for question in plan.questions}) == len(plan.questions)
