@@ -50,7 +50,8 @@ def study(
     max_parallel: MaxParallel = None,
 ) -> None:
     """Run the study of cost and quality, and write its page from the results."""
-    from experiments.cost_quality.page import PICTURE, draw, plotted_recipe, write_page
+    from experiments.cost_quality.page import write_page
+    from experiments.cost_quality.picture import DPI, PICTURE, draw, plotted_recipe
     from experiments.cost_quality.plan import PLAN, load_plan
     from experiments.cost_quality.run import run as run_plan
     from experiments.cost_quality.summary import summarize
@@ -87,7 +88,7 @@ def study(
         folder = figures or page.parent / "figures"
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"{PICTURE}.png") as temporary:
-            draw(loaded, summaries, recipe).savefig(temporary, format="png", dpi=110)
+            draw(loaded, summaries, recipe).savefig(temporary, format="png", dpi=DPI)
         text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/{PICTURE}.png)\n"
     write_atomically(page, text)
     print(page)

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments.cost_quality.decoding import table as decoding_table
+from experiments.cost_quality.picture import plotted_recipe
 from experiments.cost_quality.plan import Arm, Plan
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
 from experiments.result_rows import Rows
 from experiments.statistics import EQUIVALENCE, Interval, mean_interval
 from mgk._core.io import format_number, format_signed, markdown_table
-from mgk._core.palette import colour_of
 from mgk.training.config import load_recipe
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PICTURE = "cost-quality"  # name of the file
-MIN_ARMS = 3  # of the picture
-# Panels of the picture: title and value.
-PANELS = (
-    ("training time, minutes", lambda summary: summary.minutes),
-    ("cache, bytes per token", lambda summary: summary.cache_bytes),
-    ("parameters, millions", lambda summary: summary.params / 1e6),
-)
 
 
 def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
@@ -78,24 +65,6 @@ def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> s
 def judged_recipes(summaries: dict[Arm, ArmSummary]) -> list[str]:
     """Return the recipes of arms that are judged, in the order of the plan."""
     return list(dict.fromkeys(arm.recipe for arm, summary in summaries.items() if not summary.is_selection))
-
-
-def plotted_recipe(summaries: dict[Arm, ArmSummary]) -> str | None:
-    """Return the recipe of the picture, the first of a language model; None if fewer than MIN_ARMS have results."""
-    recipes = [arm.recipe for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides]
-    return recipes[0] if recipes and recipes.count(recipes[0]) >= MIN_ARMS else None
-
-
-def _plotted_arms(summaries: dict[Arm, ArmSummary], recipe: str) -> list[ArmSummary]:
-    return [summary for arm, summary in summaries.items() if arm.recipe == recipe and not arm.overrides]
-
-
-def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[object]]:
-    """Return the numbers that `draw` plots."""
-    return [
-        [str(summary.arm), list(summary.values.values()), *(cost_of(summary) for _, cost_of in PANELS)]
-        for summary in _plotted_arms(summaries, recipe)
-    ]
 
 
 def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
@@ -202,44 +171,3 @@ def _selection_table(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
             cells = [arm.recipe, ", ".join(arm.overrides), f"`{arm}`", f"`{plan.selection_split(arm)}`"]
             lines.append([*cells, str(len(summary.values)), quality, "yes" if chosen else ""])
     return markdown_table(lines) if len(lines) > 1 else ""
-
-
-def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other point beats in cost and perplexity, by increasing cost."""
-    front: list[tuple[float, float]] = []
-    for cost, value in sorted(points):
-        if not front or value < front[-1][1]:
-            front.append((cost, value))
-    return front
-
-
-def draw(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> Figure:
-    """Draw perplexity against training time, cache and parameters."""
-    from matplotlib.figure import Figure
-
-    spread = family_spread(plan, summaries, recipe)
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.subplots(1, len(PANELS), sharey=True)
-    for axis, (title, cost_of) in zip(axes, PANELS, strict=True):
-        points = []
-        for summary in _plotted_arms(summaries, recipe):
-            cost = cost_of(summary)
-            if cost is None:
-                continue
-            points.append((cost, summary.quality))
-            half_width = mean_interval(list(summary.values.values()), spread).half_width
-            error = None if math.isnan(half_width) else summary.quality * half_width
-            colour = colour_of(summary.arm.model.variant)
-            axis.errorbar(cost, summary.quality, yerr=error, fmt="o", color=colour, capsize=2, markersize=5)
-            axis.annotate(
-                str(summary.arm), (cost, summary.quality), xytext=(5, 3), textcoords="offset points", fontsize=8,
-                color=colour,
-            )  # fmt: skip
-        front = pareto_front(points)
-        if front:
-            axis.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1, zorder=0)
-        axis.set_xlabel(title)
-        axis.margins(x=0.2)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("perplexity")
-    return figure

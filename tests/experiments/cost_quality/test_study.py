@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from experiments import statistics
-from experiments.cost_quality import page, run, summary
+from experiments.cost_quality import page, picture, run, summary
 from experiments.cost_quality.plan import PRESET, Arm, load_plan
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
@@ -323,7 +323,7 @@ def test_section_of_the_page_of_evidence(study):
     assert "| `smgk:8` | 5 |" in text
     assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == "better"
     assert page.words_of(plan, rows, study, "smgk:8", "softmax:8@time=smgk:8") == ""
-    assert [line[0] for line in page.picture_data(summary.summarize(plan, rows), "study")] == [
+    assert [line[0] for line in picture.picture_data(summary.summarize(plan, rows), "study")] == [
         "softmax:8", "smgk:8", "gaussian:8",
     ]  # fmt: skip
 
@@ -333,23 +333,6 @@ def test_runs_of_two_setups_are_refused(study):
     results.append(study / "study.csv", [result_row(recipe, ModelSpec("smgk", 8), 9, "loss_stride_512", 3, setup="x")])
     with pytest.raises(ValueError, match="smgk:8 of study has results of 2 different settings"):
         page.write_page(load_plan(), run.read_results(study), study)
-
-
-def test_pareto_front():
-    points = [(3.0, 1.0), (1.0, 5.0), (2.0, 2.0), (2.5, 3.0), (4.0, 1.0)]
-    assert page.pareto_front(points) == [(1.0, 5.0), (2.0, 2.0), (3.0, 1.0)]
-
-
-def test_picture_shows_every_arm(study):
-    summaries = summary.summarize(load_plan(), run.read_results(study))
-    figure = page.draw(load_plan(), summaries, "study")
-    for axis in figure.axes:
-        assert {text.get_text() for text in axis.texts} == {"softmax:8", "smgk:8", "gaussian:8"}
-    assert page.plotted_recipe(summaries) == "study"
-    # Two arms are too few: neither page has the picture.
-    two = [row for row in run.read_results(study) if row["variant"] != "gaussian"]
-    assert page.plotted_recipe(summary.summarize(load_plan(), two)) is None
-    assert "](figures/study.png)" not in page.evidence_section(load_plan(), two, study, "figures/study.png")
 
 
 def test_arms_are_hashable_records():
