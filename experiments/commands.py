@@ -17,7 +17,12 @@ def add_plugin(package: str) -> None:
 
 def run_mgk(arguments: list[str], cluster: ClusterOptions | None) -> int:
     """Run `mgk` with these arguments, on a node of a cluster if there is one, and return its exit code."""
-    command = [sys.executable, "-m", "mgk", *arguments]
+    return run_module("mgk", arguments, cluster)
+
+
+def run_module(module: str, arguments: list[str], cluster: ClusterOptions | None) -> int:
+    """Run a module with these arguments, on a node of a cluster if there is one, and return its exit code."""
+    command = [sys.executable, "-m", module, *arguments]
     return run_command(command if cluster is None else srun_command(command, cluster))
 
 

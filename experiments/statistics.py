@@ -8,6 +8,8 @@ The rules were fixed before any result of the study of cost and quality was seen
 - The deviation over text is that of the difference of block means, blocks of 4,096 tokens, each arm averaged over its
   seeds; for accuracy, that of the difference per example.
 - Both errors are independent; the interval is Student's t with Welch and Satterthwaite's degrees of freedom.
+- Two models are equal if the whole interval lies within EQUIVALENCE: 0.5 % of perplexity, or 0.5 points of accuracy.
+  Otherwise an interval without 0 decides, and one with 0 leaves the question undecided.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+EQUIVALENCE = 0.5  # per cent of perplexity, or points of accuracy
 
 
 class SquaredError(NamedTuple):
@@ -53,6 +56,10 @@ class Interval:
     def excludes_zero(self) -> bool:
         """Whether the whole interval has one sign."""
         return abs(self.difference) > self.half_width
+
+    def is_within(self, margin: float) -> bool:
+        """Return whether the whole interval lies within ± a margin."""
+        return abs(self.difference) + self.half_width <= margin
 
 
 def pooled_spread(family: Sequence[Sequence[float]]) -> Spread | None:

@@ -38,6 +38,9 @@ def study(
     minutes: Annotated[
         float | None, typer.Option(help="With --run: stop after this time; the same command continues.")
     ] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="With --run: a stage of the plan to run; repeat for several. Default: all.")
+    ] = None,
     data_dir: DataDir = None,
     runs: Annotated[Path, typer.Option(help="With --run: parent directory of the run directories.")] = Path("runs"),
     cluster: ClusterName = None,
@@ -47,7 +50,8 @@ def study(
     max_parallel: MaxParallel = None,
 ) -> None:
     """Run the study of cost and quality, and write its page from the results."""
-    from experiments.cost_quality.page import PICTURE, draw, plotted_recipe, write_page
+    from experiments.cost_quality.page import write_page
+    from experiments.cost_quality.picture import DPI, PICTURE, draw, plotted_recipe
     from experiments.cost_quality.plan import PLAN, load_plan
     from experiments.cost_quality.run import run as run_plan
     from experiments.cost_quality.summary import summarize
@@ -58,15 +62,23 @@ def study(
         number("--minutes", minutes, 0, above=True)
     if cluster is not None and not run:
         fail("--cluster", "has no effect without --run: add --run")
+    if stage and not run:
+        fail("--stage", "has no effect without --run: add --run")
     resources = read_cluster_options(cluster, partition, gpus_per_node, time_limit, max_parallel)
     loaded = load_plan(plan or PLAN)
     failed = []
     if run:
         check_output_directory("--results", results)
         check_output_directory("--runs", runs)
-        failed = run_plan(loaded, results, runs, resolve_data_dir(data_dir), jobs, minutes, print_progress, resources)
+        data = resolve_data_dir(data_dir)
+        failed = run_plan(loaded, results, runs, data, jobs, minutes, print_progress, resources, stage or ())
     rows = read_results(results)
     summaries = summarize(loaded, rows)
+    if not summaries and run:
+        if failed:
+            raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")
+        print(f"No run is finished yet, so {page} is not written. Run the same command again to continue.")
+        return
     if not summaries:
         raise ValueError(f"--results {results} has no run of the plan: add --run")
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +88,7 @@ def study(
         folder = figures or page.parent / "figures"
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"{PICTURE}.png") as temporary:
-            draw(summaries, recipe).savefig(temporary, format="png", dpi=110)
+            draw(loaded, summaries, recipe).savefig(temporary, format="png", dpi=DPI)
         text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/{PICTURE}.png)\n"
     write_atomically(page, text)
     print(page)

@@ -1,8 +1,9 @@
-"""Time the trained decoders of the study: python -m experiments.cost_quality.decoding --runs runs.
+"""Time the decoders of the study: python -m experiments.cost_quality.decoding --runs runs.
 
-For each arm with a finished run and each length: prefill in tokens per second, decoding in tokens per second with that
+For each model and each length: prefill in tokens per second, decoding in tokens per second with that
 many tokens in the cache, and the bytes of the cache. One sequence, bf16 on a GPU, with the decoding step captured as a
-CUDA graph; fp32 on a CPU. Results are appended to RESULTS/cost-quality-decoding.csv.
+CUDA graph; fp32 on a CPU. Speed and cache do not depend on the weights: a model without a finished run has random ones,
+and the column `weights` of the results is then "random". Results are appended to RESULTS/cost-quality-decoding.csv.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from experiments.cost_quality.plan import PLAN, PRESET, Arm, Plan, is_language_model, load_plan
 from experiments.result_rows import Rows, model_of
+from mgk import tasks
 from mgk._core.io import markdown_table
 from mgk._core.validation import fail
 from mgk.cli import run_app
@@ -29,12 +31,16 @@ from mgk.models.generation import DecodingStep
 from mgk.models.run_directory import RunDirectory
 from mgk.training import results
 from mgk.training.config import load_recipe
+from mgk.training.objectives import LanguageModelling
 from mgk.training.runs import finished_runs
 from mgk.variants import VARIANTS
 
 RECIPE = "cost-quality-decoding"
 PREFILL, DECODE, CACHE = "prefill_tokens_per_second", "decode_tokens_per_second", "cache_bytes"
 LENGTHS = "1024,8192,32768"
+EXTRA_COLUMNS = ("weights",)
+TRAINED, RANDOM = "trained", "random"
+MAX_BYTES = 256  # vocabulary of a model of bytes
 CHUNK = 4096  # tokens of a prompt per forward pass
 STEPS = 32  # decoded tokens per repetition
 REPETITIONS = 5
@@ -42,16 +48,34 @@ REPETITIONS = 5
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def trained_arms(plan: Plan, runs: Path) -> dict[Arm, Path]:
-    """Return a run directory for each language model that has a cache and a finished run."""
-    directories = {}
+def decoders(plan: Plan, runs: Path) -> dict[Arm, Path | None]:
+    """Return the language models that have a cache, with the directory of a finished run or None."""
+    directories: dict[Arm, Path | None] = {}
     for arm in plan.arms:
         finished = finished_runs(arm.runs_folder(runs), arm.recipe, arm.model, PRESET)
         has_cache = is_language_model(load_recipe(arm.recipe)) and arm.model.variant in VARIANTS
-        # Arms with other steps have the speed of their model.
-        if has_cache and finished and arm.time_of is None:
-            directories[arm] = finished[0]
+        # Arms with other steps or training settings have the speed of their model.
+        if has_cache and arm.time_of is None and not arm.overrides:
+            directories[arm] = finished[0] if finished else None
     return directories
+
+
+def load_decoder(arm: Arm, directory: Path | None, device: torch.device) -> LanguageModel:
+    """Return the model of an arm in eval mode, from a run directory, or with random weights.
+
+    Args:
+        arm: The arm.
+        directory: Directory of a finished run; None for random weights.
+        device: Device of the model.
+    """
+    if directory is not None:
+        return RunDirectory(directory).load_language_model(device)
+    recipe = load_recipe(arm.recipe)
+    task: Any = tasks.get_task(recipe.task)
+    # The vocabulary is that of the prepared data, at most this size.
+    sizes = {"vocab_size": getattr(task, "subwords", MAX_BYTES), "max_length": task.max_length}
+    config: Any = LanguageModelling.resolve_config(recipe, arm.model, PRESET, sizes)
+    return LanguageModel(config).to(device).eval()
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -169,23 +193,22 @@ def decoding(
     lengths: Annotated[str, typer.Option(help="Numbers of tokens in the cache, separated by commas.")] = LENGTHS,
     device: Annotated[str | None, typer.Option(help="Device; default: cuda if it is available.")] = None,
 ) -> None:
-    """Time prefill and decoding of the trained decoders, and append the results."""
+    """Time prefill and decoding of the decoders, and append the results."""
     cached_tokens, model_device = parse_lengths(lengths), parse_device(device)
-    arms = trained_arms(load_plan(plan or PLAN), runs)
+    arms = decoders(load_plan(plan or PLAN), runs)
     if not arms:
-        fail(
-            "--runs",
-            f"{runs} has no finished run of a decoder of the plan: run python -m experiments.cost_quality --run",
-        )
+        fail("--plan", "has no language model with a cache")
     check_output_directory("--results", out)
     for arm, directory in arms.items():
-        model = RunDirectory(directory).load_language_model(model_device)
+        model = load_decoder(arm, directory, model_device)
+        weights = RANDOM if directory is None else TRAINED
         model = model.to(torch.bfloat16 if model_device.type == "cuda" else torch.float32)
         for length in cached_tokens:
             values = measure(model, length)
-            results.append(out / f"{RECIPE}.csv", result_rows(arm, model, length, values))
+            rows = [{**row, "weights": weights} for row in result_rows(arm, model, length, values)]
+            results.append(out / f"{RECIPE}.csv", rows, EXTRA_COLUMNS)
             numbers = ", ".join(f"{metric} {value:,.0f}" for metric, value in values.items())
-            print(f"{arm} of {arm.recipe}, {length:,} tokens: {numbers}")
+            print(f"{arm} of {arm.recipe}, {weights} weights, {length:,} tokens: {numbers}")
 
 
 def main() -> None:

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments.cost_quality.decoding import table as decoding_table
+from experiments.cost_quality.picture import plotted_recipe
 from experiments.cost_quality.plan import Arm, Plan
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
 from experiments.result_rows import Rows
-from experiments.statistics import Interval, mean_interval
+from experiments.statistics import EQUIVALENCE, Interval, mean_interval
 from mgk._core.io import format_number, format_signed, markdown_table
-from mgk._core.palette import colour_of
 from mgk.training.config import load_recipe
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PICTURE = "cost-quality"  # name of the file
-MIN_ARMS = 3  # of the picture
-# Panels of the picture: title and value.
-PANELS = (
-    ("training time, minutes", lambda summary: summary.minutes),
-    ("cache, bytes per token", lambda summary: summary.cache_bytes),
-    ("parameters, millions", lambda summary: summary.params / 1e6),
-)
 
 
 def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
     """Return the page: answers, then one table per recipe."""
     summaries = summarize(plan, rows)
     parts = [f"# {plan.title}\n", *([f"{plan.scope}\n"] if plan.scope else []), *_introduction(plan, summaries)]
-    parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
-    for recipe in dict.fromkeys(arm.recipe for arm in summaries):
-        parts.append(f"\n## {load_recipe(recipe).title}\n\n{_arms_table(summaries, recipe)}")
+    parts.append(_answers(plan, summaries, folder))
+    parts += [
+        f"\n## {load_recipe(recipe).title}\n\n{_arms_table(plan, summaries, recipe)}"
+        for recipe in judged_recipes(summaries)
+    ]
+    if rates := _selection_table(plan, summaries):
+        parts.append(f"\n## Selection of settings\n\n{rates}")
     return "\n".join(parts) + "\n"
 
 
@@ -48,19 +39,16 @@ def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
         picture: Path of the picture, relative to the page.
     """
     summaries = summarize(plan, rows)
-    planned = sum(plan.arms.values())
-    finished = sum(len(summary.values) for summary in summaries.values())
     if not summaries:
         return (
-            f"**The study has no results yet**: 0 of {planned} planned runs are finished, and its "
+            f"**The study has no results yet**: 0 of {sum(plan.arms.values())} planned runs are finished, and its "
             f"{len(plan.questions)} questions are open."
         )
-    parts = [f"{finished} of {planned} planned runs have results."]
-    parts.append(_answers_table([answer(question, plan, summaries, folder) for question in plan.questions]))
+    parts = [f"{_count_runs(plan, summaries)}.", *_rules(plan), _answers(plan, summaries, folder)]
     if plotted_recipe(summaries) is not None:
         parts.append(f"![Perplexity against training time, cache and parameters]({picture})")
-    parts.append(_arms_table(summaries, next(iter(summaries)).recipe))
-    parts.append(decoding_table(rows))
+    parts += [_arms_table(plan, summaries, recipe) for recipe in judged_recipes(summaries)[:1]]
+    parts += [_selection_table(plan, summaries), decoding_table(rows)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -74,35 +62,62 @@ def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> s
     return ""
 
 
-def plotted_recipe(summaries: dict[Arm, ArmSummary]) -> str | None:
-    """Return the recipe of the picture, the first of a language model; None if fewer than MIN_ARMS have results."""
-    recipes = [arm.recipe for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides]
-    return recipes[0] if recipes and recipes.count(recipes[0]) >= MIN_ARMS else None
-
-
-def _plotted_arms(summaries: dict[Arm, ArmSummary], recipe: str) -> list[ArmSummary]:
-    return [summary for arm, summary in summaries.items() if arm.recipe == recipe and not arm.overrides]
-
-
-def picture_data(summaries: dict[Arm, ArmSummary], recipe: str) -> list[list[object]]:
-    """Return the numbers that `draw` plots."""
-    return [
-        [str(summary.arm), list(summary.values.values()), *(cost_of(summary) for _, cost_of in PANELS)]
-        for summary in _plotted_arms(summaries, recipe)
-    ]
+def judged_recipes(summaries: dict[Arm, ArmSummary]) -> list[str]:
+    """Return the recipes of arms that are judged, in the order of the plan."""
+    return list(dict.fromkeys(arm.recipe for arm, summary in summaries.items() if not summary.is_selection))
 
 
 def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
-    planned, finished = sum(plan.arms.values()), sum(len(summary.values) for summary in summaries.values())
     return [
-        f"{len(plan.arms)} arms; {finished} of {planned} planned runs have results. This page is written from the "
+        f"{len(plan.arms)} arms; {_count_runs(plan, summaries)}. This page is written from the "
         f"results by\n`python -m experiments.cost_quality{plan.option}`.\n",
         "The interval of a difference is a 95 % interval over seeds and text. The deviation over seeds is pooled over "
         "the arms of a",
         f"recipe; the deviation over text is that of blocks of 4,096 tokens of `{plan.judged_split}`, which selects "
         "nothing.",
-        "± of a perplexity or an accuracy is a 95 % interval over seeds alone.\n",
+        "± of a perplexity or an accuracy is a 95 % interval over seeds alone. Perplexities are those of a sliding "
+        "window; the column",
+        "*segments* has those of segments without overlap.\n",
+        *(f"{rule}\n" for rule in _rules(plan)),
     ]
+
+
+def _count_runs(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
+    """Return the number of finished runs among the planned ones, and that of added seeds."""
+    finished = sum(min(len(summary.values), plan.arms[arm]) for arm, summary in summaries.items())
+    added = sum(len(summary.values) for summary in summaries.values()) - finished
+    text = f"{finished} of {sum(plan.arms.values())} planned runs have results"
+    return f"{text}, and {added} added seeds" if added else text
+
+
+def _rules(plan: Plan) -> list[str]:
+    """Return the rules of the answers, which were fixed before any result, one paragraph each."""
+    rules = [
+        f"Two arms are equal if the whole interval lies within ±{EQUIVALENCE:g} % of perplexity, or "
+        f"±{EQUIVALENCE:g} points of accuracy.\nOtherwise an interval without 0 decides."
+    ]
+    for family in plan.families:
+        names = " and ".join(f"`{name}`" for name in sorted(family))
+        rules.append(f"The deviation over seeds is pooled over the arms of {names} together.")
+    for stage in plan.stages:
+        if stage.until_half_width is not None:
+            names = ", ".join(f"`{arm}`" for arm in stage.arms)
+            rules.append(
+                f"{names} get one more seed at a time,\nuntil the half-width of every primary question is at most "
+                f"{stage.until_half_width:g} %, or they have {max(stage.arms.values())}.\n"
+                "This rule looks only at the widths of the intervals, and not at the differences."
+            )
+    return rules
+
+
+def _answers(plan: Plan, summaries: dict[Arm, ArmSummary], folder: Path) -> str:
+    """Format the answers to the primary questions, then to the others."""
+    answers = [answer(question, plan, summaries, folder) for question in plan.questions]
+    primary = [item for item in answers if item.question.is_primary]
+    others = [item for item in answers if not item.question.is_primary]
+    if not primary:
+        return _answers_table(others)
+    return f"Primary questions:\n\n{_answers_table(primary)}\n\nOther questions:\n\n{_answers_table(others)}"
 
 
 def format_interval(interval: Interval) -> str:
@@ -120,11 +135,11 @@ def _answers_table(answers: list[Answer]) -> str:
     return markdown_table(lines)
 
 
-def _arms_table(summaries: dict[Arm, ArmSummary], recipe: str) -> str:
-    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe]
-    spread = family_spread(summaries, recipe)
-    quality = "perplexity" if family[0].is_language_model else "accuracy, %"
-    lines = [["arm", "seeds", quality, "step, ms", "training, minutes", "parameters, M", "cache, bytes per token"]]
+def _arms_table(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> str:
+    family = [summary for arm, summary in summaries.items() if arm.recipe == recipe and not summary.is_selection]
+    spread = family_spread(plan, summaries, recipe)
+    quality = ["perplexity", "segments"] if family[0].is_language_model else ["accuracy, %"]
+    lines = [["arm", "seeds", *quality, "step, ms", "training, minutes", "parameters, M", "cache, bytes per token"]]
     for summary in family:
         interval = mean_interval(list(summary.values.values()), spread)
         factor = summary.quality if summary.is_language_model else 100
@@ -135,6 +150,7 @@ def _arms_table(summaries: dict[Arm, ArmSummary], recipe: str) -> str:
                 f"`{summary.arm}`{settings}",
                 str(len(summary.values)),
                 f"{summary.quality:.2f}{half_width}",
+                *([format_number(summary.segments, 2)] if summary.is_language_model else []),
                 format_number(summary.step_ms, 1),
                 format_number(summary.minutes, 1),
                 f"{summary.params / 1e6:.1f}",
@@ -144,42 +160,14 @@ def _arms_table(summaries: dict[Arm, ArmSummary], recipe: str) -> str:
     return markdown_table(lines)
 
 
-def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other point beats in cost and perplexity, by increasing cost."""
-    front: list[tuple[float, float]] = []
-    for cost, value in sorted(points):
-        if not front or value < front[-1][1]:
-            front.append((cost, value))
-    return front
-
-
-def draw(summaries: dict[Arm, ArmSummary], recipe: str) -> Figure:
-    """Draw perplexity against training time, cache and parameters."""
-    from matplotlib.figure import Figure
-
-    spread = family_spread(summaries, recipe)
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.subplots(1, len(PANELS), sharey=True)
-    for axis, (title, cost_of) in zip(axes, PANELS, strict=True):
-        points = []
-        for summary in _plotted_arms(summaries, recipe):
-            cost = cost_of(summary)
-            if cost is None:
-                continue
-            points.append((cost, summary.quality))
-            half_width = mean_interval(list(summary.values.values()), spread).half_width
-            error = None if math.isnan(half_width) else summary.quality * half_width
-            colour = colour_of(summary.arm.model.variant)
-            axis.errorbar(cost, summary.quality, yerr=error, fmt="o", color=colour, capsize=2, markersize=5)
-            axis.annotate(
-                str(summary.arm), (cost, summary.quality), xytext=(5, 3), textcoords="offset points", fontsize=8,
-                color=colour,
-            )  # fmt: skip
-        front = pareto_front(points)
-        if front:
-            axis.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1, zorder=0)
-        axis.set_xlabel(title)
-        axis.margins(x=0.2)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("perplexity")
-    return figure
+def _selection_table(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
+    """Format the arms that select settings, on the split that selects; "" without any."""
+    lines = [["recipe", "settings", "arm", "split", "seeds", "quality", "recipe's settings"]]
+    for arm, summary in summaries.items():
+        if summary.is_selection:
+            base = load_recipe(arm.recipe)
+            chosen = base.with_settings([f"steps={summary.recipe.training.steps}"]) == summary.recipe
+            quality = f"{summary.quality:.2f}" + ("" if summary.is_language_model else " %")
+            cells = [arm.recipe, ", ".join(arm.overrides), f"`{arm}`", f"`{plan.selection_split(arm)}`"]
+            lines.append([*cells, str(len(summary.values)), quality, "yes" if chosen else ""])
+    return markdown_table(lines) if len(lines) > 1 else ""

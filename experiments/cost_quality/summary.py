@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, is_language_model, runs_of
-from experiments.result_rows import Rows
-from experiments.statistics import Interval, Spread, compare, pooled_spread
+from experiments.cost_quality.plan import PRESET, Arm, Plan, Question, Stage, is_language_model, runs_of
+from experiments.result_rows import Row, Rows
+from experiments.statistics import EQUIVALENCE, Interval, Spread, compare, pooled_spread
 from mgk import tasks
 from mgk.models.attention_layer import make_attention
 from mgk.training import predictions, results
@@ -20,6 +20,7 @@ from mgk.training.config import ModelSpec, Recipe, load_recipe
 from mgk.training.equal_time import STEP_TIME
 from mgk.training.objectives import OBJECTIVES, LanguageModelling
 
+SEGMENTS = "perplexity_segments"  # metric: text in segments without overlap
 CACHE_DTYPE = torch.bfloat16
 
 
@@ -36,6 +37,8 @@ class ArmSummary:
         step_ms: Step time in isolation.
         params: Number of parameters.
         cache_bytes: Bytes of cache per token in bf16; None for a classifier.
+        segments: Perplexity over segments without overlap; None if it was not measured.
+        is_selection: Whether the runs select settings: judged on another split, and compared only with each other.
     """
 
     arm: Arm
@@ -46,6 +49,8 @@ class ArmSummary:
     step_ms: float | None
     params: int
     cache_bytes: int | None
+    segments: float | None = None
+    is_selection: bool = False
 
     @property
     def is_language_model(self) -> bool:
@@ -74,9 +79,18 @@ def cache_bytes_per_token(recipe: Recipe, model: ModelSpec) -> int:
     return total
 
 
-def metric_of(recipe: Recipe, plan: Plan) -> tuple[str, str]:
-    """Return the split and the metric that judge the runs of a recipe."""
-    metric = OBJECTIVES[tasks.get_task(recipe.task).objective].test_metric(recipe.training)
+def metric_of(recipe: Recipe, plan: Plan, selection_split: str | None = None) -> tuple[str, str]:
+    """Return the split and the metric that judge the runs of a recipe.
+
+    Args:
+        recipe: The recipe.
+        plan: The plan, with the judged split.
+        selection_split: Split of runs that select settings; their metric is that of the best checkpoint.
+    """
+    objective = OBJECTIVES[tasks.get_task(recipe.task).objective]
+    metric = objective.test_metric(recipe.training)
+    if selection_split is not None:
+        return selection_split, f"best_{objective.metric}"
     if is_language_model(recipe):
         return plan.judged_split, metric.replace("perplexity", "loss", 1)
     return "test", metric
@@ -89,7 +103,8 @@ def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
         recipe = arm.resolve(rows)
         if recipe is None:
             continue
-        split, metric = metric_of(recipe, plan)
+        selection_split = plan.selection_split(arm)
+        split, metric = metric_of(recipe, plan, selection_split)
         runs = runs_of(rows, arm, recipe)
         judged = [row for row in runs if row["split"] == split and row["metric"] == metric]
         if not judged:
@@ -102,49 +117,80 @@ def summarize(plan: Plan, rows: Rows) -> dict[Arm, ArmSummary]:
         summaries[arm] = ArmSummary(
             arm,
             recipe,
-            {int(row["seed"]): float(row["value"]) for row in results.latest(judged, ["seed"])},
+            {int(row["seed"]): _as_loss(row) for row in results.latest(judged, ["seed"])},
             setups.pop(),
             None if step_ms is None else recipe.training.steps * step_ms / 60_000,
             step_ms,
             int(judged[-1]["params"]),
             cache_bytes_per_token(recipe, arm.model) if is_language_model(recipe) else None,
+            _segments(runs, split),
+            selection_split is not None,
         )
     return summaries
 
 
-def family_spread(summaries: dict[Arm, ArmSummary], recipe: str) -> Spread | None:
-    """Pool the deviation over seeds of the arms of a recipe."""
-    return pooled_spread([list(s.values.values()) for arm, s in summaries.items() if arm.recipe == recipe])
+def _segments(runs: Rows, split: str) -> float | None:
+    """Return the perplexity over segments, the geometric mean of the seeds; None without a measurement."""
+    rows = [row for row in runs if row["split"] == split and row["metric"] == SEGMENTS]
+    values = [math.log(float(row["value"])) for row in results.latest(rows, ["seed"])]
+    return math.exp(float(np.mean(values))) if values else None
+
+
+def _as_loss(row: Row) -> float:
+    """Return the value of a row, a perplexity as its logarithm."""
+    value = float(row["value"])
+    return math.log(value) if "perplexity" in row["metric"] else value
+
+
+def family_spread(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> Spread | None:
+    """Pool the deviation over seeds of the arms of a recipe and of the other recipes of its family."""
+    family = plan.family(recipe)
+    members = [summary for arm, summary in summaries.items() if arm.recipe in family and not summary.is_selection]
+    return pooled_spread([list(summary.values.values()) for summary in members])
+
+
+def blocks_by_seed(summary: ArmSummary, plan: Plan, folder: Path) -> dict[int, np.ndarray | None]:
+    """Read the losses per block of text, or correctness per example; None for a seed without stored values."""
+    split, _ = metric_of(summary.recipe, plan)
+    name, model, setup = summary.recipe.name, summary.arm.model, summary.setup
+    keys = {
+        seed: predictions.PredictionsKey(name, model, PRESET, seed, split, setup) for seed in sorted(summary.values)
+    }
+    return {seed: predictions.read(folder, key) for seed, key in keys.items()}
 
 
 def read_blocks(summary: ArmSummary, plan: Plan, folder: Path) -> np.ndarray | None:
     """Read the losses per block of text (or correctness per example), averaged over the seeds of an arm."""
-    split, _ = metric_of(summary.recipe, plan)
-    arrays = []
-    for seed in summary.values:
-        key = predictions.PredictionsKey(summary.recipe.name, summary.arm.model, PRESET, seed, split, summary.setup)
-        array = predictions.read(folder, key)
-        if array is None:
-            return None
-        arrays.append(array)
-    return np.asarray(np.mean(arrays, axis=0)) if len({len(array) for array in arrays}) == 1 else None
+    arrays = [array for array in blocks_by_seed(summary, plan, folder).values() if array is not None]
+    is_complete = len(arrays) == len(summary.values) and len({len(array) for array in arrays}) == 1
+    return np.asarray(np.mean(arrays, axis=0)) if is_complete else None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The comparison of a question. The interval is in per cent of perplexity, or in points of accuracy."""
+    """The comparison of a question. The interval is in per cent of perplexity, or in points of accuracy.
+
+    Attributes:
+        question: The question.
+        interval: First arm minus second arm; None without runs.
+        unit: "%" or "points".
+        unknown: Reason why the half-width is unknown, "" if it is known.
+    """
 
     question: Question
     interval: Interval | None
     unit: str
+    unknown: str = ""
 
     @property
     def words(self) -> str:
-        """The answer in words, by the rule that an interval without 0 decides."""
+        """The answer in words, by the rules of `experiments.statistics`."""
         if self.interval is None:
             return "no runs yet"
         if math.isnan(self.interval.half_width):
-            return "undecided: the error is unknown with one seed per arm"
+            return f"undecided: {self.unknown}"
+        if self.interval.is_within(EQUIVALENCE):
+            return f"equal within {EQUIVALENCE:g} {self.unit}"
         if not self.interval.excludes_zero:
             return "undecided"
         lower_is_better = self.unit != "points"
@@ -159,10 +205,51 @@ def answer(question: Question, plan: Plan, summaries: dict[Arm, ArmSummary], fol
     interval = compare(
         list(first.values.values()),
         list(second.values.values()),
-        family_spread(summaries, question.first.recipe),
+        family_spread(plan, summaries, question.first.recipe),
         (read_blocks(first, plan, folder), read_blocks(second, plan, folder)),
     )
+    unknown = unknown_error(plan, summaries, (first, second), folder) if math.isnan(interval.half_width) else ""
     # A difference of d nats changes the perplexity by the factor exp(d); below 5 % both agree to a fortieth.
     if first.is_language_model:
-        return Answer(question, Interval(100 * math.expm1(interval.difference), 100 * interval.half_width), "%")
-    return Answer(question, Interval(100 * interval.difference, 100 * interval.half_width), "points")
+        percent = Interval(100 * math.expm1(interval.difference), 100 * interval.half_width)
+        return Answer(question, percent, "%", unknown)
+    return Answer(question, Interval(100 * interval.difference, 100 * interval.half_width), "points", unknown)
+
+
+def unknown_error(
+    plan: Plan, summaries: dict[Arm, ArmSummary], pair: tuple[ArmSummary, ArmSummary], folder: Path
+) -> str:
+    """Return the reason why the interval of two arms is unknown."""
+    if family_spread(plan, summaries, pair[0].arm.recipe) is None:
+        return "the error over seeds is unknown with one seed per arm"
+    what = "losses per block of text" if pair[0].is_language_model else "predictions per example"
+    missing = []
+    for summary in pair:
+        seeds = [str(seed) for seed, array in blocks_by_seed(summary, plan, folder).items() if array is None]
+        missing += [f"`{summary.arm}` (seed {', '.join(seeds)})"] if seeds else []
+    if missing:
+        return f"results/answers lacks the {what} of {' and '.join(missing)}"
+    return f"the {what} of the arms are of different data"
+
+
+def next_seeds(plan: Plan, stage: Stage, rows: Rows, folder: Path) -> dict[Arm, int]:
+    """Return the arms of a stage with one more seed each; empty if its rule needs none.
+
+    The rule looks at the half-widths of the primary questions, and not at the differences.
+
+    Args:
+        plan: The plan.
+        stage: A stage with `until_half_width`.
+        rows: Rows of all results files.
+        folder: Results directory, for stored losses.
+    """
+    summaries = summarize(plan, rows)
+    counts = [len(summaries[arm].values) if arm in summaries else 0 for arm in stage.arms]
+    is_complete = all(count >= plan.arms.get(arm, 1) for arm, count in zip(stage.arms, counts, strict=True))
+    intervals = [answer(question, plan, summaries, folder).interval for question in plan.primary_questions]
+    widths = [math.nan if interval is None else interval.half_width for interval in intervals]
+    # Seeds do not help if an interval is unknown.
+    if not is_complete or any(map(math.isnan, widths)) or max(widths) <= (stage.until_half_width or math.inf):
+        return {}
+    count = min(counts) + 1
+    return {arm: count for arm, most in stage.arms.items() if count <= most}

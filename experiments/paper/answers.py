@@ -229,7 +229,15 @@ def first_sentence(equal_time: str) -> str:
         "better": "At equal training time, a decoder with mixture keys is better than softmax attention.",
         "worse": "Mixture keys do not pay at equal training time: the decoder with softmax attention is better.",
     }
+    if equal_time.startswith("equal"):
+        return f"Mixture keys do not pay at equal training time: the decoders are {equal_time} of perplexity."
     return answers.get(equal_time, f"Mixture keys at equal training time against softmax attention: {equal_time}.")
+
+
+def verdict_at_equal_time(equal_time: str) -> str:
+    """Return the verdict on mixture keys at equal training time: equal quality is no reason to use them."""
+    verdict_of = {"better": verdicts.HOLDS, "worse": verdicts.FAILS, "equal": verdicts.FAILS}
+    return verdict_of.get(equal_time.partition(" ")[0], verdicts.OPEN)
 
 
 class Advice(NamedTuple):
@@ -308,7 +316,7 @@ def advice(experiments: list[ExperimentResults], rows: Rows, equal_time: str) ->
     """
     text, listops = (find(experiments, recipe) for recipe in (TEXT, LISTOPS))
     at_equal_time = Advice(
-        {"better": verdicts.HOLDS, "worse": verdicts.FAILS}.get(equal_time, verdicts.OPEN),
+        verdict_at_equal_time(equal_time),
         f"You compare at equal training time instead of equal steps: {equal_time or 'no run of the study yet'}.",
     )
     titles = {verdicts.HOLDS: "Use it when", verdicts.FAILS: "Do not use it when", verdicts.OPEN: "Not decided yet"}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.cost_quality import page as study_page
-from experiments.cost_quality.plan import Arm, load_plan
+from experiments.cost_quality import picture as study_picture
+from experiments.cost_quality.plan import Arm, Plan, load_plan
 from experiments.cost_quality.summary import ArmSummary, summarize
 from experiments.paper import answers, figures, front_page, group_table, lra_averages, plan, speed_table, verdicts
 from experiments.paper.claims import cost as costs
@@ -48,7 +49,7 @@ def gather(results: Path) -> Evidence:
     texts = {
         "first": answers.first_sentence(equal_time),
         "answers": answers.table(experiments, analyses, rows),
-        "study": study_page.evidence_section(study, rows, results, f"figures/{study_page.PICTURE}.png"),
+        "study": study_page.evidence_section(study, rows, results, f"figures/{study_picture.PICTURE}.png"),
         "advice": answers.advice(experiments, rows, equal_time),
         "rules": verdicts.rules(),
         "headline": headline(experiments[0], rows),
@@ -81,17 +82,17 @@ def gather(results: Path) -> Evidence:
         "queue": plan.table(rows, results),
     }
     pictures = [figures.differences(experiments), figures.endpoints(experiments), figures.curves(experiments, results)]
-    pictures += _study_pictures(summaries)
+    pictures += _study_pictures(study, summaries)
     return Evidence(texts, pictures, excluded)
 
 
-def _study_pictures(summaries: dict[Arm, ArmSummary]) -> list[Picture]:
+def _study_pictures(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[Picture]:
     """Return the picture of the study of cost and quality, if enough of its language models have results."""
-    recipe = study_page.plotted_recipe(summaries)
+    recipe = study_picture.plotted_recipe(summaries)
     if recipe is None:
         return []
-    data = study_page.picture_data(summaries, recipe)
-    return [Picture(study_page.PICTURE, data, lambda _: study_page.draw(summaries, recipe))]
+    data = study_picture.picture_data(summaries, recipe)
+    return [Picture(study_picture.PICTURE, data, lambda _: study_picture.draw(plan, summaries, recipe))]
 
 
 def _describe_excluded(names: list[str]) -> list[str]:

@@ -188,7 +188,9 @@ class DecoderStudy:
     def evaluate(self, model: LanguageModel) -> tuple[list[Metric], np.ndarray]:
         """Return the metrics of a model on the judged split, and the loss of each token."""
         splits = {self.split: self.task.split(self.data_dir, self.split)}
-        objective = LanguageModelling(model.to(self.device).eval(), self.recipe.training, self.task, splits)
+        # Not compiled: every arm has other shapes, and compiling takes longer than one pass over the split.
+        settings = replace(self.recipe.training, compile=False)
+        objective = LanguageModelling(model.to(self.device).eval(), settings, self.task, splits)
         objective.to_device(self.device)
         with tempfile.TemporaryDirectory() as folder:
             metrics = list(objective.evaluate(self.split, Path(folder)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.cost_quality import decoding
 from experiments.cost_quality.page import format_interval
-from experiments.cost_quality.plan import Arm, Plan
+from experiments.cost_quality.plan import Arm, Plan, Stage
 from experiments.cost_quality.summary import ArmSummary, family_spread, read_blocks, summarize
 from experiments.paper.evidence_page import fill
 from experiments.result_rows import Rows, read_results
@@ -111,7 +111,7 @@ def compare_with_start(
     if summary is None or not merged.values:
         return "–"
     blocks = merged.mean_blocks(), read_blocks(summary, plan, folder)
-    spread = family_spread(dict(summaries), summary.arm.recipe)
+    spread = family_spread(plan, dict(summaries), summary.arm.recipe)
     return as_percent(compare(list(merged.values.values()), list(summary.values.values()), spread, blocks))
 
 
@@ -127,7 +127,7 @@ def table(rows: Rows, study_rows: Rows, folder: Path, recipe: Recipe, model: Mod
         split: Judged split.
     """
     specs = merged_models(model)
-    plan = Plan({Arm(recipe.name, spec): 1 for spec in (model, *specs)}, (), split)
+    plan = Plan((Stage("merged", {Arm(recipe.name, spec): 1 for spec in (model, *specs)}),), (), split)
     summaries = summarize(plan, study_rows)
     steps = training_after(recipe).training.steps
     header = ["model", "cache", "training", "SVD", "SVD without refit", "mean", "SVD − mean, %", "from the start"]

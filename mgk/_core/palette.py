@@ -12,6 +12,9 @@ COLOURS = {
     "linear": "#999999",
     "mlk": "#009e73",
     "smlk": "#cc79a7",
+    "diff": "#009e73",
+    "mla": "#e69f00",
+    "smgk-query-shifts": "#cc79a7",
 }
 # Names of the variants in figures.
 NAMES = {
@@ -26,6 +29,9 @@ NAMES = {
     "linear": "linear",
     "mlk": "MLK",
     "smlk": "sMLK",
+    "diff": "differential",
+    "mla": "latent (MLA)",
+    "smgk-query-shifts": "sMGK, shifts per query head",
 }
 OTHER = "#6a51a3"  # variants without a colour
 
@@ -33,3 +39,8 @@ OTHER = "#6a51a3"  # variants without a colour
 def colour_of(variant: str) -> str:
     """Return the colour of a variant."""
     return COLOURS.get(variant, OTHER)
+
+
+def name_of(variant: str) -> str:
+    """Return the name of a variant in figures."""
+    return NAMES.get(variant, variant)

@@ -75,7 +75,7 @@ def train(
     from mgk.training.distributed import is_first_rank, shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
     from mgk.training.runs import run_path
-    from mgk.training.signals import stop_with_parent
+    from mgk.training.signals import EVALUATING, deferred_stop, stop_with_parent
     from mgk.training.trackers import parse_loggers
     from mgk.training.trainer import STRATEGIES, Run, fit, lock_run
 
@@ -132,19 +132,23 @@ def train(
         except MisconfigurationException as error:
             raise ValueError(f"--accelerator or --strategy: {str(error).splitlines()[0]}") from error
         shutdown_distributed()
-        if callback.stopped_by is not None:
+        if callback.stopped_by is not None and module.trainer.global_step < loaded.training.steps:
             command = shlex.join(["mgk", *sys.argv[1:], *(["--resume", "auto"] if resume is None else [])])
             print(f"Stopped at step {module.trainer.global_step}. Resume with: {command}", file=sys.stderr)
             raise typer.Exit(128 + callback.stopped_by)
+        if callback.stopped_by is not None and module.global_rank == 0:
+            print(EVALUATING, file=sys.stderr)
         if module.global_rank != 0:
             return
 
         # A run that had already finished keeps the times and the memory measured during training, also if its newest
         # checkpoint is damaged and the last steps were repeated.
         is_finished = run.files.result.exists() and (not callback.steps or callback.is_resumed)
-        rows = run.files.read_result() if is_finished else evaluate_run(run, task, module, callback)
-        if results_file is not None:
-            _append_results(results_file, rows, run, task, module.objective, is_default=loaded == unchanged)
+        # A signal here must not lose the results: the run would be evaluated again, or never on a machine that ends.
+        with deferred_stop():
+            rows = run.files.read_result() if is_finished else evaluate_run(run, task, module, callback)
+            if results_file is not None:
+                _append_results(results_file, rows, run, task, module.objective, is_default=loaded == unchanged)
         _print_scores(rows, run, module.objective)
         print(f"run: {directory}")
 
@@ -162,7 +166,9 @@ def _print_scores(rows: list[dict[str, Any]], run: Run, objective: Objective) ->
 def _append_results(
     file: Path, rows: list[dict[str, Any]], run: Run, task: Task, objective: Objective, is_default: bool
 ) -> None:
-    """Append the new rows to a results file, and store predictions and learning curve next to it.
+    """Store predictions and learning curve next to a results file, and append the new rows to it.
+
+    The rows are last, because a run with rows is not repeated: a killed command must not leave one without predictions.
 
     Args:
         file: Results file (CSV).
@@ -177,11 +183,6 @@ def _append_results(
     remove_result_temporaries(file, run.recipe.name)
     if unknown := sorted({column for row in rows for column in row} - set(results.COLUMNS)):
         fail(str(run.files.result), f"is damaged: it has the unknown column {unknown[0]}; remove it to evaluate again")
-    new_rows = results.rows_not_in(file, rows)
-    if new_rows:
-        results.append(file, new_rows)
-    else:
-        print(f"{file} already has the results of this run", file=sys.stderr)
     name, setup = run.recipe.name, run.setup(task)
     for split, values in objective.read_predictions(run.directory):
         key = predictions.PredictionsKey(name, run.row, run.preset, run.seed, split, setup)
@@ -193,3 +194,7 @@ def _append_results(
     except UnicodeDecodeError as error:
         raise ValueError(f"{run.files.metrics} is damaged: {error}") from None
     write_atomically(curve, metrics)
+    if new_rows := results.rows_not_in(file, rows):
+        results.append(file, new_rows)
+    else:
+        print(f"{file} already has the results of this run", file=sys.stderr)

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ GRACE = 2.0
 # processes, and torchrun forwards it to them.
 SAME_REQUEST = 1.0
 STOPPING = "Stopping after this step and saving. Press Ctrl-C again to quit now."
+EVALUATING = "The training is finished: stopping after its evaluation. Press Ctrl-C again to quit now."
 # Set by a process that starts training runs: a run stops at the end of its standard input, a pipe from that process.
 STOP_AT_END_OF_INPUT = "MGK_STOP_AT_END_OF_INPUT"
 # SIGHUP is sent when a terminal closes. Windows does not have it.
@@ -91,6 +93,20 @@ class SignalListener:
                         self._on_first()
                 elif time.monotonic() > first + SAME_REQUEST and not self._closed.wait(GRACE):
                     os._exit(128 + received[0])
+
+
+@contextmanager
+def deferred_stop(message: str = EVALUATING) -> Iterator[None]:
+    """Defer stop signals: the block is completed after the first one, which is answered with a message.
+
+    A second signal ends the process.
+    """
+    request = StopRequest()
+    request.install(message)
+    try:
+        yield
+    finally:
+        request.restore()
 
 
 class StopRequest:

@@ -2,9 +2,12 @@
 
 import inspect
 import json
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -131,6 +134,62 @@ def test_learning_curve_is_stored_beside_the_results(finished, tmp_path):
     assert {path.read_text() for path in curves.values()} == {(run / "metrics.csv").read_text()}
     # The curve of other settings has a name of its own.
     assert len(list((out / "curves").iterdir())) == 3
+
+
+def test_predictions_are_stored_before_the_rows(finished, tmp_path, monkeypatch):
+    """A run with rows is not repeated, so that predictions which are missing then stay missing."""
+    (run, _), out = finished, tmp_path / "out"
+    module = calls_of_fit(monkeypatch)
+    module.objective.read_predictions = lambda directory: [("test", np.ones(8, dtype=bool))]
+    monkeypatch.setattr(results, "append", lambda *_: 1 / 0)
+    command = ["train", "listops", "--out", str(run), "--results", str(out / "results.csv")]
+    assert isinstance(CliRunner().invoke(commands.app, command).exception, ZeroDivisionError)
+    assert len(list((out / "answers").rglob("*.npz"))) == 1
+    assert len(list((out / "curves").iterdir())) == 1
+
+
+def calls_of_fit(monkeypatch, stopped_by=None, step=10**6):
+    """Replace the training by one that ended at a step, and return its module."""
+    from mgk.training import trainer
+
+    module, callback = trainer.fit()
+    module.trainer, callback.stopped_by = SimpleNamespace(global_step=step), stopped_by
+    monkeypatch.setattr("mgk.training.trainer.fit", lambda *arguments, **options: (module, callback))
+    return module
+
+
+def test_stop_signal_during_the_evaluation_waits_for_the_results(finished, tmp_path, monkeypatch):
+    (run, rows), file = finished, tmp_path / "results.csv"
+    (run / "result.json").unlink()
+
+    def evaluate_run(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return rows
+
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mgk.training.evaluate.evaluate_run", evaluate_run)
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        result = CliRunner().invoke(commands.app, ["train", "listops", "--out", str(run), "--results", str(file)])
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert result.exit_code == 0, result.output
+    assert len(results.read([file])) == 2
+
+
+@pytest.mark.parametrize(("step", "exit_code"), [(99, 128 + 15), (100, 0)])
+def test_run_that_is_stopped_after_its_last_step_is_evaluated(finished, tmp_path, monkeypatch, step, exit_code):
+    (run, _), file = finished, tmp_path / "results.csv"
+    calls_of_fit(monkeypatch, stopped_by=15, step=step)
+    command = ["train", "listops", "--steps", "100", "--out", str(run), "--results", str(file)]
+    result = CliRunner().invoke(commands.app, command)
+    assert result.exit_code == exit_code
+    assert ("Stopped at step 99. Resume with: " in result.stderr) == (exit_code != 0)
+    assert ("The training is finished: stopping after its evaluation." in result.stderr) == (exit_code == 0)
+    assert file.exists() == (exit_code == 0)
 
 
 def test_every_option_is_tested():

@@ -100,7 +100,9 @@ def _stopped_at(point: int) -> Callable[[Bench], str | None]:
     def run(bench: Bench) -> str | None:
         place = bench.new_place()
         status, log = bench.lab.train(place, "SIGTERM", point)
-        return bench.resume(place) if status == 143 else f"exit code {status}: {last_line(log)}"
+        # A run that is stopped in its last evaluation is completed.
+        is_complete = status == 0 and RunDirectory(place / "out" / "run").result.exists()
+        return bench.resume(place) if status == 143 or is_complete else f"exit code {status}: {last_line(log)}"
 
     return run
 

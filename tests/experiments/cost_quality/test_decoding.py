@@ -1,15 +1,19 @@
 """Test the timing of the study's trained decoders, with tiny ones on a CPU."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from experiments.cost_quality import decoding, page
-from experiments.cost_quality.plan import load_plan
+from experiments.cost_quality.plan import Arm, load_plan
 from mgk.models import DecoderConfig, LanguageModel, save_model
 from mgk.training import results
 from mgk.training.config import ModelSpec
 from mgk.training.runs import run_path
 
+ROOT = Path(__file__).parents[3]
 PLAN = """
 judged_split: test
 stages:
@@ -34,20 +38,28 @@ def trained(tmp_path):
     return tmp_path
 
 
-def test_command_times_the_finished_runs(trained, monkeypatch):
+def test_command_times_all_decoders(trained, monkeypatch):
     monkeypatch.setattr(decoding, "CHUNK", 16)  # a prompt of several chunks
     options = ["--plan", str(trained / "plan.yaml"), "--runs", str(trained / "runs"), "--results", str(trained / "out")]
     result = CliRunner().invoke(decoding.app, [*options, "--lengths", "8,40", "--device", "cpu"])
     assert result.exception is None, result.output
     rows = results.read([trained / "out" / "cost-quality-decoding.csv"])
-    assert len(rows) == 2 * 2 * 3
-    caches = {(row["variant"], row["length"]): row["value"] for row in rows if row["metric"] == decoding.CACHE}
+    assert len(rows) == 3 * 2 * 3
+    weights = {f"{row['variant']}:{row['heads']}": row["weights"] for row in rows}
+    # smgk:1 has no run.
+    assert weights == {"softmax:2": "trained", "smgk:2": "trained", "smgk:1": "random"}
+    caches = {
+        (row["variant"], row["length"]): row["value"]
+        for row in rows
+        if row["metric"] == decoding.CACHE and row["weights"] == "trained"
+    }
     # Keys and values of width 4 in fp32: two heads, or one.
     assert caches == {("softmax", "8"): "512", ("softmax", "40"): "2560", ("smgk", "8"): "256", ("smgk", "40"): "1280"}
     assert all(float(row["value"]) > 0 for row in rows)
     lines = decoding.table(rows).splitlines()[2:]
     assert [line.split(" | ")[1:3] for line in lines] == [
         ["`softmax:2`", "8"], ["`softmax:2`", "40"], ["`smgk:2/1`", "8"], ["`smgk:2/1`", "40"],
+        ["`smgk:1`", "8"], ["`smgk:1`", "40"],
     ]  # fmt: skip
     # The rows alone are no runs of the study.
     assert "The study has no results" in page.evidence_section(load_plan(), rows, trained, "")
@@ -55,13 +67,23 @@ def test_command_times_the_finished_runs(trained, monkeypatch):
 
 def test_wrong_arguments(trained):
     for options, message in (
-        (["--runs", str(trained / "nowhere")], "--runs .* has no finished run"),
         (["--lengths", "8,x"], "--lengths must be positive integers"),
         (["--lengths", "0"], "--lengths must be positive integers"),
     ):
         result = CliRunner().invoke(decoding.app, options)
         with pytest.raises(ValueError, match=message):
             raise result.exception
+
+
+def test_random_weights_have_the_shapes_of_the_study():
+    arm = Arm.parse("study", "smgk:8/4")
+    model = decoding.load_decoder(arm, None, torch.device("meta"))
+    assert (model.config.vocab_size, model.config.max_length) == (16_384, 1024)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 32_006_720  # as in results/study.csv
+    arms = decoding.decoders(load_plan(), ROOT)
+    assert arm in arms
+    assert not any(arm.overrides or arm.time_of for arm in arms)
+    assert not {arm.model.variant for arm in arms} & {"diff", "mla"}
 
 
 def test_table_separates_numbers_of_key_and_value_heads():

@@ -2,11 +2,6 @@
 
 import dataclasses
 import math
-import os
-import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +9,10 @@ import pytest
 from scipy import stats
 
 from experiments import statistics
-from experiments.cost_quality import page, run, summary
-from experiments.cost_quality.plan import PRESET, Arm, Plan, load_plan
-from mgk import tasks
-from mgk.models.run_directory import RunDirectory
+from experiments.cost_quality import page, picture, run, summary
+from experiments.cost_quality.plan import PRESET, Arm, load_plan
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, load_recipe
-from mgk.training.equal_time import STEPS
-from mgk.training.job_queue import JobQueue
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,8 +30,8 @@ def test_plan_names_known_recipes_and_every_question_has_its_arms():
     plan = load_plan()
     recipes = {arm.recipe for arm in plan.arms}
     assert recipes == {"study", "study-8", "study-m4", "image", "image-patches"}
-    assert plan.arms[Arm.parse("study", "softmax:8")] == 5  # the rate of the recipe is no override
-    assert plan.arms[Arm.parse("study", "smgk:8", ("lr=2e-3",))] == 1
+    assert plan.arms[Arm.parse("study", "softmax:8")] == 5
+    assert plan.arms[Arm.parse("study", "smgk:8", ("steps=600", "lr=2e-3"))] == 1
     for question in plan.questions:
         assert question.first in plan.arms
         assert question.second in plan.arms
@@ -61,7 +52,11 @@ def test_wrong_arms(text):
 
 
 def test_a_question_without_runs_is_refused(tmp_path):
-    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text().replace('"gaussian:8": 3, "softmax', '"softmax')
+    text = (
+        (ROOT / "experiments/cost_quality/plan.yaml")
+        .read_text()
+        .replace('"gaussian:8": 3, "gaussian:8/4"', '"gaussian:8/4"')
+    )
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"no stage of .* trains gaussian:8 of study"):
         load_plan(tmp_path / "plan.yaml")
@@ -80,20 +75,40 @@ def test_a_plan_without_stages_is_refused(tmp_path):
         load_plan(tmp_path / "plan.yaml")
 
 
-def test_arm_without_step_times_ends_the_run(tmp_path, monkeypatch):
-    """A pass that adds no results is the last one."""
-    monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", lambda *_: None)
-    queues = []
+def test_runs_that_select_settings_are_judged_on_their_own_split(tmp_path):
+    plan, recipe = load_plan(), load_recipe("study")
+    arm = Arm.parse("study", "softmax:8", ("steps=600", "lr=5e-4"))
+    assert plan.selection_split(arm) == "dev"
+    assert plan.selection_split(Arm.parse("study", "softmax:8")) is None
+    changed = recipe.with_settings(list(arm.overrides))
+    rows = [
+        result_row(changed, arm.model, 0, "best_perplexity", 40.0, split="dev"),
+        result_row(changed, arm.model, 0, "loss_stride_512", 1.0),
+    ]
+    [(_, found)] = summary.summarize(plan, rows).items()
+    assert found.quality == pytest.approx(40)
+    text = page.write_page(plan, rows, tmp_path)
+    assert "| study | steps=600, lr=5e-4 | `softmax:8` | `dev` | 1 | 40.00 |  |" in text
+    assert "2.72" not in text  # exp(1), on the judged split
+    assert "| `softmax:8` (steps=600" not in text
+    chosen = dataclasses.replace(arm, overrides=("steps=600", "lr=1e-3"))
+    rows = [
+        result_row(recipe.with_settings(list(chosen.overrides)), arm.model, 0, "best_perplexity", 40.0, split="dev")
+    ]
+    assert "| 40.00 | yes |" in page.evidence_section(plan, rows, tmp_path, "")
 
-    def execute_jobs(jobs, *_):
-        queues.append(JobQueue([]))
-        assert len(queues) < 10
-        return queues[-1]
 
-    monkeypatch.setattr(run, "execute_jobs", execute_jobs)
-    plan = Plan({Arm.parse("listops", "softmax:8@time=smgk:4"): 1}, (), "test")
-    failed = run.run(plan, tmp_path, tmp_path / "runs", tmp_path, None, None, lambda *_: None)
-    assert failed == ["softmax:8@time=smgk:4 of listops (the step time of smgk:4 is missing)"]
+def test_an_arm_that_selects_settings_is_not_judged(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text().replace("[steps=600, lr=1e-3]", "[]")
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"of study selects settings in one stage of .* and is judged in another"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_evaluations_of_the_study_divide_its_training():
+    """Each evaluation writes a checkpoint of 400 MB; the last step is one of them."""
+    settings = load_recipe("study").training
+    assert (settings.eval_every, settings.steps % settings.eval_every) == (475, 0)
 
 
 def test_time_matched_steps():
@@ -151,6 +166,105 @@ def test_unknown_errors_give_no_interval():
     assert math.isnan(statistics.compare([1.0], [2.0], spread, (blocks, blocks[:3])).half_width)
 
 
+@pytest.mark.parametrize(
+    ("difference", "half_width", "unit", "words"),
+    [
+        (0.2, 0.25, "%", "equal within 0.5 %"),
+        (-0.3, 0.1, "points", "equal within 0.5 points"),  # although the interval is without 0
+        (0.3, 0.25, "%", "worse"),
+        (0.3, 0.35, "%", "undecided"),
+        (-0.6, 0.1, "%", "better"),
+        (-0.6, 0.1, "points", "worse"),
+    ],
+)
+def test_words_of_an_answer(difference, half_width, unit, words):
+    question = load_plan().questions[0]
+    assert summary.Answer(question, statistics.Interval(difference, half_width), unit).words == words
+
+
+def test_primary_questions_are_about_the_headline_arms():
+    plan = load_plan()
+    [headline] = [stage for stage in plan.stages if stage.name == "headline"]
+    [more] = [stage for stage in plan.stages if stage.until_half_width is not None]
+    assert {arm for question in plan.primary_questions for arm in (question.first, question.second)} == set(more.arms)
+    assert (list(more.arms), set(more.arms.values()), more.until_half_width) == (list(headline.arms), {8}, 0.5)
+    # Seeds that the rule may add are not planned.
+    assert plan.arms[Arm.parse("study", "softmax:8")] == 5
+
+
+def test_a_rule_for_seeds_needs_a_primary_question_and_first_seeds(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text()
+    (tmp_path / "plan.yaml").write_text(text.replace("primary: true, ", ""))
+    with pytest.raises(ValueError, match="until_half_width, but no question with primary: true"):
+        load_plan(tmp_path / "plan.yaml")
+    (tmp_path / "plan.yaml").write_text(text.replace('{"softmax:8": 8, ', '{"softmax:9": 8, '))
+    with pytest.raises(ValueError, match="softmax:9 of study gets more seeds, but no stage of"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_family_pools_the_deviations_of_its_recipes():
+    plan, rows = load_plan(), []
+    for name, losses in {"study": (1.0, 1.2), "study-m4": (1.0, 1.6), "study-8": (0.0, 9.0)}.items():
+        rows += [
+            result_row(load_recipe(name), ModelSpec("smgk", 8), seed, "loss_stride_512", loss)
+            for seed, loss in enumerate(losses)
+        ]
+    summaries = summary.summarize(plan, rows)
+    for name in ("study", "study-m4"):
+        spread = summary.family_spread(plan, summaries, name)
+        assert (spread.degrees, spread.deviation) == (2, pytest.approx(math.sqrt((0.02 + 0.18) / 2)))
+    assert summary.family_spread(plan, summaries, "study-8").degrees == 1
+
+
+def record_headline(folder, seeds, deviation):
+    """Store runs of the headline arms; return the rows and the stage that adds seeds."""
+    plan, recipe, generator = load_plan(), load_recipe("study"), np.random.default_rng(0)
+    [stage] = [stage for stage in plan.stages if stage.until_half_width is not None]
+    times = [
+        result_row(recipe, ModelSpec(name, 8), 0, "step_ms_alone", ms) for name, ms in (("softmax", 50), ("smgk", 60))
+    ]
+    rows, text = [dict(row, split="train") for row in times], generator.normal(3.0, 0.3, 8 * 20)
+    for arm in stage.arms:
+        resolved = arm.resolve(rows)
+        setup = f"equal{resolved.training.steps}"
+        for seed in range(seeds):
+            losses = text + deviation * (seed % 2)
+            rows.append(result_row(resolved, arm.model, seed, "loss_stride_512", losses.mean(), setup=setup))
+            key = predictions.PredictionsKey("study", arm.model, PRESET, seed, plan.judged_split, setup)
+            predictions.save(folder, key, np.repeat(losses, predictions.BLOCK))
+    return plan, stage, rows
+
+
+def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path):
+    plan, stage, rows = record_headline(tmp_path, 5, 0.02)
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == dict.fromkeys(stage.arms, 6)
+    assert f"25 of {sum(plan.arms.values())} planned runs have results." in page.write_page(plan, rows, tmp_path)
+    # Incomplete arms come first, and seeds do not help if losses are missing.
+    assert summary.next_seeds(plan, stage, rows[:-1], tmp_path) == {}
+    next(tmp_path.rglob("smgk-8-*-s4-*.npz")).unlink()
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == {}
+    plan, stage, rows = record_headline(tmp_path, 5, 0.002)
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == {}
+    plan, stage, rows = record_headline(tmp_path, 8, 0.2)
+    assert summary.next_seeds(plan, stage, rows, tmp_path) == {}
+    text = page.write_page(plan, rows, tmp_path)
+    assert f"25 of {sum(plan.arms.values())} planned runs have results, and 15 added seeds." in text
+    assert "`softmax:8/4`, `smgk:8/4` get one more seed at a time,\nuntil the half-width" in text
+
+
+def test_missing_losses_are_named(study):
+    plan, rows = load_plan(), run.read_results(study)
+    assert page.words_of(plan, rows, study, "gaussian:8", "softmax:8") == "equal within 0.5 %"
+    for seed in (1, 3):
+        [path] = study.glob(f"answers/study/smgk-8-paper-s{seed}-*.npz")
+        path.unlink()
+    lost = "results/answers lacks the losses per block of text of `smgk:8` (seed 1, 3)"
+    assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == f"undecided: {lost}"
+    single = [row for row in rows if row["seed"] == "0"]
+    words = page.words_of(plan, single, study, "smgk:8", "softmax:8")
+    assert words == "undecided: the error over seeds is unknown with one seed per arm"
+
+
 def test_cache_bytes():
     recipe = load_recipe("study")
     expected = {"softmax:8": 2 * 8, "smgk:8": 2 * 8, "mgk:8": 3 * 8, "softmax:8/4": 8, "smgk:8/1/8": 9}
@@ -171,6 +285,7 @@ def study(tmp_path):
         for seed in range(seeds):
             losses = text + offset + generator.normal(0, 0.002) + generator.normal(0, 0.001, len(text))
             rows.append(result_row(recipe, model, seed, "loss_stride_512", losses.mean()))
+            rows.append(result_row(recipe, model, seed, "perplexity_segments", math.exp(3 + 0.1 * (seed - 2))))
             key = predictions.PredictionsKey("study", model, PRESET, seed, "wikitext-103-valid", "abc")
             predictions.save(tmp_path, key, np.repeat(losses, predictions.BLOCK))
         rows.append(result_row(recipe, model, 0, "step_ms_alone", 50 if name == "softmax:8" else 55, split="train"))
@@ -188,11 +303,12 @@ def test_page_answers_the_questions(study):
     assert equal.endswith("| better |")
     assert "−1.9" in equal or "−2.0" in equal
     one = answers["One Gaussian against softmax (`gaussian:8`, `softmax:8`)"]
-    assert one.endswith("| undecided |")
+    assert one.endswith("| equal within 0.5 % |")
     assert answers["sMGK against softmax, half of all heads (`smgk:4`, `softmax:4`)"].endswith("| no runs yet |")
     row = answers["`smgk:8`"].split(" | ")
     assert row[1] == "5"
-    assert row[3:7] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
+    assert row[3] == "20.09"  # the geometric mean
+    assert row[4:8] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
 
 
 def test_section_of_the_page_of_evidence(study):
@@ -207,7 +323,7 @@ def test_section_of_the_page_of_evidence(study):
     assert "| `smgk:8` | 5 |" in text
     assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == "better"
     assert page.words_of(plan, rows, study, "smgk:8", "softmax:8@time=smgk:8") == ""
-    assert [line[0] for line in page.picture_data(summary.summarize(plan, rows), "study")] == [
+    assert [line[0] for line in picture.picture_data(summary.summarize(plan, rows), "study")] == [
         "softmax:8", "smgk:8", "gaussian:8",
     ]  # fmt: skip
 
@@ -217,77 +333,6 @@ def test_runs_of_two_setups_are_refused(study):
     results.append(study / "study.csv", [result_row(recipe, ModelSpec("smgk", 8), 9, "loss_stride_512", 3, setup="x")])
     with pytest.raises(ValueError, match="smgk:8 of study has results of 2 different settings"):
         page.write_page(load_plan(), run.read_results(study), study)
-
-
-def test_pareto_front():
-    points = [(3.0, 1.0), (1.0, 5.0), (2.0, 2.0), (2.5, 3.0), (4.0, 1.0)]
-    assert page.pareto_front(points) == [(1.0, 5.0), (2.0, 2.0), (3.0, 1.0)]
-
-
-def test_picture_shows_every_arm(study):
-    summaries = summary.summarize(load_plan(), run.read_results(study))
-    figure = page.draw(summaries, "study")
-    for axis in figure.axes:
-        assert {text.get_text() for text in axis.texts} == {"softmax:8", "smgk:8", "gaussian:8"}
-    assert page.plotted_recipe(summaries) == "study"
-    # Two arms are too few: neither page has the picture.
-    two = [row for row in run.read_results(study) if row["variant"] != "gaussian"]
-    assert page.plotted_recipe(summary.summarize(load_plan(), two)) is None
-    assert "](figures/study.png)" not in page.evidence_section(load_plan(), two, study, "figures/study.png")
-
-
-PLAN = """
-judged_split: test
-stages:
-  - name: changed settings
-    recipe: tiny.yaml
-    sets: [[lr=1e-2]]
-    arms: {"softmax:1": 1}
-  - name: equal time
-    recipe: tiny.yaml
-    arms: {"softmax:1": 1, "smgk:1": 1, "softmax:1@time=smgk:1": 1}
-questions:
-  - {title: "equal time", recipe: tiny.yaml, first: "smgk:1", second: "softmax:1@time=smgk:1"}
-"""
-RECIPE = """
-extends: bytes
-title: tiny
-model: {num_layers: 1, embed_dim: 8}
-training: {steps: 60, warmup: 1, batch_size: 2, eval_every: 30, eval_batch_size: 8, stride: 256}
-"""
-
-
-@pytest.mark.slow
-def test_command_runs_the_plan_and_continues_a_killed_run(tmp_path):
-    """Kill the command in the run that waits for the step times of the others, then start it twice."""
-    (tmp_path / "plan.yaml").write_text(PLAN)
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log ; " * 200)
-    command = [sys.executable, "-m", "experiments.cost_quality", "--plan", "plan.yaml", "--run", "--jobs", "2"]
-    command += ["--data-dir", str(tmp_path), "--results", "out", "--page", "page.md", "--runs", "runs"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    run_directory = tmp_path / "runs/equal-time-smgk-1/tiny/softmax-1-paper-s0"
-    while process.poll() is None and not RunDirectory(run_directory).metrics.exists():
-        time.sleep(0.05)
-    process.kill()
-    assert process.communicate()[1].count("FAILED") == 0
-    rows = results.read([tmp_path / "out/tiny.csv"])
-    [steps] = [row["value"] for row in rows if row["metric"] == STEPS]
-    assert not any(row["steps"] == steps and row["split"] == "test" for row in rows)
-    for _ in range(2):  # the second start has nothing to do
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        rows = results.read([tmp_path / "out/tiny.csv"])
-        keys = [(row["variant"], row["lr"], row["steps"], row["split"], row["metric"]) for row in rows]
-        assert sorted(set(keys)) == sorted(keys)
-        tested = {key[:3] for key in keys if key[3] == "test"}
-        assert len(tested) == 4
-        assert ("softmax", "0.001", steps) in tested
-    assert re.search(r"step [1-9]\d*/\d+  starting", RunDirectory(run_directory).log.read_text())
-    text = (tmp_path / "page.md").read_text()
-    assert "`softmax:1` (lr=1e-2)" in text
-    assert "| `softmax:1@time=smgk:1` | 1 |" in text
 
 
 def test_arms_are_hashable_records():
@@ -300,3 +345,12 @@ def test_committed_page_of_the_small_study_follows_from_results():
     plan = load_plan(ROOT / "experiments/cost_quality/plan-small.yaml")
     text = page.write_page(plan, run.read_results(ROOT / "results"), ROOT / "results")
     assert (ROOT / "docs/small-decoder.md").read_text(encoding="utf-8").startswith(text)
+
+
+def test_every_judged_arm_is_part_of_a_question():
+    plan = load_plan()
+    compared = {arm for question in plan.questions for arm in (question.first, question.second)}
+    others = [(arm.recipe, str(arm)) for arm in plan.arms if arm not in compared and not arm.overrides]
+    # softmax:10 gives the step time of softmax:10@time=smgk:8.
+    assert others == [("study", "softmax:10"), ("image", "gaussian:4"), ("image-patches", "gaussian:4")]
+    assert len({(question.first, question.second) for question in plan.questions}) == len(plan.questions)

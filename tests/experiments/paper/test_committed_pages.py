@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from experiments.paper import __main__, answers
+from experiments.paper import __main__, answers, verdicts
 from experiments.paper.evidence_page import MARKED, fill, gather
 from experiments.paper.figures import DRAWN_FROM
 from tests.experiments.paper.test_evidence_page import record
@@ -41,11 +41,19 @@ def test_answers_and_advice_follow_from_the_runs(tmp_path):
         ("", "is not known yet"),
         ("better", "is better than softmax"),
         ("worse", "do not pay at equal training time"),
+        ("equal within 0.5 %", "do not pay at equal training time: the decoders are equal within 0.5 % of perplexity."),
         ("no difference found", "softmax attention: no difference found."),
     ],
 )
 def test_first_sentence_has_the_answer_at_equal_time(words, sentence):
     assert sentence in answers.first_sentence(words)
+
+
+def test_equal_quality_at_equal_time_is_no_reason():
+    words = ("better", "worse", "equal within 0.5 %", "undecided", "undecided: no blocks", "")
+    assert [answers.verdict_at_equal_time(text) for text in words] == [
+        verdicts.HOLDS, verdicts.FAILS, verdicts.FAILS, verdicts.OPEN, verdicts.OPEN, verdicts.OPEN,
+    ]  # fmt: skip
 
 
 def test_prose_stays_and_unknown_markers_are_errors():

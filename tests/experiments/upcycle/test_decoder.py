@@ -138,6 +138,20 @@ def test_unmerged_model_has_the_perplexity_of_its_run(trained, method, tmp_path)
     assert {row["setup"] for row in measured} == {stored_setup(trained, MODEL)}
 
 
+def test_evaluation_does_not_compile(trained, monkeypatch):
+    study, seen = make_study(trained), []
+    study.recipe = replace(study.recipe, training=replace(study.recipe.training, compile=True))
+    to_device = decoder_arms.LanguageModelling.to_device
+
+    def record(self, *arguments, **options):
+        seen.append(self.settings.compile)
+        return to_device(self, *arguments, **options)
+
+    monkeypatch.setattr(decoder_arms.LanguageModelling, "to_device", record)
+    study.evaluate(study.make(DecoderArm(ORIGINAL, MODEL), 0))
+    assert seen == [False]
+
+
 def stored_setup(folder, model):
     (setup,) = {
         row["setup"]

@@ -1,0 +1,135 @@
+"""Profile one training step by kernel family: python -m experiments.cost_quality.profile.
+
+The kernels of a step (operators on a CPU) are grouped by their names. GEMMs of the output layer have the names of all
+others and count as GEMM; "loss" has the softmax over the vocabulary and the selection of targets. Results are appended
+to RESULTS/cost-quality-profile.csv.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.profiler import ProfilerActivity, profile
+
+from experiments.commands import add_plugin
+from experiments.cost_quality.plan import PRESET
+from experiments.result_rows import model_of
+from mgk import tasks
+from mgk._core.io import markdown_table
+from mgk.cli import run_app
+from mgk.cli.app import DataDir, check_output_directory, prepare_data, resolve_data_dir
+from mgk.training import results
+from mgk.training.config import ModelSpec, load_recipe
+from mgk.training.evaluate import result_columns
+from mgk.training.profiling import StepProfiler
+from mgk.training.trainer import Run
+
+RECIPE = "cost-quality-profile"
+OTHER = "other"
+# Families and patterns of names, in the order in which they are tried. Names of kernels are those of Triton, cuDNN,
+# FlashAttention, cuBLAS, CUTLASS and the compiler; operators are those of ATen and of this package.
+FAMILIES = {
+    "attention backward": r"mixture_backward|factored_mixture_backward|sdpa_mixture_backward|linear_attention_backward"
+    r"|(flash|fmha|sdpa|attention).*(bwd|bprop|backward)",
+    "attention forward": r"mixture_forward|factored_mixture|sdpa_mixture|mgk::linear_attention|flash|fmha|sdpa"
+    r"|scaled_dot_product",
+    "optimizer": r"multi_tensor_apply|adam|_foreach|fused_sgd",
+    "GEMM": r"gemm|nvjet|cutlass|cublas|splitk|aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)\b",
+    "loss": r"log_?softmax|logsumexp|nll|cross_entropy",
+}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def family_of(name: str) -> str:
+    """Return the family of a kernel or an operator."""
+    lowered = name.lower()
+    return next((family for family, pattern in FAMILIES.items() if re.search(pattern, lowered)), OTHER)
+
+
+def milliseconds_by_family(events: Any, steps: int, *, is_cuda: bool) -> dict[str, float]:
+    """Sum the time of a profile's events by family, in ms per step.
+
+    Args:
+        events: Events of a profiler; on a GPU its kernels are counted, on a CPU the own time of its operators.
+        steps: Number of profiled steps.
+        is_cuda: Whether the steps ran on a GPU.
+    """
+    times = dict.fromkeys([*FAMILIES, OTHER], 0.0)
+    for event in events:
+        if is_cuda and event.device_type == torch.autograd.DeviceType.CUDA:
+            times[family_of(event.key)] += event.self_device_time_total / 1000 / steps
+        elif not is_cuda:
+            times[family_of(event.key)] += event.self_cpu_time_total / 1000 / steps
+    return times
+
+
+def profile_step(run: Run, task: Any, device: torch.device, steps: int) -> list[dict[str, Any]]:
+    """Profile training steps of a run, after warming up; return one result row per family."""
+    profiler = StepProfiler(run, task, device)
+    profiler.warm_up()
+    profiler.module.train()
+    is_cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as recorded:
+        for number in range(steps):
+            profiler.step(number)
+        if is_cuda:
+            torch.cuda.synchronize()
+    times = milliseconds_by_family(recorded.key_averages(), steps, is_cuda=is_cuda)
+    columns = result_columns(run, task, profiler.config)
+    command = shlex.join(["python", "-m", "experiments.cost_quality.profile", *sys.argv[1:]])
+    columns |= {"recipe": RECIPE, "task": run.recipe.name, "split": "train", "command": command}
+    return [{**columns, "metric": f"{family}, ms per step", "value": f"{ms:.4f}"} for family, ms in times.items()]
+
+
+def table(rows: list[list[dict[str, Any]]]) -> str:
+    """Format the rows of each model: milliseconds, and their share of the step."""
+    lines = [["model", *FAMILIES, OTHER, "sum, ms"]]
+    for rows_of_model in rows:
+        times = [float(row["value"]) for row in rows_of_model]
+        total = sum(times) or 1.0
+        lines.append(
+            [
+                f"`{model_of(rows_of_model[0])}`",
+                *(f"{ms:.2f} ({100 * ms / total:.0f} %)" for ms in times),
+                f"{total:.2f}",
+            ]
+        )
+    return markdown_table(lines)
+
+
+@app.command()
+def profile_models(
+    recipe: Annotated[str, typer.Option(help="Recipe of the models.")] = "study",
+    rows: Annotated[str, typer.Option(help="Models, separated by commas.")] = "softmax:8,smgk:8",
+    steps: Annotated[int, typer.Option(min=1, help="Number of profiled steps.")] = 5,
+    out: Annotated[Path, typer.Option("--results", help="Results directory.")] = Path("results"),
+    data_dir: DataDir = None,
+) -> None:
+    """Profile training steps by kernel family, print a table, and append the results."""
+    loaded, data = load_recipe(recipe), resolve_data_dir(data_dir)
+    models = [ModelSpec.parse(text, "--rows") for text in rows.split(",")]
+    check_output_directory("--results", out)
+    task = tasks.get_task(loaded.task)
+    prepare_data(task, data)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = []
+    for model in models:
+        measured.append(profile_step(Run(loaded, model, PRESET, 0, data, Path()), task, device, steps))
+        results.append(out / f"{RECIPE}.csv", measured[-1])
+    print(table(measured))
+
+
+def main() -> None:
+    add_plugin("experiments.cost_quality")
+    run_app(lambda: app, "python -m experiments.cost_quality.profile", sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
