@@ -195,6 +195,8 @@ def decoding(
 ) -> None:
     """Time prefill and decoding of the decoders, and append the results."""
     cached_tokens, model_device = parse_lengths(lengths), parse_device(device)
+    if not cached_tokens:
+        fail("--lengths", "must have at least one number of tokens")
     arms = decoders(load_plan(plan or PLAN), runs)
     if not arms:
         fail("--plan", "has no language model with a cache")

@@ -162,7 +162,10 @@ def merge_arms(stages: Iterable[Stage]) -> dict[Arm, int]:
 
 def load_plan(path: Path = PLAN) -> Plan:
     """Read and check a plan."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"plan: {path} is not valid YAML: {next(iter(str(error).splitlines()), '')}") from error
     if not isinstance(content, dict) or not content.keys() >= set(REQUIRED):
         fail("plan", f"{path} must have the keys {', '.join(REQUIRED)}")
     stages = tuple(_read_stage(entry) for entry in content["stages"])

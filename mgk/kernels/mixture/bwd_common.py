@@ -137,7 +137,7 @@ def score_gradients(
             else:
                 b_pr = tl.exp2(xs[r])
             part = b_pr * b_g
-            # Initialised with the first term: the compiler keeps an addition to 0, because of the sign of 0.
+            # Initialized with the first term: the compiler keeps an addition to 0, because of the sign of 0.
             if r == 0:
                 b_p = b_pr
                 total = part * lam[r]

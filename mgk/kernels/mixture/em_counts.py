@@ -1,4 +1,4 @@
-"""Counts N_jr of expectation maximisation: kernels over all query-key pairs, without the values, and their operator.
+"""Counts N_jr of expectation maximization: kernels over all query-key pairs, without the values, and their operator.
 
 For shifted keys with equal scales, the responsibilities do not depend on q.k_j: gamma_ijr = A_ir C_jr / sum_s A_is C_js
 takes one multiply-add per component and one reciprocal per pair.

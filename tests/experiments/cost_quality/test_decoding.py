@@ -69,6 +69,7 @@ def test_wrong_arguments(trained):
     for options, message in (
         (["--lengths", "8,x"], "--lengths must be positive integers"),
         (["--lengths", "0"], "--lengths must be positive integers"),
+        (["--lengths", ""], "--lengths must have at least one number"),
     ):
         result = CliRunner().invoke(decoding.app, options)
         with pytest.raises(ValueError, match=message):

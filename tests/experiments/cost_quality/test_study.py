@@ -69,6 +69,12 @@ def test_a_time_without_a_timed_model_is_refused(tmp_path):
         load_plan(tmp_path / "plan.yaml")
 
 
+def test_a_damaged_plan_is_refused(tmp_path):
+    (tmp_path / "plan.yaml").write_text("stages: [")
+    with pytest.raises(ValueError, match=r"plan: .*plan.yaml is not valid YAML"):
+        load_plan(tmp_path / "plan.yaml")
+
+
 def test_a_plan_without_stages_is_refused(tmp_path):
     (tmp_path / "plan.yaml").write_text("title: none\n")
     with pytest.raises(ValueError, match=r"plan .*plan.yaml must have the keys stages, questions, judged_split"):
