@@ -25,7 +25,7 @@ def model_of(row: Row) -> ModelSpec:
     Raises:
         ValueError: The row has no number of heads: it would be missing from every mean.
     """
-    if not row.get("heads", "").isdecimal():
+    if not str(row.get("heads", "")).isdecimal():  # rows that are not written yet have numbers
         fail("results", f"has a row of {row.get('recipe')}, {row['variant']}, without heads: {row}")
     heads, kv_heads, key_heads = (int(row.get(name) or 0) for name in ("heads", "kv_heads", "key_heads"))
     return ModelSpec(row["variant"], heads, None if kv_heads in (0, heads) else kv_heads, key_heads or None)

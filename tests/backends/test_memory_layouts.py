@@ -251,13 +251,14 @@ def test_sdpa_by_the_two_times_rule(shape, op, layout, dtype, compare, poisoned)
     compare(op, "sdpa", MIXTURE_SHAPES[shape], dtype, PER_HEAD, layout)
 
 
-def test_strides_of_einops_match_contiguous():
-    """Attend with the strides of 'b l (d h) -> b h l d' and an odd width, by the CPU's default backend."""
+@pytest.mark.parametrize("backend", ["factored", "sdpa"])
+def test_strides_of_einops_match_contiguous(backend):
+    """Attend with the strides of 'b l (d h) -> b h l d' and an odd width, by the backends for CPUs."""
     query, key = (torch.randn(2, 9, 21).view(2, 9, 7, 3).permute(0, 3, 1, 2) for _ in range(2))
     value, shift = torch.randn(2, 3, 9, 4), torch.randn(3, 2, 7)
-    assert mgk.explain_backend("smgk_attention", query, key, value, shift).backend == "sdpa"
-    actual = mgk.smgk_attention(query, key, value, shift)
-    expected = mgk.smgk_attention(query.contiguous(), key.contiguous(), value, shift)
+    assert mgk.explain_backend("smgk_attention", query, key, value, shift).backend == "factored"
+    actual = mgk.smgk_attention(query, key, value, shift, backend=backend)
+    expected = mgk.smgk_attention(query.contiguous(), key.contiguous(), value, shift, backend=backend)
     assert torch.equal(actual, expected)
 
 

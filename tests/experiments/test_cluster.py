@@ -150,7 +150,7 @@ def test_jobs_of_several_recipes_share_the_slots(slurm, tmp_path):
     [
         (["--cluster", "slurm"], "--cluster has no effect without --run"),
         (["--run", "--partition", "gpu"], "--partition has no effect without --cluster"),
-        (["--run", "--cluster", "pbs"], "--cluster must be one of 'slurm', got 'pbs'"),
+        (["--run", "--cluster", "pbs"], "--cluster must be slurm, got 'pbs'"),
         (["--run", "--cluster", "slurm", "--time", "4h"], "--time must be minutes"),
     ],
 )

@@ -20,16 +20,18 @@ def test_answers_and_advice_follow_from_the_runs(tmp_path):
         return next(line for line in made["answers"].splitlines() if line.startswith("| 1.")), made["advice"]
 
     for seed in range(2):
-        record(tmp_path, "listops-4e-4", "softmax:8", seed, 0.37 + 0.0001 * seed, left=500)
-        record(tmp_path, "listops-4e-4", "smgk:4", seed, 0.37 + 0.0001 * seed, left=500)
+        record(tmp_path, "listops-4e-4", "softmax:8", seed, 0.37 + 0.0001 * seed, plateau_step=500)
+        record(tmp_path, "listops-4e-4", "smgk:4", seed, 0.37 + 0.0001 * seed, plateau_step=500)
     row, advice = rows()
     assert "ListOps: yes for smgk:4; not measured for mgk:4 |" in row
     assert "Softmax with fewer heads is enough" not in advice
     assert "no run of the study yet" in advice.partition("**Not decided yet**")[2]
     for seed in range(2):
-        record(tmp_path, "listops-4e-4", "mgk:4", seed, 0.34 + 0.0001 * seed, left=500)
+        record(tmp_path, "listops-4e-4", "mgk:4", seed, 0.34 + 0.0001 * seed, plateau_step=500)
         for heads_of_control in (4, 2, 1):
-            record(tmp_path, "listops-4e-4", f"softmax:{heads_of_control}", seed, 0.37 + 0.0001 * seed, left=500)
+            record(
+                tmp_path, "listops-4e-4", f"softmax:{heads_of_control}", seed, 0.37 + 0.0001 * seed, plateau_step=500
+            )
     row, advice = rows()
     assert "ListOps: yes for smgk:4; no for mgk:4, and softmax with half the heads suffices too" in row
     assert "Softmax with fewer heads is enough" in advice.partition("**Do not use it when**")[2]
@@ -102,7 +104,7 @@ def test_committed_figures_match_the_results(generated):
 def test_command_writes_page_and_figures(tmp_path):
     for seed in range(2):
         for row in ("smgk:4", "softmax:8"):
-            record(tmp_path / "results", "listops", row, seed, 0.36 + 0.001 * seed, left=500)
+            record(tmp_path / "results", "listops", row, seed, 0.36 + 0.001 * seed, plateau_step=500)
     page = tmp_path / "new" / "evidence.md"
     arguments = ["--results", str(tmp_path / "results"), "--page", str(page)]
     result = CliRunner().invoke(__main__.app, arguments)

@@ -44,7 +44,7 @@ def harness(tmp_path, monkeypatch):
             if str(job.row) in calls.broken:
                 queue.failed.append(job)
                 continue
-            record(calls.results, "listops", str(job.row), job.seed, 0.36, left=500)
+            record(calls.results, "listops", str(job.row), job.seed, 0.36, plateau_step=500)
             finish(job.directory)
         return queue
 
@@ -72,7 +72,7 @@ def run(harness, jobs=None, minutes=None):
 
 
 def test_training_comes_first_then_analyses_then_times(harness):
-    record(harness.results, "listops", "softmax:8", 0, 0.36, left=500)
+    record(harness.results, "listops", "softmax:8", 0, 0.36, plateau_step=500)
     assert run(harness, 3) == []
     assert harness.trained == [("softmax:8", 1), ("smgk:4", 0)]
     assert harness.max_running == 3
@@ -101,8 +101,8 @@ def test_new_seed_of_a_timed_model_redraws_the_table(harness, monkeypatch):
 
 def test_analysed_models_without_weights_are_trained_with_another_seed(harness):
     for seed in (0, 1, 2):
-        record(harness.results, "listops", "softmax:8", seed, 0.36, left=500)
-    record(harness.results, "listops", "smgk:4", 0, 0.36, left=500)
+        record(harness.results, "listops", "softmax:8", seed, 0.36, plateau_step=500)
+    record(harness.results, "listops", "smgk:4", 0, 0.36, plateau_step=500)
     finish(harness.runs / "listops" / "smgk-4-paper-s0")
     # An interrupted run has a best model and no result.json: it resumes.
     (harness.runs / "listops" / "softmax-8-paper-s3" / "best").mkdir(parents=True)
@@ -143,13 +143,13 @@ def test_missing_data_is_reported(harness, monkeypatch):
         raise ValueError(f"{folder} has no ListOps")
 
     monkeypatch.setattr(type(tasks.TASKS["listops"]), "prepare", prepare)
-    record(harness.results, "listops", "softmax:8", 0, 0.36, left=500)
+    record(harness.results, "listops", "softmax:8", 0, 0.36, plateau_step=500)
     assert run(harness) == ["listops: data has no ListOps"]
     assert harness.commands == harness.trained == []
 
 
 def test_nothing_is_added_to_results_of_other_data(harness):
-    record(harness.results, "listops", "softmax:8", 0, 0.36, left=500, setup="of other data")
+    record(harness.results, "listops", "softmax:8", 0, 0.36, plateau_step=500, setup="of other data")
     [reason] = run(harness)
     assert (
         reason == "listops: the results of softmax:8 were computed with data or settings other than data and the recipe"
