@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ try:
 except ImportError:
     make_tensordesc_arg = None
 
-# Encoded descriptors per argument. A training step reuses the addresses of its tensors, so that there are few.
-MAX_ENCODED = 1 << 8
+# Encoded descriptors of the process, of all plans together: one takes 0.6 KB of memory, and a training step uses up to
+# 10 per layer. With a limit per plan, training on batches of 1,000 lengths kept 1 GB of them.
+MAX_ENCODED = 1 << 14
 
 logger = logging.getLogger("mgk")
 
@@ -105,29 +107,26 @@ def launcher_after_encoding(run: Any) -> Any:
 
 
 class DescriptorArguments:
-    """Arguments of a launch that pass one TMA descriptor, cached by the tensor's address."""
+    """Arguments of a launch that pass one TMA descriptor."""
 
     def __init__(self, spec: LaunchSpec, index: int, layout: Layout):
         """Prepare the descriptor at position `index` of a launch, of tensors with a layout."""
         self.spec, self.index, self.layout = spec, index, layout
-        self.encoded: dict[int, tuple[Any, ...]] = {}
 
-    def at(self, address: int, device: int) -> tuple[Any, ...]:
+    def encode(self, address: int, device: int) -> tuple[Any, ...]:
         """Return the arguments for a tensor at an address: encoded, or a descriptor that Triton encodes.
 
-        The kernels of the launch are compiled for the device. Its properties do not change, and a spec has one device.
+        The kernels of the launch are compiled for the device.
         """
-        arguments = self.encoded.get(address)
-        if arguments is None:
-            if len(self.encoded) >= MAX_ENCODED:
-                self.encoded.clear()
-            properties = self.spec.compiled[max(device, 0)][0].descriptors
-            descriptor = descriptor_at(address, self.layout)
-            arguments = (
-                (descriptor,) if properties is None else tuple(make_tensordesc_arg(descriptor, properties[self.index]))
-            )
-            self.encoded[address] = arguments
-        return arguments
+        properties = self.spec.compiled[max(device, 0)][0].descriptors
+        descriptor = descriptor_at(address, self.layout)
+        return (descriptor,) if properties is None else tuple(make_tensordesc_arg(descriptor, properties[self.index]))
+
+
+@functools.lru_cache(MAX_ENCODED)
+def arguments_at(descriptor: DescriptorArguments, address: int, device: int) -> tuple[Any, ...]:
+    """Return the result of `DescriptorArguments.encode`, cached."""
+    return descriptor.encode(address, device)
 
 
 def descriptor_arguments(spec: LaunchSpec, *layouts: Layout | None) -> tuple[DescriptorArguments | None, ...]:
@@ -143,6 +142,6 @@ def encode(
     if descriptors is None:
         return [(x,) for x in addresses]
     return [
-        (x,) if x is None or descriptor is None else descriptor.at(x, device)
+        (x,) if x is None or descriptor is None else arguments_at(descriptor, x, device)
         for x, descriptor in zip(addresses, descriptors, strict=True)
     ]

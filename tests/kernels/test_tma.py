@@ -1,5 +1,6 @@
 """TMA descriptors that are encoded once per address. tests/benchmarks/test_host_time.py compares them with Triton's."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +86,7 @@ def test_other_encodings_of_triton_are_left_to_triton(monkeypatch, other):
 
 def test_unknown_encoding_passes_descriptors_by_address(encoded):
     spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=None)]})
-    (descriptor,) = tma.DescriptorArguments(spec, 0, LAYOUT).at(4096, 0)
+    (descriptor,) = tma.DescriptorArguments(spec, 0, LAYOUT).encode(4096, 0)
     assert isinstance(descriptor, TensorDescriptor)
     fields = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides, descriptor.block_shape
     assert fields == (4096, *LAYOUT)
@@ -100,16 +101,37 @@ def test_launcher_skips_the_encoding_and_leaves_the_kernel_unchanged():
     assert run.launch != launches.append
 
 
-def test_descriptors_are_encoded_once_per_address(encoded, monkeypatch):
+def test_descriptors_are_encoded_once_per_address(encoded):
     spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=({}, PROPERTIES))]})
     arguments = tma.DescriptorArguments(spec, 1, LAYOUT)
-    assert arguments.at(4096, -1) == (("map", 4096, PROPERTIES), 4, 16, 16, 1)
-    assert arguments.at(8192, 0)[0] == ("map", 8192, PROPERTIES)
-    assert arguments.at(4096, 0) is arguments.at(4096, 0)
+    assert tma.arguments_at(arguments, 4096, -1) == (("map", 4096, PROPERTIES), 4, 16, 16, 1)
+    assert tma.arguments_at(arguments, 8192, -1)[0] == ("map", 8192, PROPERTIES)
+    assert tma.arguments_at(arguments, 4096, -1) is tma.arguments_at(arguments, 4096, -1)
     assert len(encoded) == 2
-    monkeypatch.setattr(tma, "MAX_ENCODED", 2)
-    arguments.at(12288, 0)
-    assert list(arguments.encoded) == [12288]
+    other = tma.DescriptorArguments(spec, 1, tma.Layout((8, 16), (16, 1), (1, 16)))
+    assert tma.arguments_at(other, 4096, -1)[1:] == (8, 16, 16, 1)
+
+
+class EncodedMap:
+    """A descriptor that Triton has encoded."""
+
+
+def test_number_of_encoded_descriptors_is_limited_for_all_plans_together(monkeypatch):
+    """Batches of many lengths have a plan each, and the allocator returns other addresses in every step."""
+    maps = weakref.WeakSet()
+
+    def make_tensordesc_arg(arg, metadata):
+        encoded_map = EncodedMap()
+        maps.add(encoded_map)
+        return [encoded_map, *arg.shape, *arg.strides]
+
+    monkeypatch.setattr(tma, "make_tensordesc_arg", make_tensordesc_arg)
+    spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=(PROPERTIES,))]})
+    plans = [tma.descriptor_arguments(spec, LAYOUT) for _ in range(80)]
+    for plan in plans:
+        for index in range(256):
+            tma.encode(plan, 0, 4096 + 16 * index)
+    assert 0 < len(maps) <= 1 << 14
 
 
 def test_arguments_that_are_no_descriptors_stay_addresses(encoded):
