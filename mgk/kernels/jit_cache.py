@@ -156,6 +156,15 @@ def current_stream(device: int) -> Any:
     return driver.active.get_current_stream(max(device, 0))
 
 
+def is_aligned(addresses: list[int | None]) -> bool:
+    """Return whether all addresses are multiples of 16 bytes. Skips None."""
+    bits = 0
+    for address in addresses:
+        if address is not None:
+            bits |= address
+    return bits % 16 == 0
+
+
 def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple[LaunchSpec, ...]) -> bool:
     """Return whether the specs can be launched by `launch_by_address`.
 
@@ -172,11 +181,7 @@ def can_launch_by_address(device: int, addresses: list[int | None], specs: tuple
         return False
     if _observers:
         return False
-    bits = 0
-    for address in addresses:
-        if address is not None:
-            bits |= address
-    if bits % 16:
+    if not is_aligned(addresses):
         return False
     for spec in specs:
         if current not in spec.compiled:

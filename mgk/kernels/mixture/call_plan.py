@@ -17,7 +17,7 @@ from torch import Tensor
 from mgk._core.integers import ceil_div
 from mgk.kernels import jit_cache
 from mgk.kernels.autograd import no_double_backward
-from mgk.kernels.jit_cache import LaunchSpec, can_launch_by_address, launch_by_address
+from mgk.kernels.jit_cache import LaunchSpec, can_launch_by_address, is_aligned, launch_by_address
 from mgk.kernels.mixture import experimental, launch
 from mgk.kernels.mixture.args import NUM_TENSORS, MixtureArgs
 from mgk.kernels.mixture.launch_config import (
@@ -185,9 +185,10 @@ class CallPlan:
         """Return dq, dk, dv, d log prior per key or None, and the summed gradients, as `launch_backward` does."""
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
+        addresses = [x if x is None else x.data_ptr() for x in (*tensors, grad, out)]
         plan = None
         # Hooks of saved tensors may change strides: `torch.autograd.graph.save_on_cpu`, for example.
-        if strides_of(*tensors, out) == self.saved_strides:
+        if is_aligned([grad.data_ptr(), *addresses[:3]]) and strides_of(*tensors, out) == self.saved_strides:
             # Deterministic algorithms may have been switched on since the forward pass.
             key = grad.stride(), prior_grad, experimental.one_pass_allowed()
             plan = self.backward_plans.get(key)
@@ -195,7 +196,6 @@ class CallPlan:
                 if len(self.backward_plans) >= MAX_BACKWARD_PLANS:
                     self.backward_plans.clear()
                 plan = self.backward_plans[key] = self.plan_backward(grad, out, tensors, prior_grad)
-        addresses = [x if x is None else x.data_ptr() for x in (*tensors, grad, out)]
         if plan is None or not can_launch_by_address(self.device, addresses, plan.specs):
             lse, prepared, stats = (self.workspace.view(memory, name) for name in ("lse", "prepared", "stats"))
             dq, dk, dv, dbias, sums, _ = launch.launch_backward(
@@ -359,13 +359,16 @@ apply_plan: Callable[..., Tensor] = super(torch.autograd.Function, PlannedAttent
 
 
 def make_call_plan(args: MixtureArgs, prior_shape: tuple[int, ...] | None, needs_gradients: bool) -> CallPlan | None:
-    """Return a plan, or None if the call is not supported, has no pairs, or runs in chunks."""
+    """Return a plan, or None if the call is not supported, has no pairs or unaligned tensors, or runs in chunks."""
     query, value = args.query, args.value
     if query.dtype not in (torch.bfloat16, torch.float16) or args.dropout_p > 0 or args.cu_q is not None:
         return None
     if args.mask is not None or args.scale_t is not None or args.tau_t is not None:
         return None
     if query.numel() == 0 or value.numel() == 0:
+        return None
+    # TMA reads these if they are aligned. A plan for others would not use TMA for aligned ones either.
+    if not is_aligned([x.data_ptr() for x in (query, args.keys, value)]):
         return None
     if not needs_gradients and launch.chunked_heads(args) < query.shape[0] * args.keys.shape[1]:
         return None

@@ -204,11 +204,17 @@ def test_inference_has_a_plan_of_its_own(by_address):
     assert len(call_keys._plans_by_key) == 2
 
 
+def unaligned(x):
+    """Return a copy of a tensor at an address that is not a multiple of 16 bytes."""
+    flat = x.detach().flatten()
+    return torch.cat([flat[:1], flat])[1:].view_as(x)
+
+
 def test_tensors_that_are_not_aligned(by_address):
     """Kernels that were compiled for aligned tensors are not launched."""
     by_address.runs_first = True
     tensors, options = inputs()
-    shifted = [torch.cat([x.detach().flatten()[:1], x.detach().flatten()])[1:].view_as(x) for x in tensors]
+    shifted = [unaligned(x) for x in tensors]
     assert any(x.data_ptr() % 16 for x in shifted)
     for x in shifted:
         x.requires_grad_()
@@ -224,6 +230,20 @@ def test_tensors_that_are_not_aligned(by_address):
     tolerances = {"atol": 2e-2, "rtol": 2**-7} if GPU else {"atol": 0, "rtol": 0}
     for actual, expected in zip(got, want, strict=True):
         torch.testing.assert_close(actual, expected, **tolerances)
+
+
+def test_plans_are_made_for_aligned_tensors_only(by_address):
+    """A plan that was made for other tensors would never use TMA."""
+    by_address.runs_first = True
+    tensors, options = inputs()
+    attend([unaligned(x).requires_grad_() for x in tensors], options)
+    assert not call_keys._plans_by_key
+    out = attend(tensors, options)
+    (plan,) = call_keys._plans_by_key.values()
+    torch.autograd.grad(out, tensors, unaligned(out))
+    assert not plan.backward_plans
+    results(tensors, options)
+    assert len(plan.backward_plans) == 1
 
 
 @pytest.mark.parametrize(
