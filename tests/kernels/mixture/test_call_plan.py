@@ -193,6 +193,32 @@ def test_hooks_of_saved_tensors_may_change_strides(first, by_address):
         assert ("mixture_backward_dkdv" in by_address) == (not hooks)
 
 
+@pytest.mark.skipif(not GPU, reason="TMA needs a GPU")
+@pytest.mark.parametrize("dimension", [0, 1, 2], ids=["batch", "heads", "rows"])
+def test_tma_reads_expanded_tensors(dimension, by_address, monkeypatch):
+    """Expanded tensors have strides of 0: learned queries of a batch, or the gradient of a mean over the rows."""
+    monkeypatch.setattr(launch, "_small_pairs", 0)
+    shape = [2, 2, 130, 64]
+    shape[dimension] = 1
+    g = torch.Generator().manual_seed(0)
+    query, keys, value, grad = (torch.randn(shape, generator=g).to(DEVICE, DTYPE) for _ in range(4))
+    shift = torch.randn(2, 2, 64, generator=g).to(DEVICE)
+
+    def gradients(copy):
+        leaves = [x.expand(2, 2, 130, 64) for x in (query, keys, value)]
+        leaves = [(x.contiguous() if copy else x.detach()).requires_grad_() for x in leaves]
+        out = attend([*leaves, shift], {})
+        output_grad = grad.expand(out.shape)
+        return [out, *torch.autograd.grad(out, leaves, output_grad.contiguous() if copy else output_grad)]
+
+    want = gradients(copy=True)
+    for _ in range(3):
+        got = gradients(copy=False)
+    assert "mixture_backward_dkdv" in by_address
+    for actual, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2**-7)
+
+
 def test_inference_has_a_plan_of_its_own(by_address):
     tensors, options = inputs()
     for _ in range(3):
