@@ -1,6 +1,7 @@
 """`mgk.warmup`: kernels are compiled before the call, for the GPU or for an architecture that is not present."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ if NO_TRITON is not None:
     pytest.skip(NO_TRITON, allow_module_level=True)
 
 from mgk._core import call_keys
-from mgk.kernels import architecture, jit_cache
+from mgk.kernels import architecture, jit_cache, offline
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -176,3 +177,12 @@ class StubKernel:
     def warmup(self, *args, **options):
         self.compilations.append(options)
         return object()
+
+
+@pytest.mark.parametrize("attribute", ["_active", "active"])
+def test_driver_of_the_compilation_is_replaced(attribute, monkeypatch):
+    """Triton 3.4 keeps its driver in `active`, later versions in `_active`."""
+    monkeypatch.setattr(offline, "driver", SimpleNamespace(**{attribute: "default"}))
+    with offline.compiling_for(90):
+        assert vars(offline.driver)[attribute].get_current_device() == 90
+    assert vars(offline.driver) == {attribute: "default"}

@@ -33,9 +33,11 @@ class CompileOnlyDriver:
 @contextlib.contextmanager
 def compiling_for(arch: Architecture) -> Iterator[None]:
     """Compile for this architecture. Launches select its blocks, and must not run (`jit_cache.collected_launches`)."""
-    previous, driver._active = driver._active, CompileOnlyDriver(arch)
+    attribute = "_active" if hasattr(driver, "_active") else "active"  # Triton 3.4 has the latter only
+    previous = getattr(driver, attribute)
+    setattr(driver, attribute, CompileOnlyDriver(arch))
     try:
         with targeting(arch):
             yield
     finally:
-        driver._active = previous
+        setattr(driver, attribute, previous)
