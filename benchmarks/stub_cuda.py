@@ -49,6 +49,7 @@ class StubDriver:
         path = Path(folder) / "libcuda.so.1"
         command = [str(COMPILER), "-O2", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), str(SOURCE)]
         subprocess.run(command, check=True)
+        (Path(folder) / "libcuda.so").symlink_to(path)  # Triton 3.4 and 3.5 link with it
         # Triton finds the loaded library by its soname.
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.library.stub_launch.restype = ctypes.POINTER(_Launch)
@@ -123,7 +124,8 @@ def stub_cuda() -> Iterator[StubDriver]:
             stub.register(compiled)
             return compiled
 
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        active = "_active" if hasattr(triton.runtime.driver, "_active") else "active"  # Triton 3.4 has the latter only
+        stack.enter_context(mock.patch.object(triton.runtime.driver, active, driver))
         stack.enter_context(mock.patch.object(jit_cache, "_compiled", {}))
         stack.enter_context(mock.patch.object(jit_cache, "compile_kernels", return_value=[]))
         stack.enter_context(mock.patch.object(JITFunction, "run", registered))

@@ -150,6 +150,9 @@ CUresult cuOccupancyMaxActiveClusters(int *clusters, void *function, const void 
   return 0;
 }
 
+CUresult cuModuleUnload(void *module) { return module == NULL; }
+CUresult cuCtxGetDevice(int *device) { return *device = 0; }
+CUresult cuStreamIsCapturing(void *stream, int *status) { return (void)stream, *status = 0; }
 CUresult cuCtxSetCurrent(void *context) { return context == NULL; }
 CUresult cuCtxGetLimit(size_t *value, int limit) { return *value = 0, limit < 0; }
 CUresult cuCtxSetLimit(int limit, size_t value) { return (void)value, limit < 0; }

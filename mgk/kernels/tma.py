@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ try:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 except ImportError:
     make_tensordesc_arg = None
+
+# Since Triton 3.8, `make_tensordesc_arg` has a third argument, which is not used.
+UNUSED = (None,) if make_tensordesc_arg and [*inspect.signature(make_tensordesc_arg).parameters][2:] == ["_"] else ()
 
 # Encoded descriptors of the process, of all plans together: one takes 0.6 KB of memory, and a training step uses up to
 # 10 per layer. With a limit per plan, training on batches of 1,000 lengths kept 1 GB of them.
@@ -88,15 +92,15 @@ def _can_encode(descriptor: TensorDescriptor, properties: Any) -> bool:
     """Return whether a descriptor by address is encoded as that of the tensor; the encoded objects are not compared."""
     layout = Layout(descriptor.shape, descriptor.strides, descriptor.block_shape)
     try:
-        encoded = make_tensordesc_arg(descriptor_at(descriptor.base.data_ptr(), layout), properties)
-        return list(encoded[1:]) == list(make_tensordesc_arg(descriptor, properties)[1:])
+        encoded = make_tensordesc_arg(descriptor_at(descriptor.base.data_ptr(), layout), properties, *UNUSED)
+        return list(encoded[1:]) == list(make_tensordesc_arg(descriptor, properties, *UNUSED)[1:])
     except Exception:  # another version of Triton
         return False
 
 
 def launcher_after_encoding(run: Any) -> Any:
     """Return a copy of a compiled kernel's launcher that takes encoded descriptors, or None."""
-    # Triton 3.6 and 3.7: `run.launch` is a closure of `launcher`, which takes encoded descriptors.
+    # Triton 3.4 to 3.9: `run.launch` is a closure of `launcher`, which takes encoded descriptors.
     encode = getattr(run, "launch", None)
     names = getattr(getattr(encode, "__code__", None), "co_freevars", ())
     if encode is None or "launcher" not in names:
@@ -120,7 +124,9 @@ class DescriptorArguments:
         """
         properties = self.spec.compiled[max(device, 0)][0].descriptors
         descriptor = descriptor_at(address, self.layout)
-        return (descriptor,) if properties is None else tuple(make_tensordesc_arg(descriptor, properties[self.index]))
+        if properties is None:
+            return (descriptor,)
+        return tuple(make_tensordesc_arg(descriptor, properties[self.index], *UNUSED))
 
 
 @functools.lru_cache(MAX_ENCODED)

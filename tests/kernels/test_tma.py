@@ -84,6 +84,16 @@ def test_other_encodings_of_triton_are_left_to_triton(monkeypatch, other):
     assert tma.encoding_properties([kernel(PROPERTIES)], tensors()) is None
 
 
+def test_unused_argument_of_the_encoding(monkeypatch):
+    """Since Triton 3.8."""
+    monkeypatch.setattr(tma, "make_tensordesc_arg", lambda arg, metadata, _: [("map",), *arg.shape, *arg.strides])
+    assert tma.encoding_properties([kernel(PROPERTIES)], tensors()) is None
+    monkeypatch.setattr(tma, "UNUSED", (None,))
+    assert tma.encoding_properties([kernel(PROPERTIES)], tensors()) == (PROPERTIES,)
+    spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=(PROPERTIES,))]})
+    assert tma.DescriptorArguments(spec, 0, LAYOUT).encode(4096, 0) == (("map",), 4, 16, 16, 1)
+
+
 def test_unknown_encoding_passes_descriptors_by_address(encoded):
     spec = SimpleNamespace(compiled={0: [SimpleNamespace(descriptors=None)]})
     (descriptor,) = tma.DescriptorArguments(spec, 0, LAYOUT).encode(4096, 0)
