@@ -106,11 +106,17 @@ def precision_of(x: Tensor) -> str:
 
 
 def supports_tma(*tensors: Tensor) -> bool:
-    """Return whether TMA can read the tensors: Hopper or later, addresses and strides at multiples of 16 bytes."""
+    """Return whether TMA can read the tensors: Hopper or later, addresses and strides at multiples of 16 bytes.
+
+    Strides of 0, as of expanded tensors, are not among the strides that CUDA's documentation defines.
+    """
     device = tensors[0].device
     if (device.type != "cuda" and compile_target() is None) or not has_tma(architecture(device)):
         return False
-    return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) for x in tensors)
+    return all(
+        x.data_ptr() % 16 == 0 and all(n > 0 and n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
+        for x in tensors
+    )
 
 
 def as_descriptors(tma: bool, rows: int, *tensors: Tensor | None) -> tuple[Any, ...]:

@@ -48,6 +48,7 @@ def test_target_replaces_the_architecture_of_the_device(monkeypatch):
     with targeting(100):
         assert architecture.architecture(x.device) == 100
         assert launch.supports_tma(x)
+        assert not launch.supports_tma(x[:, :, :1].expand(2, 2, 16, 16))
     with targeting(89):
         assert not launch.supports_tma(x)
     assert architecture.compile_target() is None

@@ -195,7 +195,7 @@ def test_hooks_of_saved_tensors_may_change_strides(first, by_address):
 
 @pytest.mark.skipif(not GPU, reason="TMA needs a GPU")
 @pytest.mark.parametrize("dimension", [0, 1, 2], ids=["batch", "heads", "rows"])
-def test_tma_reads_expanded_tensors(dimension, by_address, monkeypatch):
+def test_expanded_tensors_are_read_without_tma(dimension, by_address, monkeypatch):
     """Expanded tensors have strides of 0: learned queries of a batch, or the gradient of a mean over the rows."""
     monkeypatch.setattr(launch, "_small_pairs", 0)
     shape = [2, 2, 130, 64]
