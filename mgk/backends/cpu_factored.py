@@ -178,8 +178,9 @@ def factored_forward(
         offset: Query i attends to keys up to i + offset; None: to all keys.
 
     Returns:
-        The output [N, G, L, E] and the lse [N, G, L]. For the backward pass, both [N, G, L]: the maximum over keys of
-        the exponents of the factored weights, and the sum of these weights, 0 where the weights were not factored.
+        The output [N, G, L, E] and the lse [N, G, L]. For the backward pass, both [N, G, L]: the maximum of the
+        exponents of the weights, and the sum of the weights, negative where they were not factored. Weights from the
+        lse would have its rounding error, which is large if the lse is.
     """
     output = query.new_zeros(*query.shape[:-1], value.shape[-1])
     lse, sums = query.new_full(query.shape[:-1], -math.inf), query.new_zeros(query.shape[:-1])
@@ -200,6 +201,7 @@ def factored_forward(
                 logits = torch.stack(_component_logits(query, key, query_term, key_term, block))
                 log_factor = logits.amax((0, -1))
                 result = logits.sub_(log_factor.unsqueeze(-1)).exp_().sum(0) @ value[block.keys]
+                row_max[queries], sums[queries] = log_factor, -result[..., -1]
             else:
                 sums[queries] = result[..., -1]
             output[queries] = (result[..., :-1] / result[..., -1:]).masked_fill_(is_masked.unsqueeze(-1), 0)
@@ -244,14 +246,12 @@ def factored_backward(
         # The last product with a value subtracts delta.
         grad_and_delta = torch.cat([grad_output, -delta.unsqueeze(-1)], -1)
         value_and_one = torch.cat([value, torch.ones_like(value[..., :1])], -1)
-        is_masked = lse == -math.inf
-        lse = lse.masked_fill(is_masked, masks.MASKED_ROW_LSE)
-        is_factored = (sums > 0) | is_masked
-        rho = factors.rho * sums.reciprocal().masked_fill_(sums == 0, 0).unsqueeze(-1)
+        normalizer = sums.abs().reciprocal_().masked_fill_(lse == -math.inf, 0).unsqueeze(-1)
+        rho = factors.rho * normalizer
         for block in _blocks(query, key.shape[1], offset):
             queries, (heads, keys) = block.queries, block.keys
             grad_weights = grad_and_delta[queries] @ value_and_one[block.keys].transpose(1, 2)
-            if bool(is_factored[queries].all()):
+            if bool((sums[queries] >= 0).all()):
                 coef = factors.coef[heads, :, keys]
                 mixture = rho[queries] @ coef
                 exponentials = _products(factors.query, factors.key, block).sub_(row_max[queries].unsqueeze(-1)).exp_()
@@ -262,9 +262,9 @@ def factored_backward(
                 grad_logits = grad_mixture.mul_(mixture)
             else:
                 logits = torch.stack(_component_logits(query, key, query_term, key_term, block))
-                component_weights = logits.sub_(lse[queries].unsqueeze(-1)).exp_()
-                weights = component_weights.sum(0)
-                grad_components = component_weights.mul_(grad_weights)
+                exponentials = logits.sub_(row_max[queries].unsqueeze(-1)).exp_()
+                weights = exponentials.sum(0).mul_(normalizer[queries])
+                grad_components = exponentials.mul_(grad_weights.mul_(normalizer[queries]))
                 grad_query_term[queries] = grad_components.sum(-1).movedim(0, -1)
                 grad_key_term[heads, :, keys] += grad_components.sum(-2).transpose(0, 1)
                 grad_logits = grad_components.sum(0)
