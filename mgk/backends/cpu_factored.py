@@ -101,23 +101,21 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
 
 
 class _Factors(NamedTuple):
-    """Factors of the weights: p_ij = exp(query_max_i) exp(query_i·key_j) Σ_r rho_ir coef_jr."""
+    """Factors of the weights: p_ij = exp(query_max_i) exp(query_i·key_j + key_max_j) Σ_r rho_ir coef_jr."""
 
-    query: Tensor  # [N, G, L, D + 1]: λ q_i, and 1
-    key: Tensor  # [N, S, D + 1]: k_j, and the maximum of c_jr over components
     rho: Tensor  # [N, G, L, M]: exp(a_ir - query_max_i), at most 1
-    coef: Tensor  # [N, M, S]: exp of c_jr minus its maximum, at most 1; 0 for masked keys
+    coef: Tensor  # [N, M, S]: exp of c_jr minus its maximum, at most 1
     query_max: Tensor  # [N, G, L]: the maximum of a_ir over components
+    key_max: Tensor  # [N, 1, S]: the maximum of c_jr over components
 
 
-def _factors(query: Tensor, key: Tensor, query_term: Tensor, key_term: Tensor) -> _Factors:
+def _factors(query_term: Tensor, key_term: Tensor) -> _Factors:
     query_max, key_max = query_term.amax(-1, keepdim=True), key_term.amax(1, keepdim=True)
     return _Factors(
-        query=torch.cat([query, torch.ones_like(query_max)], -1),
-        key=torch.cat([key, key_max.transpose(1, 2)], -1),
         rho=(query_term - query_max).exp_(),
-        coef=(key_term - key_max).exp_().masked_fill_(masks.is_masked(key_term), 0),
+        coef=(key_term - key_max).exp_(),
         query_max=query_max.squeeze(-1),
+        key_max=key_max,
     )
 
 
@@ -132,7 +130,7 @@ class _Block(NamedTuple):
 def _blocks(query: Tensor, num_keys: int, offset: int | None) -> Iterator[_Block]:
     """Split the queries [N, G, L, D] into blocks whose weights have about TILE numbers."""
     N, G, L, _ = query.shape
-    num_rows = max(MIN_ROWS, min(L, TILE // num_keys))
+    num_rows = min(L, max(MIN_ROWS, TILE // num_keys))
     num_heads = max(1, TILE // (num_rows * num_keys))
     first_row = 0 if offset is None else max(0, -offset)  # the queries before it have no keys
     for first_head in range(0, N, num_heads):
@@ -145,9 +143,11 @@ def _blocks(query: Tensor, num_keys: int, offset: int | None) -> Iterator[_Block
                 yield _Block((heads, g, slice(start, stop)), (heads, slice(0, visible_keys)), diagonal)
 
 
-def _products(query: Tensor, key: Tensor, block: _Block) -> Tensor:
-    """Return query_i·key_j of a block, −inf for keys after the query."""
-    products = query[block.queries] @ key[block.keys].transpose(1, 2)
+def _products(query: Tensor, key: Tensor, block: _Block, term: Tensor | None = None) -> Tensor:
+    """Return query_i·key_j + term_j of a block, −inf for keys after the query. term: [N, 1, S]."""
+    heads, keys = block.keys
+    block_query, block_key = query[block.queries], key[block.keys].transpose(1, 2)
+    products = block_query @ block_key if term is None else torch.baddbmm(term[heads, :, keys], block_query, block_key)
     if block.diagonal is not None and block.diagonal < products.shape[2]:
         first = max(0, block.diagonal)  # all queries of the block attend to the keys before it
         future = products.new_full((products.shape[1], products.shape[2] - first), -math.inf)
@@ -188,24 +188,25 @@ def factored_forward(
     if output.numel() == 0 or key.shape[1] == 0:
         return output, lse, row_max, sums
     with without_autocast(query):
-        factors = _factors(query, key, query_term, key_term)
-        value = torch.cat([value, torch.ones_like(value[..., :1])], -1)  # its last column sums the weights
+        factors = _factors(query_term, key_term)
         for block in _blocks(query, key.shape[1], offset):
             queries, (heads, keys) = block.queries, block.keys
-            weights = _products(factors.query, factors.key, block)
+            weights = _products(query, key, block, factors.key_max)
             row_max[queries] = maxima = weights.amax(-1)
             weights.sub_(maxima.unsqueeze(-1)).exp_().mul_(factors.rho[queries] @ factors.coef[heads, :, keys])
-            result, log_factor = weights @ value[block.keys], maxima + factors.query_max[queries]
+            total, log_factor = weights.sum(-1), maxima + factors.query_max[queries]
             is_masked = masks.is_masked(maxima)
-            if bool(((result[..., -1] < MIN_SUM) & ~is_masked).any()):
+            if bool(((total < MIN_SUM) & ~is_masked).any()):
                 logits = torch.stack(_component_logits(query, key, query_term, key_term, block))
-                log_factor = logits.amax((0, -1))
-                result = logits.sub_(log_factor.unsqueeze(-1)).exp_().sum(0) @ value[block.keys]
-                row_max[queries], sums[queries] = log_factor, -result[..., -1]
+                row_max[queries] = log_factor = logits.amax((0, -1))
+                weights = logits.sub_(log_factor.unsqueeze(-1)).exp_().sum(0)
+                total = weights.sum(-1)
+                sums[queries] = -total
             else:
-                sums[queries] = result[..., -1]
-            output[queries] = (result[..., :-1] / result[..., -1:]).masked_fill_(is_masked.unsqueeze(-1), 0)
-            lse[queries] = (log_factor + result[..., -1].log()).masked_fill_(is_masked, -math.inf)
+                sums[queries] = total
+            result = (weights @ value[block.keys]).div_(total.unsqueeze(-1))
+            output[queries] = result.masked_fill_(is_masked.unsqueeze(-1), 0)
+            lse[queries] = total.log_().add_(log_factor).masked_fill_(is_masked, -math.inf)
     return output, lse, row_max, sums
 
 
@@ -241,20 +242,18 @@ def factored_backward(
     if output.numel() == 0 or key.shape[1] == 0:
         return grads
     with without_autocast(query):
-        factors = _factors(query, key, query_term, key_term)
-        delta = (grad_output * output).sum(-1) - grad_lse
-        # The last product with a value subtracts delta.
-        grad_and_delta = torch.cat([grad_output, -delta.unsqueeze(-1)], -1)
-        value_and_one = torch.cat([value, torch.ones_like(value[..., :1])], -1)
+        factors = _factors(query_term, key_term)
+        minus_delta = (grad_lse - (grad_output * output).sum(-1)).unsqueeze(-1)
         normalizer = sums.abs().reciprocal_().masked_fill_(lse == -math.inf, 0).unsqueeze(-1)
         rho = factors.rho * normalizer
         for block in _blocks(query, key.shape[1], offset):
             queries, (heads, keys) = block.queries, block.keys
-            grad_weights = grad_and_delta[queries] @ value_and_one[block.keys].transpose(1, 2)
+            grad_weights = torch.baddbmm(minus_delta[queries], grad_output[queries], value[block.keys].transpose(1, 2))
             if bool((sums[queries] >= 0).all()):
                 coef = factors.coef[heads, :, keys]
                 mixture = rho[queries] @ coef
-                exponentials = _products(factors.query, factors.key, block).sub_(row_max[queries].unsqueeze(-1)).exp_()
+                exponents = _products(query, key, block, factors.key_max)
+                exponentials = exponents.sub_(row_max[queries].unsqueeze(-1)).exp_()
                 grad_mixture = grad_weights.mul_(exponentials)
                 grad_query_term[queries] = (grad_mixture @ coef.transpose(1, 2)).mul_(rho[queries])
                 grad_key_term[heads, :, keys] += (rho[queries].transpose(1, 2) @ grad_mixture).mul_(coef)
