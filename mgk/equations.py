@@ -27,7 +27,11 @@ def safe_softmax(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """
     empty = (logits == -math.inf).all(dim, keepdim=True)
     logits = logits.masked_fill(empty, 0)
-    return logits.softmax(dim).masked_fill(empty, 0), logits.logsumexp(dim).masked_fill(empty.squeeze(dim), -math.inf)
+    # The gradient of logsumexp is exp(logits - lse), which the rounding error of a large lse would scale.
+    largest = logits.detach().amax(dim, keepdim=True) if logits.shape[dim] > 0 else logits.new_zeros(empty.shape)
+    logits = logits - largest
+    lse = (logits.logsumexp(dim) + largest.squeeze(dim)).masked_fill(empty.squeeze(dim), -math.inf)
+    return logits.softmax(dim).masked_fill(empty, 0), lse
 
 
 def squared_norms(x: Tensor) -> Tensor:

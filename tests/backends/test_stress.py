@@ -78,6 +78,19 @@ def test_large_inputs_of_linear_attention_stay_finite_and_normalized(backend, op
     torch.testing.assert_close(ones, torch.ones_like(ones), rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
+def test_gradient_of_a_large_lse_sums_to_one():
+    logits = (1e5 + torch.randn(3, 20)).requires_grad_()
+    _, lse = mgk.equations.safe_softmax(logits, -1)
+    (gradient,) = torch.autograd.grad(lse.sum(), logits)
+    torch.testing.assert_close(gradient.sum(-1), torch.ones(3), rtol=1e-6, atol=0)
+
+
+def test_softmax_of_nothing():
+    weights, lse = mgk.equations.safe_softmax(torch.zeros(2, 0), -1)
+    assert weights.shape == (2, 0)
+    assert (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("denormals", ["kept", "flushed"])
 @pytest.mark.parametrize("backend", [*BACKENDS, "factored"])
 def test_best_key_survives_underflowing_factors(backend, denormals):
