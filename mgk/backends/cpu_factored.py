@@ -185,7 +185,7 @@ def factored_forward(
     output = query.new_zeros(*query.shape[:-1], value.shape[-1])
     lse, sums = query.new_full(query.shape[:-1], -math.inf), query.new_zeros(query.shape[:-1])
     row_max = torch.zeros_like(sums)
-    if output.numel() == 0 or key.shape[1] == 0:
+    if lse.numel() == 0 or key.shape[1] == 0:
         return output, lse, row_max, sums
     with without_autocast(query):
         factors = _factors(query_term, key_term)
@@ -239,7 +239,7 @@ def factored_backward(
         query_term.new_zeros(query_term.shape),
         key_term.new_zeros(key_term.shape),
     )
-    if output.numel() == 0 or key.shape[1] == 0:
+    if lse.numel() == 0 or key.shape[1] == 0:
         return grads
     with without_autocast(query):
         factors = _factors(query_term, key_term)

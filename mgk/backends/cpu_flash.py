@@ -256,6 +256,8 @@ def mixture_backward(
     components = keys.shape[2]
     all_keys, all_value = _expand_heads(keys, query), _expand_heads(value, query)
     grad_query, grad_keys, grad_value = (query.new_zeros(x.shape) for x in (query, all_keys, all_value))
+    if query.numel() == 0:  # the kernel divides by the number of heads
+        return torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(value)
     lse = lse.masked_fill(lse == -math.inf, MASKED_ROW_LSE)
     # The kernel uses the output only for δ = dO·O, from which d lse is subtracted: the free last column carries it.
     grad_output, output = (x.clone(memory_format=torch.contiguous_format) for x in (grad_output, output))

@@ -236,6 +236,19 @@ def test_empty_batch_gives_empty_output(op, backend):
         assert finite_gradients(out, tensors)
 
 
+@pytest.mark.parametrize(("heads", "width"), [(0, 4), (2, 0)], ids=["no heads", "values of width 0"])
+@pytest.mark.parametrize("backend", ["factored", "sdpa", "eager"])
+def test_empty_output_has_lse_and_zero_gradients(backend, heads, width):
+    sizes = (2, heads, 3, 5), (2, 2, 6, 5), (2, 2, 6, width), (2, 3, 5)
+    query, key, value, shift = tensors = [torch.randn(*size).requires_grad_() for size in sizes]
+    out, lse = mgk.smgk_attention(query, key, value, shift, backend=backend, return_lse=True)
+    assert out.shape == (2, heads, 3, width)
+    weights = torch.ones(2, 2, 6, 4)
+    _, expected = mgk.smgk_attention(query, key, weights, shift, backend="eager", return_lse=True)
+    torch.testing.assert_close(lse, expected)
+    assert finite_gradients(lse + out.sum(-1), tensors)
+
+
 @pytest.mark.parametrize("mask", ["key", "pair", "float", "causal"])
 @pytest.mark.parametrize("similarity", ["dot", "tau", "gaussian", 0.5], ids=str)
 @pytest.mark.parametrize("backend, assignment", SOFT_AND_HARD)
