@@ -125,6 +125,16 @@ class MixtureCall(AttentionCall):
         keys = self.keys.masked_fill(masked_keys if self.shift is not None else masked_keys.unsqueeze(2), 0)
         return replace(self, keys=keys, value=self.value.masked_fill(masked_values, 0))
 
+    def converted(self, dtype: torch.dtype) -> MixtureCall:
+        """Return the same call with all tensors except attn_mask in a dtype.
+
+        A tensor that is converted at each use gets a sum of gradients that are rounded one by one.
+        """
+        names = ("query", "keys", "value", "shift", "log_prior", "scale", "tau")
+        values = {name: getattr(self, name) for name in names}
+        tensors: dict[str, Any] = {name: x.to(dtype) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
     @property
     def equal_scale(self) -> bool:
         """True if 1/σ² is equal for all components and keys of a head: ‖q‖² then cancels in the softmax."""

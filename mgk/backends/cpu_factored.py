@@ -72,9 +72,9 @@ def _is_key_mask(mask: Tensor, call: MixtureCall) -> bool:
 
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Return the output [B, H, L, E], the lse [B, H, L], and None for the weights."""
-    call = call.with_zeroed_padding()
+    input_dtype, dtype = call.query.dtype, compute_dtype(call.query.dtype)
+    call = call.with_zeroed_padding().converted(dtype)
     assert call.shift is not None
-    dtype = compute_dtype(call.query.dtype)
     with without_autocast(call.query):
         (B, HK, S, _), (H, L) = call.keys.shape, call.query.shape[1:3]
         query = scaled_query(call, dtype).unflatten(1, (HK, -1))  # [B, Hk, G, L, D]
@@ -82,14 +82,14 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         is_masked = bool(call.causal) and offset < S - 1
         if not is_masked:  # the queries of all heads of a group form one sequence
             query = query.flatten(2, 3).unsqueeze(2)
-        query_term = query @ call.shift.to(dtype)[:, None].transpose(-1, -2)  # [B, Hk, G, L, M]
+        query_term = query @ call.shift[:, None].transpose(-1, -2)  # [B, Hk, G, L, M]
         key_term = key_terms(call, call.component_keys(dtype)).expand(B, HK, -1, S)
         if call.attn_mask is not None:
             key_term = key_term.masked_fill(~call.attn_mask, masks.MASK_VALUE)
         output, lse, _, _ = factored_forward(
             query.flatten(0, 1),
-            call.keys.to(dtype).flatten(0, 1),
-            call.value.to(dtype).flatten(0, 1),
+            call.keys.flatten(0, 1),
+            call.value.flatten(0, 1),
             query_term.flatten(0, 1),
             key_term.flatten(0, 1),
             offset if is_masked else None,
@@ -97,7 +97,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         output, lse = output.view(B, H, L, output.shape[-1]), lse.view(B, H, L)
         if call.return_lse:
             lse = lse + query_norm_term(call, dtype)
-    return output.to(call.query.dtype), lse, None
+    return output.to(input_dtype), lse, None
 
 
 class _Factors(NamedTuple):

@@ -48,8 +48,8 @@ def unsupported_reason(call: MixtureCall) -> str | None:
 
 def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
     """Return the output [B, H, L, E], the lse [B, H, L], and None for the weights."""
-    call = call.with_zeroed_padding()
-    dtype = compute_dtype(call.query.dtype)
+    input_dtype, dtype = call.query.dtype, compute_dtype(call.query.dtype)
+    call = call.with_zeroed_padding().converted(dtype)
     with without_autocast(call.query):
         query, keys, value = add_logit_features(call, dtype)
         mask = call.attn_mask
@@ -65,7 +65,7 @@ def run(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
         )
         if call.return_lse and call.equal_scale:
             lse = lse + query_norm_term(call, dtype)
-    return output[..., : call.value.shape[-1]].to(call.query.dtype), lse, None
+    return output[..., : call.value.shape[-1]].to(input_dtype), lse, None
 
 
 def add_logit_features(call: MixtureCall, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

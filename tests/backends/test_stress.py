@@ -85,6 +85,20 @@ def test_gradient_of_a_large_lse_sums_to_one():
     torch.testing.assert_close(gradient.sum(-1), torch.ones(3), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["factored", "sdpa"])
+def test_gradients_in_bf16_are_rounded_once(backend):
+    """The parts of the gradient of key and scale are larger than their sums."""
+    tensors = [20 + torch.randn(2, 2, 6, 3) for _ in range(3)] + [torch.randn(2, 2, 3), torch.rand(2, 1)]
+
+    def gradients(backend):
+        query, key, value, shift, scale = inputs = [x.bfloat16().requires_grad_() for x in tensors]
+        out = mgk.smgk_attention(query, key, value - 20, shift, scale=scale, backend=backend)
+        return torch.autograd.grad(out, inputs, torch.linspace(-1, 1, out.numel()).view_as(out).bfloat16())
+
+    for actual, expected in zip(gradients(backend), gradients("eager"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 def test_softmax_of_nothing():
     weights, lse = mgk.equations.safe_softmax(torch.zeros(2, 0), -1)
     assert weights.shape == (2, 0)
