@@ -15,6 +15,7 @@ import typer
 from mgk import __version__
 from mgk._core.io import DataError, check_writable, remove_stale_temporaries
 from mgk._core.validation import fail, positive_integer
+from mgk.cli.help_texts import examples_epilog
 from mgk.training import config, results
 from mgk.training.config import ModelSpec, Recipe
 
@@ -25,7 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Train, compare and analyze transformers whose attention keys are mixtures of Gaussians.",
-    epilog="Environment variables: MGK_DATA is the default data directory. MGK_PLUGINS lists modules to import first, "
+    epilog=examples_epilog("mgk compare demo --out mine", "mgk train demo --variant smgk --heads 2")
+    + "\n\nEnvironment variables: MGK_DATA is the default data directory. MGK_PLUGINS lists modules to import first, "
     "separated by commas, which register tasks and recipes. MGK_TRACEBACK=1 shows the traceback of an error.",
 )
 

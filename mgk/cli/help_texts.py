@@ -9,16 +9,16 @@ import textwrap
 EXAMPLES = {
     "train": (
         "mgk train demo --variant smgk --heads 2 --data-dir runs/data",
-        "mgk train wikitext-103 --variant smgk --heads 8 --kv-heads 4 --set lr=5e-4 --resume auto",
+        "mgk train bytes --variant smgk --heads 4 --set lr=1e-3 --resume auto",
     ),
     "compare": (
         "mgk compare demo --out mine",
-        "mgk compare bytes --rows softmax:4,smgk:4/2 --seeds 3 --data-dir DIR_WITH_TXT_FILES --out mine",
+        "mgk compare bytes --rows softmax:4,smgk:4/2 --seeds 3 --data-dir DIR",
     ),
     "eval": ("mgk eval runs/demo/smgk-2-paper-s0", "mgk eval runs/wikitext-2/smgk-2-paper-s0 --split test --stride 1"),
     "generate": (
         'mgk generate runs/bytes/smgk-2-paper-s0 --prompt "The cat"',
-        'mgk generate runs/bytes/smgk-2-paper-s0 --prompt "The cat" --temperature 0.8 --top-p 0.9 --max-tokens 200',
+        'mgk generate runs/bytes/smgk-2-paper-s0 --prompt "The cat" --top-p 0.9',
     ),
     "data": ("mgk data listops --data-dir DIR", "mgk data all --data-dir DIR"),
     "recipes": ("mgk recipes", "mgk recipes bytes > mine.yaml"),
@@ -26,13 +26,13 @@ EXAMPLES = {
     "bench": ("mgk bench", "mgk bench --only speed --shapes 8x16x2048x64xcausal --variants smgk"),
     "upcycle": (
         "mgk upcycle gpt2 --text essay.txt --key-heads 6 --out smaller",
-        "mgk upcycle MODEL --text a.txt --text b.txt --cache 0.5 --distil-steps 500 --out smaller",
+        "mgk upcycle MODEL --text essay.txt --cache 0.5 --out smaller",
     ),
     "flops": ("mgk flops listops --heads 2,4,8", "mgk flops retrieval-aan --lengths 1024,4096 --variants softmax,smgk"),
 }
 
 
-# Width of the lists in epilogs: Typer indents the lines of a terminal of 80 columns by one.
+# Width of lines in epilogs: Typer indents the lines of a terminal of 80 columns by one.
 WIDTH = 78
 
 

@@ -55,7 +55,9 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Training steps; default: the recipe's.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/RECIPE/ROW-PRESET-sSEED.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory; default: in runs/RECIPE, named by row, preset and seed.")
+    ] = None,
     resume: Annotated[str | None, typer.Option(help="auto: continue from the newest good checkpoint, if any.")] = None,
     accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     strategy: Annotated[str, typer.Option(help="auto (ddp under torchrun), ddp or fsdp.")] = "auto",

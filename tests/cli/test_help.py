@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mgk.cli import commands
 from mgk.cli.app import describe_preparation
-from mgk.cli.help_texts import EXAMPLES, attribute_meanings, epilog
+from mgk.cli.help_texts import EXAMPLES, WIDTH, attribute_meanings, epilog
 from mgk.models import DecoderConfig, EncoderConfig, VisionConfig
 from mgk.training.config import TrainConfig
 
@@ -22,6 +22,7 @@ COMMANDS = {
 def test_help_has_two_examples_that_parse(name):
     examples = EXAMPLES[name]
     assert len(examples) == 2
+    assert all(len(example) + 2 <= WIDTH for example in examples), "a broken line cannot be copied"
     for example in examples:
         program, command, *words = shlex.split(example.partition(" > ")[0])
         assert (program, command) == ("mgk", name)
