@@ -158,10 +158,9 @@ class Comparison:
                 results.append(self.result_file, sweep.to_solo_rows(rows_of_job))
         if self.unfinished or self.alone is False:
             return
-        # A run that trained alone has timed its model, unless it was too short; it never times inference.
-        all_need_timing = self.alone or self.max_running > 1
-        candidates = base_models(self.models) if all_need_timing else [job.row for job in finished]
-        candidates = list(dict.fromkeys([*candidates, *timed_models(self.models)]))
+        # A run that trained alone has timed its model, unless it was too short or the command was interrupted; it never
+        # times inference.
+        candidates = list(dict.fromkeys([*base_models(self.models), *timed_models(self.models)]))
         metrics = sweep.SOLO_METRICS if self.alone else sweep.SOLO_TRAINING_METRICS
         rows = read_results(self.out, self.recipe)
         untimed = [
