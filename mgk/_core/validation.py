@@ -96,7 +96,7 @@ def check_tensor(name: str, value: Any, dims: str | None = None, *, like: Tensor
     if not value.is_floating_point():
         fail(name, f"must be a floating-point tensor, got {value.dtype}")
     if dims is not None and value.dim() != dims.count(" ") + 1:
-        fail(name, f"must have shape [{dims}], got {list(value.shape)}")
+        fail(name, f"must have shape [{dims.replace(' ', ', ')}], got {list(value.shape)}")
     if like is not None:
         check_device(name, value, like)
     return value

@@ -67,7 +67,8 @@ def remove_heads(
                 ablated = (_main_output(call_model(model, batch)) for batch in batches)
                 change[head], flipped[head] = _compare(baseline, ablated)
             done += 1
-            progress(f"removing one head at a time, {count} samples", done, total)
+            samples = "1 sample" if count == 1 else f"{count} samples"
+            progress(f"removing one head at a time, {samples}", done, total)
         removals[layer] = Removal(change, flipped if first.are_logits else None)
     return removals
 

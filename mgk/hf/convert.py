@@ -186,7 +186,7 @@ def _check_model(model: Any) -> None:
     # First, because a PEFT model is not a PreTrainedModel either.
     check_no_adapters(model, "convert", "converted")
     if not isinstance(model, PreTrainedModel):
-        fail("model", f"must be a Transformers model, got {type(model).__name__}")
+        fail("model", f"must be a Transformers model, got {type(model).__name__}: load it with from_pretrained")
     if any(isinstance(module, MixtureKeys) for module in model.modules()):
         fail("model", "has already been converted")
     if "layers" in (getattr(model.config, NAME, None) or {}):

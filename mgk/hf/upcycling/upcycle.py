@@ -196,7 +196,7 @@ def _check_model(model: Any) -> None:
     # First, because a PEFT model is not a PreTrainedModel either.
     check_no_adapters(model, "upcycle", "upcycled")
     if not isinstance(model, PreTrainedModel):
-        fail("model", f"must be a Transformers model, got {type(model).__name__}")
+        fail("model", f"must be a Transformers model, got {type(model).__name__}: load it with from_pretrained")
     if is_changed(model.config):
         fail("model", "has mixture keys or merged heads already: upcycle the original model")
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
