@@ -44,7 +44,7 @@ suppress_warnings = ["myst.header"]  # pages of results start below level 1
 
 # Tutorials.
 nb_execution_mode = "auto"
-nb_execution_timeout = 300
+nb_execution_timeout = 1800  # seconds per cell; the cells train models, slowly on a busy machine
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
