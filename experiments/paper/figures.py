@@ -219,9 +219,10 @@ def draw_differences(data: dict[str, Any]) -> Figure:
     largest = max((abs(line[3]) for panel in panels for line in panel["lines"]), default=1.0)
     bound = max(1.1 * largest, 2 * data["margin"])
     axes[-1, 0].set_xlim(-bound, bound)
-    words = "points (language model: 100 × nats per token) with the 95 % interval, if known, cut at the frame\n"
+    words = "difference in points, for language models in 100 × nats per token; to the right of 0 is better\n"
+    words += "bars: 95 % interval, if known, cut at the frame; "
     figure.supxlabel(
-        f"{words}● holds, ○ undecided, ✖ does not hold; pale: controls; ×: the paper's difference; dotted: the margin",
+        f"{words}dotted: the margin; pale: controls\n● holds, ○ undecided, ✖ does not hold, × the paper's difference",
         fontsize=9,
     )
     return figure
@@ -246,7 +247,7 @@ def _draw_pairs(axis: Any, lines: list[list[Any]]) -> None:
             axis.axhline(position - 0.5, color="#cccccc", linewidth=0.8)
             short = re.sub(r"\((\S+) stand-in, ", "(", task)
             axis.annotate(
-                textwrap.fill(short, 26), xy=(1.01, position), xycoords=("axes fraction", "data"), va="center",
+                textwrap.fill(short, 26), xy=(1.01, position - 0.42), xycoords=("axes fraction", "data"), va="top",
                 fontsize=9, annotation_clip=False,
             )  # fmt: skip
             previous = task
