@@ -158,7 +158,7 @@ def table(rows: list[Row]) -> str:
     for (call, kernel), by_arch in sorted(cells.items(), key=lambda item: calls.index(item[0][0])):
         lines.append([call, kernel, *(by_arch[arch][1] if arch in by_arch else "–" for arch in architectures)])
     versions = sorted({f"Triton {row['triton']}, commit {row['commit']}, {row['date']}" for row in rows})
-    note = f"Registers / bytes of spills per thread / KB of shared memory. Compiled, not run: {'; '.join(versions)}."
+    note = f"Registers / bytes of spills per thread / KB of shared memory. Compiled, not run:\n{'; '.join(versions)}."
     return "\n\n".join([note, markdown_table(lines), *ended_early])
 
 

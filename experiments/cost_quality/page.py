@@ -71,13 +71,11 @@ def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
     return [
         f"{len(plan.arms)} arms; {_count_runs(plan, summaries)}. This page is written from the "
         f"results by\n`python -m experiments.cost_quality{plan.option}`.\n",
-        "The interval of a difference is a 95 % interval over seeds and text. The deviation over seeds is pooled over "
-        "the arms of a",
-        f"recipe; the deviation over text is that of blocks of 4,096 tokens of `{plan.judged_split}`, which selects "
-        "nothing.",
-        "± of a perplexity or an accuracy is a 95 % interval over seeds alone. Perplexities are those of a sliding "
-        "window; the column",
-        "*segments* has those of segments without overlap.\n",
+        "The interval of a difference is a 95 % interval over seeds and text. The deviation over seeds is pooled over\n"
+        "the arms (models) of a recipe. The deviation over text is that of blocks of 4,096 tokens of\n"
+        f"`{plan.judged_split}`, which was not used for selection. ± of a perplexity or an accuracy is a 95 %\n"
+        "interval over seeds alone. Perplexities are those of a sliding window; the column *segments* has those of\n"
+        "segments without overlap.\n",
         *(f"{rule}\n" for rule in _rules(plan)),
     ]
 
