@@ -47,8 +47,8 @@ def language_model(item: ExperimentResults, rows: Rows) -> str:
     steps = {entry.row: entry.values.get("training step") for entry in cost.experiment_costs(item, rows)}
     lines = [
         [
-            "model", "perplexity", "difference from the first row", "from softmax with the same heads", "cache",
-            "training step", "seeds",
+            "model", "perplexity", "difference from the first row", "difference from softmax with as many heads",
+            "cache", "training step", "seeds",
         ]
     ]  # fmt: skip
     for row in measured:
@@ -84,9 +84,9 @@ def equal_heads(item: ExperimentResults, rows: Rows) -> str:
     lengths, widths = ([getattr(Shape.parse(shape), name) for shape in times] for name in ("length", "width"))
     operator, step = (f"{min(values):.2f} to {max(values):.2f}" for values in (times.values(), steps))
     return wrap(
-        f"With the same heads, sMGK's operator takes **{operator}** times as long as softmax with all gradients "
-        f"(lengths of {min(lengths):,} to {max(lengths):,}, widths of {min(widths)} to {max(widths)}), "
-        f"and a training step of the measured language models with {MODELS[0].heads} heads {step} times."
+        f"With the same heads, a forward and backward pass of sMGK takes **{operator}** times as long as one of "
+        f"softmax (lengths of {min(lengths):,} to {max(lengths):,}, widths of {min(widths)} to {max(widths)}), "
+        f"and a training step of the language models with {MODELS[0].heads} heads {step} times."
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from experiments.paper import kernel_targets, verdicts
 from experiments.paper.claims import cost
+from experiments.paper.text import wrap
 from experiments.result_rows import Rows
 from mgk._core.io import format_number, markdown_table
 from mgk.bench.implementations import Shape
@@ -42,10 +43,10 @@ def sentence(rows: Rows) -> str:
     )
     control = [f"{ratio:.2f}" for ratio in _half_softmax(measured).device if ratio is not None]
     softmax = f" Softmax with half the heads takes {' and '.join(control)}." if control else ""
-    return (
-        f"{setting}, sMGK with half the heads takes **{forward:.2f}** of the time of the\n"
-        f"fastest softmax attention in PyTorch with all heads, and **{both:.2f}** with all gradients "
-        f"(geometric means of {len(kernel_targets.GOAL_SHAPES)} shapes,\non the device).{softmax}"
+    return wrap(
+        f"{setting}, sMGK with half the heads (query, key and value) takes **{forward:.2f}** of the time of PyTorch's "
+        f"fastest softmax attention with all heads in a forward pass, and **{both:.2f}** in a forward and backward "
+        f"pass (device time, geometric means of {len(kernel_targets.GOAL_SHAPES)} shapes).{softmax}"
     )
 
 
