@@ -118,7 +118,7 @@ def test_table_has_a_column_per_architecture(check):
     rows = [row_of(check), row_of(check, arch="gfx942", spill_bytes=8), row_of(check, arch="90", kernel="add_parts")]
     rows.append(row_of(check, spill_bytes=4, registers=200))  # the second launch of a kernel, with more spills
     lines = check.table(rows).splitlines()
-    assert lines[2] == "| call | kernel | sm_80 | sm_90 | gfx942 |"
+    assert lines[3] == "| call | kernel | sm_80 | sm_90 | gfx942 |"
     assert "| smgk D 64 | `mixture_forward` fast | 200 / 4 / 2 | – | 255 / 8 / 2 |" in lines
     assert "| smgk D 64 | `add_parts` | – | 255 / 0 / 2 | – |" in lines
     with pytest.raises(ValueError, match="has no markers"):
@@ -133,7 +133,7 @@ def test_table_shows_the_failure_of_a_launch_with_more_spills(check):
 def test_table_is_followed_by_the_processes_that_ended_early(check):
     row = dict.fromkeys(check.COLUMNS, "") | {"arch": "90", "failure": "the process ended with code -6: no memory"}
     text = check.table([row_of(check), row])
-    assert text.splitlines()[2] == "| call | kernel | sm_80 |"
+    assert text.splitlines()[3] == "| call | kernel | sm_80 |"
     assert text.endswith("\n\nsm_90: the process ended with code -6: no memory.")
 
 
