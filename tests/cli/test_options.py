@@ -152,3 +152,12 @@ def test_option_takes_effect(calls, monkeypatch, arguments, read, expected):
 def test_every_option_is_tested(name):
     _, rows, command = TABLES[name]
     assert {option for option, *_ in rows} == set(inspect.signature(command).parameters)
+
+
+def test_runs_that_finished_before_an_interruption_are_timed(calls, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("mgk.training.sweep.is_trained", lambda rows, recipe, model, *_: model.variant == "softmax")
+    result = CliRunner().invoke(commands.app, ["compare", "listops", "--rows", "softmax:4,smgk:2"])
+    assert result.exception is None, result.output
+    assert directories(calls) == [Path("runs/listops/smgk-2-paper-s0")]
+    assert calls["timed"] == ["softmax:4", "smgk:2"]
