@@ -13,7 +13,7 @@ library_name: mgk
 Its model type is `{model_type}`, which the package mgk registers with Transformers:
 
 ```
-pip install 'mgk[hf]'
+pip install 'mgk[hf]'   # in a clone of mgk: pip install '.[hf]'
 ```
 
 ```python

@@ -39,7 +39,7 @@ CLASS_PREFIX = "MGK"  # of a class
 DESCRIPTIONS = {"requires", "variant"}
 # Written to config.json for its readers: Transformers without this package reports an unknown model type. Of that
 # message only the model type can be chosen, so the README of a saved model names the package too.
-REQUIRES = "pip install mgk, then import mgk.hf before from_pretrained"
+REQUIRES = "pip install mgk, or its clone; then import mgk.hf before from_pretrained"
 
 # Entry of config.json that names an attention function which Transformers does not have: its classes raise an error
 # that shows the name.
