@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk._core.call_keys import find_current_plan, repeated_call_key, store_plan
 from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
 from mgk._core.precision import compute_dtype
+from mgk._core.repeated_calls import find_current_plan, repeated_call_key, store_plan
 from mgk._core.validation import fail, one_of
 from mgk.backends import mask_invalid_keys, plan_repeated_call, select_backend
 
