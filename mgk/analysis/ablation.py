@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mgk.analysis.capture import Call, Capture, LayerHandler, Progress, call_model
+from mgk._core.progress import Progress
+from mgk.analysis.capture import Call, Capture, LayerHandler, call_model
 
 
 class MainOutput(NamedTuple):

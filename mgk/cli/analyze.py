@@ -30,7 +30,7 @@ from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mgk.analysis.capture import Progress
+    from mgk._core.progress import Progress
     from mgk.analysis.report.html import AnalyzedModel
 
 # Sequence length above which fewer matrices are ranked by default without a GPU.

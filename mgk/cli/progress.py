@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgk.analysis.capture import Progress
+    from mgk._core.progress import Progress
 
 # Seconds between progress lines if stderr is not a terminal.
 LINE_EVERY = 10.0

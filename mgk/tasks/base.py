@@ -14,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress, no_progress
 from mgk._core.validation import one_of, positive_integer
 from mgk.tasks.data_cache import (
-    Progress,
     find_prepared,
     json_checksum,
-    no_progress,
     prepare_directory,
     read_manifest,
 )

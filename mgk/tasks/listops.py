@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.base import Array, Example, Task, write_split
-from mgk.tasks.data_cache import Progress
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = (*"0123456789", *OPERATORS, "]")

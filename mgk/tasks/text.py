@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.archives import read_tar
 from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
-from mgk.tasks.data_cache import Progress
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 REMEDY = f"download {URL} again and put it there, packed or unpacked"

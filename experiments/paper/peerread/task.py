@@ -36,8 +36,8 @@ from experiments.paper.peerread.baselines import (
 from experiments.paper.peerread.citations import TitleIndex, strip_citations
 from experiments.paper.peerread.communities import find_communities
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.base import Array, Example, Task, byte_tokens, write_split
-from mgk.tasks.data_cache import Progress
 
 DOCS, LINKS = "docs.jsonl", "citation_links.tsv"
 REMEDY = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
+from mgk._core.progress import Progress, no_progress
 from mgk._core.validation import fail, flag, number, one_of, positive_integer
 from mgk.hf.adapters import check_no_adapters
 from mgk.hf.convert import convert
@@ -29,7 +30,6 @@ from mgk.hf.upcycling.refit import refit_outputs
 from mgk.hf.upcycling.report import LayerReport, UpcycleReport
 from mgk.hf.upcycling.weights import METHODS, MergedLayer, merge_heads, read_weights, write_weights
 
-Progress = Callable[[str, int, int], None]
 # Tokens per dimension of the keys of a layer: below the first, their covariance is too noisy to merge by; more than the
 # second are used for the distillation alone.
 MIN_TOKENS, MAX_TOKENS = 2, 20
@@ -109,7 +109,7 @@ def upcycle(
     is_own = is_own_model(model)
     if is_own:
         check_own_model(model, settings)
-    report_progress = progress or (lambda stage, done, total: None)
+    report_progress = progress or no_progress
     data = prepare(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
     layers = find_own_layers(model) if is_own else find_layers(model, data.batches[0])
     numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
