@@ -10,25 +10,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mgk._core.layer_checks import check_padding_mask
 from mgk._core.masks import and_mask, as_additive, as_bool, attended_keys
-from mgk._core.validation import (
+from mgk._core.operator_checks import (
     check_causal,
     check_cu_seqlens,
     check_key_mask,
     check_log_prior,
     check_mask,
     check_packing,
-    check_padding_mask,
     check_query_keys_value,
     check_same_length,
     check_scale,
     check_similarity,
     check_state,
-    fail,
-    flag,
-    number,
-    one_of,
 )
+from mgk._core.validation import fail, flag, number, one_of
 from mgk.cache import Cache
 from mgk.features import resolve_feature_map
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
-from mgk._core.validation import check_tokens, fail, flag, one_of, positive_integer
+from mgk._core.layer_checks import check_tokens
+from mgk._core.validation import fail, flag, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs

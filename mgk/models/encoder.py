@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mgk._core.layer_checks import check_tokens
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.validation import check_max_seqlen, check_tokens, fail, number, one_of, positive_integer
+from mgk._core.operator_checks import check_max_seqlen
+from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.models.adaptive_softmax import embed_tokens
 from mgk.models.attention_layer import check_attention_fields, make_attention
 from mgk.variants import VARIANTS, variants_per_layer

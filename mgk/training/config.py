@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgk._core.validation import fail, flag, nearest, number, one_of, positive_integer
+from mgk._core.validation import fail, flag, number, one_of, positive_integer, spelling_hint
 from mgk.models.attention_layer import known_variants
 from mgk.tasks import PLUGIN_HINT
 
@@ -236,7 +236,7 @@ class Recipe:
             elif key in known:
                 training[key] = value
             else:
-                hint = nearest(key, known)
+                hint = spelling_hint(key, known)
                 fail("--set", f"must set one of {', '.join(sorted(known))} or model.*, got {key!r}{hint}")
         try:
             changed = dataclasses.replace(self.training, **training)
