@@ -34,7 +34,7 @@ def test_modules_of_the_package_root():
 def test_core_lists_its_modules():
     docstring = (ROOT / "mgk" / "_core" / "__init__.py").read_text(encoding="utf-8")
     modules = {path.stem for path in (ROOT / "mgk" / "_core").glob("*.py")} - {"__init__"}
-    assert {name for name in re.findall(r"`(\w+)`", docstring)} == modules
+    assert set(re.findall(r"`(\w+)`", docstring)) == modules
 
 
 def test_wheel_holds_the_library_alone():

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mgk._core.validation import fail
 from mgk.hf.attention_interface import replace_layer_attention
 from mgk.hf.mixture_keys import UNSUPPORTED
-from mgk.hf.shared_heads import Projections, find_projections
+from mgk.hf.resized_heads import Projections, find_projections
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes
 
 PROBE = "mgk_upcycling_probe"

@@ -12,7 +12,7 @@ from typing import Any
 from mgk._core.validation import fail
 from mgk.attention import Attention
 from mgk.hf.modeling import MGKForCausalLM, MGKPreTrainedModel
-from mgk.hf.shared_heads import find_projections
+from mgk.hf.resized_heads import find_projections
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes
 from mgk.hf.upcycling.layers import MergeableLayer
 from mgk.rotary import Rotary

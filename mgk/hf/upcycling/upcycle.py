@@ -18,7 +18,7 @@ from mgk._core.validation import fail, flag, number, one_of, positive_integer
 from mgk.hf.adapters import check_no_adapters
 from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
-from mgk.hf.shared_heads import ENTRY, find_projections
+from mgk.hf.resized_heads import ENTRY, find_projections
 from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
 from mgk.hf.upcycling.calibration import Batch, prepare
 from mgk.hf.upcycling.distil import distil

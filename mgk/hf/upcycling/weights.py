@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from mgk.hf.shared_heads import resize_heads
+from mgk.hf.resized_heads import resize_heads
 from mgk.hf.upcycling.algebra import NO_PLANES, Merge, Planes, merge_loss, merge_mean, merge_svd, stack
 from mgk.hf.upcycling.grouping import order_heads
 from mgk.hf.upcycling.layers import MergeableLayer
