@@ -18,7 +18,7 @@ from mgk import tasks
 from mgk._core.io import DataError
 from mgk._core.progress import Progress
 from mgk._core.validation import one_of
-from mgk.cli.app import is_prepared
+from mgk.cli.preparation import is_prepared
 from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import ModelSpec, Recipe, load_recipe
 from mgk.training.equal_time import record_steps

@@ -23,11 +23,10 @@ from mgk.cli.app import (
     check_bounds,
     check_output_directory,
     check_same_data,
-    print_progress,
     resolve_data_dir,
 )
 from mgk.cli.help_texts import epilog
-from mgk.cli.progress import progress_bar
+from mgk.cli.progress import print_progress, progress_bar
 
 if TYPE_CHECKING:
     from mgk._core.progress import Progress

@@ -1,4 +1,4 @@
-"""Progress of a command with several stages."""
+"""Progress of a command with several stages, as a callback: a bar, or lines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 # Seconds between progress lines if stderr is not a terminal.
 LINE_EVERY = 10.0
+
+
+def print_progress(stage: str, done: int, total: int) -> None:
+    """Print a progress line on stderr; without a terminal, only when a stage is complete."""
+    end = "\n" if done >= total else "\r"
+    if sys.stderr.isatty() or done >= total:
+        print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
 @contextmanager
