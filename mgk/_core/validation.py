@@ -25,6 +25,11 @@ def fail(name: str, message: str) -> NoReturn:
     raise ValueError(f"{name} {message}")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or the name of its class if it has no message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def spelling_hint(value: Any, known: Iterable[str], cutoff: float = 0.7) -> str:
     """Return the end of a message about a misspelt name ("; did you mean 'x'?"), or an empty string."""
     alike = difflib.get_close_matches(value, list(known), cutoff=cutoff) if isinstance(value, str) else []
