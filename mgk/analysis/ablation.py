@@ -30,7 +30,7 @@ class Removal:
     flipped: NDArray[np.float64] | None  # share of predictions that change, [H]; None without logits
 
 
-def remove_heads(
+def measure_removals(
     model: nn.Module,
     inputs: Sequence[Any],
     heads: dict[str, int],

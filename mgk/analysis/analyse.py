@@ -15,7 +15,7 @@ from mgk._core.calls import LinearCall
 from mgk._core.eval_mode import eval_mode
 from mgk._core.progress import Progress, no_progress
 from mgk._core.validation import fail, number, positive_integer
-from mgk.analysis.ablation import Removal, remove_heads
+from mgk.analysis.ablation import Removal, measure_removals
 from mgk.analysis.capture import Call, Capture, call_model, capture_attention
 from mgk.analysis.layer import Layer, LayerAccumulator, LayerSettings
 from mgk.analysis.ranks import THRESHOLD
@@ -137,7 +137,7 @@ def analyse(
         removals: dict[str, Removal] = {}
         if removal:
             counts = {name: layer.heads for name, layer in layers.items()}
-            removals = remove_heads(
+            removals = measure_removals(
                 model, inputs[:removal], counts, capture, report_progress, memory=memory, together=together
             )
     analyzed = [layer.layer(removals.get(name)) for name, layer in layers.items()]

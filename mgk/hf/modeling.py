@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
 import mgk
+from mgk._core.integers import ceil_div
 from mgk._core.validation import fail, positive_integer
 from mgk.cache import KeyValueCache
 from mgk.hf.configuration import MGKConfig
@@ -329,7 +330,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         requested = (
             old_table.vocab_size if new_num_tokens is None else positive_integer("new_num_tokens", new_num_tokens)
         )
-        size = -(-requested // multiple) * multiple
+        size = ceil_div(requested, multiple) * multiple
         if size == old_table.vocab_size:
             return old_table
         config = dataclasses.replace(self.model.config, vocab_size=size)

@@ -20,9 +20,9 @@ from mgk.analysis.analyse import Analysis
 from mgk.analysis.attention_maps import LOWEST, PALETTE, TILE, Maps, png
 from mgk.analysis.flops import ModelCost, PerHead
 from mgk.analysis.layer import Layer
-from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
-from mgk.analysis.report.verdicts import NEARLY_UNIFORM, Advice
+from mgk.analysis.report.findings import sentences
+from mgk.analysis.report.verdicts import NEARLY_UNIFORM, Advice, headline
 from mgk.analysis.similarity import SAME_GROUP
 
 # Tiles are embedded in the page if their total size in bytes is at most this; otherwise they stay separate files.
@@ -110,8 +110,8 @@ def _model_data(model: AnalyzedModel, folder: Path) -> dict[str, Any]:
         "name": model.name,
         "variant": model.variant,
         "about": model.about,
-        "headline": findings.headline(analysis),
-        "sentences": findings.sentences(analysis, model.costs, model.cost, model.one_head),
+        "headline": headline(analysis),
+        "sentences": sentences(analysis, model.costs, model.cost, model.one_head),
         "advice": None if model.advice is None else asdict(model.advice),
         "heads": analysis.heads,
         "different": analysis.different,

@@ -43,7 +43,7 @@ def count_tokens(batch: Mapping[str, Any]) -> int:
     return batch["input_ids"].numel() if "input_ids" in batch else 0
 
 
-def prepare(
+def make_calibration(
     model: PreTrainedModel, calibration: Any, tokenizer: Any, *, length: int, batch_size: int, seed: int
 ) -> Calibration:
     """Make batches of a calibration set and hold out a part of it.

@@ -75,14 +75,14 @@ def find_layers(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Mergea
         ValueError: The model has no layer that uses the AttentionInterface, or one that cannot be merged.
     """
     parents = {child: module for module in model.base_model.modules() for child in module.children()}
-    calls = _record(model, batch, parents)
+    calls = _record_calls(model, batch, parents)
     if not calls:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     names = {module: name for name, module in model.base_model.named_modules()}
     return [_describe(names[module], module, parents.get(module), calls[module]) for module in names if module in calls]
 
 
-def _record(
+def _record_calls(
     model: PreTrainedModel, batch: Mapping[str, Any], parents: Mapping[nn.Module, nn.Module]
 ) -> dict[nn.Module, _Call]:
     """Run the model once with random attention outputs, and return the last call of every attention layer."""

@@ -78,7 +78,9 @@ class _Sums:
     tokens: int = 0
 
 
-def collect(model: PreTrainedModel, layers: Sequence[MergeableLayer], batches: Iterable[Batch]) -> dict[str, Moments]:
+def collect_moments(
+    model: PreTrainedModel, layers: Sequence[MergeableLayer], batches: Iterable[Batch]
+) -> dict[str, Moments]:
     """Return the statistics of layers over batches, by name; padding is excluded.
 
     Args:

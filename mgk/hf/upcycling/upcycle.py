@@ -20,11 +20,11 @@ from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
 from mgk.hf.resized_heads import ENTRY, find_projections
 from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
-from mgk.hf.upcycling.calibration import Batch, prepare
+from mgk.hf.upcycling.calibration import Batch, make_calibration
 from mgk.hf.upcycling.distil import distil
 from mgk.hf.upcycling.fidelity import fidelity, run_model
 from mgk.hf.upcycling.layers import MergeableLayer, find_layers
-from mgk.hf.upcycling.moments import Moments, collect
+from mgk.hf.upcycling.moments import Moments, collect_moments
 from mgk.hf.upcycling.own_models import check_own_model, find_own_layers, is_own_model, set_numbers
 from mgk.hf.upcycling.refit import refit_outputs
 from mgk.hf.upcycling.report import LayerReport, UpcycleReport
@@ -110,13 +110,13 @@ def upcycle(
     if is_own:
         check_own_model(model, settings)
     report_progress = progress or no_progress
-    data = prepare(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
+    data = make_calibration(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
     layers = find_own_layers(model) if is_own else find_layers(model, data.batches[0])
     numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
     width = max(layer.units * layer.key_dim for layer in layers)
     selected = data.first(MAX_TOKENS * width)
     report_progress("calibrating", 0, 1)
-    moments = collect(model, layers, selected)
+    moments = collect_moments(model, layers, selected)
     report_progress("calibrating", 1, 1)
     tokens = max(item.tokens for item in moments.values())
     if tokens < MIN_TOKENS * width:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from mgk.hf.resized_heads import resize_heads
-from mgk.hf.upcycling.algebra import NO_PLANES, Merge, Planes, merge_loss, merge_mean, merge_svd, stack
+from mgk.hf.upcycling.algebra import NO_PLANES, Merge, Planes, merge_loss, merge_mean, merge_svd, select_heads
 from mgk.hf.upcycling.grouping import order_heads
 from mgk.hf.upcycling.layers import MergeableLayer
 from mgk.hf.upcycling.moments import Moments
@@ -136,7 +136,7 @@ class _Heads:
         return max(sum(self.merge([head]).energy for head in range(len(self.weights))), 1e-300)
 
     def _select(self, group: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return stack(self.moment, group, self.weights.shape[1]), self.weights[list(group)]
+        return select_heads(self.moment, group, self.weights.shape[1]), self.weights[list(group)]
 
 
 def merge_heads(
