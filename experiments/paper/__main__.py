@@ -65,8 +65,9 @@ def evidence(
 ) -> None:
     """Compare the results with the claims of the paper: tables, intervals, verdicts and figures."""
     from experiments.paper import run_missing
-    from experiments.paper.evidence_page import empty, fill, gather
+    from experiments.paper.evidence_page import gather
     from mgk._core.io import write_atomically
+    from mgk._core.markdown import fill_marked_parts, page_of_markers
 
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
@@ -83,8 +84,8 @@ def evidence(
     folder = figures or page.parent / "figures"
     generated = gather(results)
     pages = {path: path.read_text(encoding="utf-8") for path in sorted(page.with_suffix("").glob("*.md"))}
-    pages[page] = page.read_text(encoding="utf-8") if page.exists() else empty(generated.texts)
-    filled = {path: fill(text, generated.texts) for path, text in pages.items()}
+    pages[page] = page.read_text(encoding="utf-8") if page.exists() else page_of_markers("Evidence", generated.texts)
+    filled = {path: fill_marked_parts(text, generated.texts) for path, text in pages.items()}
     if generated.excluded:
         print(f"Excluded, settings differ from the recipe: {', '.join(generated.excluded)}", file=sys.stderr)
     page.parent.mkdir(parents=True, exist_ok=True)

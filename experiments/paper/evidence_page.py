@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,7 @@ from experiments.paper.peerread import probe_table
 from experiments.paper.recipe_results import read_recipe, split_by_settings
 from experiments.paper.text import wrap
 from experiments.result_rows import Rows, read_results
-from mgk._core.io import format_number, format_signed, markdown_table
-from mgk._core.validation import fail
-
-MARKED = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+from mgk._core.markdown import format_number, format_signed, markdown_table
 
 
 @dataclass(frozen=True)
@@ -262,24 +258,3 @@ def cost_verdicts(experiments: list[ExperimentResults], rows: Rows, variant: str
     names = (*costs.COUNTS, *costs.MEASURED.values())
     by_name = {name: [results[name] for results in judged if name in results] for name in names}
     return {name: results or [verdicts.MISSING] for name, results in by_name.items()}
-
-
-def fill(page: str, texts: dict[str, str], *, keep_others: bool = False) -> str:
-    """Replace the marked parts of a page by the generated texts; other parts are an error, or are kept."""
-
-    def replace(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in texts and keep_others:
-            return match[0]
-        if name not in texts:
-            fail("page", f"has a marker for {name!r}; known markers are {', '.join(texts)}")
-        return f"<!-- made: {name} -->\n{texts[name]}\n<!-- end -->"
-
-    if not MARKED.search(page):
-        fail("page", "has no markers: add <!-- made: summary --> and <!-- end -->, each on its own line")
-    return MARKED.sub(replace, page)
-
-
-def empty(texts: dict[str, str]) -> str:
-    """Return a page with a marker for every text."""
-    return "# Evidence\n\n" + "\n".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in texts)

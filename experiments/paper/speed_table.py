@@ -10,7 +10,7 @@ from functools import partial
 from experiments.paper import kernel_targets, verdicts
 from experiments.paper.claims import cost
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 from mgk.training.results import latest

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from mgk._core.io import markdown_table, write_atomically
+from mgk._core.io import write_atomically
+from mgk._core.markdown import fill_marked_parts, markdown_table
 from mgk._core.validation import fail, positive_integer
 from mgk.models.adaptive_softmax import MAX_LOGITS
 from mgk.models.decoder import FORMS, DecoderConfig, LanguageModel
@@ -261,14 +262,6 @@ def plan_table(length: int = LENGTH, layouts: Sequence[Layout] = LAYOUTS) -> str
     return markdown_table([header, *rows])
 
 
-def fill_page(text: str, table: str) -> str:
-    """Return a page with the table between its markers."""
-    marked = re.compile(r"(<!-- made: plan -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not marked.search(text):
-        fail("page", "has no markers: add <!-- made: plan --> and <!-- end -->, each on its own line")
-    return marked.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
-
-
 def _layouts(text: str) -> list[Layout]:
     try:
         return [Layout(*map(int, part.split("x"))) for part in text.split(",")]
@@ -288,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.page is None:
             print(table)
         else:
-            write_atomically(options.page, fill_page(options.page.read_text(encoding="utf-8"), table))
+            page = options.page.read_text(encoding="utf-8")
+            write_atomically(options.page, fill_marked_parts(page, {"plan": table}, keep_others=True))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

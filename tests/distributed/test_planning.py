@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from mgk._core.markdown import fill_marked_parts
 from mgk.distributed import context_parallel, planning, shard, tensor_parallel
 from mgk.distributed.planning import Layout, TrainingStep, count_parameters
 from mgk.models import DecoderConfig, LanguageModel
@@ -126,7 +127,8 @@ def test_formulas_equal_measurements(tmp_path):
 
 def test_page_has_the_table_of_the_command(capsys):
     page = PAGE.read_text(encoding="utf-8")
-    assert planning.fill_page(page, planning.plan_table()) == page, "run python -m mgk.distributed.planning --page PAGE"
+    filled = fill_marked_parts(page, {"plan": planning.plan_table()}, keep_others=True)
+    assert filled == page, "run python -m mgk.distributed.planning --page PAGE"
     planning.main(["--length", "4096", "--layouts", "1x2x2"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| softmax:32", "| smgk:16"]
@@ -146,5 +148,3 @@ def test_linear_attention_is_refused():
     config = DecoderConfig(64, variant="mlk")
     with pytest.raises(ValueError, match="config must have one mixture variant"):
         TrainingStep(config, Layout(1, 2, 1), 128)
-    with pytest.raises(ValueError, match="page has no markers"):
-        planning.fill_page("text", "table")

@@ -8,7 +8,7 @@ from experiments.paper import kernel_targets, verdicts
 from experiments.paper.claims.quality import BASELINES, ExperimentResults
 from experiments.paper.recipe_results import PRESET
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
 from mgk.training.results import latest, latest_value

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import BASELINES
-from experiments.paper.intervals import ONE_SEED, Difference
+from experiments.paper.comparisons import ONE_SEED, Difference
 from experiments.statistics import half_width, pooled_spread
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training import results
 from mgk.training.config import ModelSpec
 

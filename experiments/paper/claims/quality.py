@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.paper import verdicts
-from experiments.paper.intervals import Difference, compare
+from experiments.paper.comparisons import Difference, compare
 from experiments.paper.plan import Experiment
 from experiments.paper.recipe_results import STANDS_FOR, RecipeResults, TrainedRun
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training.config import ModelSpec
 from mgk.training.sweep import metric_format
 
