@@ -1,4 +1,7 @@
-"""Saved models: model.safetensors, config.json and their checksums in one directory, without pickle."""
+"""Saved models: model.safetensors, config.json and their checksums in one directory, without pickle.
+
+`training.checkpoints` has the checkpoints of a run, `distributed.checkpoint` those of sharded models.
+"""
 
 from __future__ import annotations
 

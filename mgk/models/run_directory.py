@@ -1,4 +1,7 @@
-"""Run directories: the names of their files, and the best model of a run."""
+"""A run directory: the names of its files, and the best model in it.
+
+`training.runs` has the directories of several runs and what needs their tasks.
+"""
 
 from __future__ import annotations
 

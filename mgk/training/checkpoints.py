@@ -1,4 +1,7 @@
-"""Checkpoints of a run: saving with checksums and rotation, and the choice of an intact one on resume."""
+"""Checkpoints of a run: saving with checksums and rotation, and the choice of an intact one on resume.
+
+`models.checkpoint` loads the best model of a run.
+"""
 
 from __future__ import annotations
 
