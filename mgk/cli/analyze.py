@@ -300,7 +300,7 @@ def _analyze_transformers_model(
             f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
         ) from error
     from mgk.analysis import analyse
-    from mgk.analysis.flops import per_head
+    from mgk.analysis.flops import estimate_head_cost
     from mgk.analysis.inputs import MIN_LENGTH, read_ids, to_device
     from mgk.analysis.report.html import AnalyzedModel
 
@@ -332,7 +332,7 @@ def _analyze_transformers_model(
     analysis = analyse(model, inputs, matrices=matrices, capture=hf_models.capture_attention, **settings)
     layers = analysis.layers  # a merged model has other numbers of heads than its configuration
     kv_share = sum(layer.key_heads + layer.value_heads for layer in layers) / sum(2 * layer.heads for layer in layers)
-    head_cost = per_head(config.hidden_size, layers[0].head_dim, kv_share, analysis.longest)
+    head_cost = estimate_head_cost(config.hidden_size, layers[0].head_dim, kv_share, analysis.longest)
     reason, keys_are_fixed = hf_models.check_mergeable(model, inputs[0])
     advice = advise_transformers(
         analysis, name, options.text_files, reason,

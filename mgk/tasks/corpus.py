@@ -125,7 +125,7 @@ class WordCorpus(Corpus):
         return metadata
 
     def vocabulary(self, data_dir: Path) -> WordVocabulary:
-        return WordVocabulary.load(self._folder(Path(data_dir)))
+        return WordVocabulary.load(self._prepared_folder(Path(data_dir)))
 
     def load_vocabulary(self, folder: Path) -> WordVocabulary:
         return WordVocabulary.load(folder)

@@ -76,7 +76,7 @@ class SubwordCorpus(Corpus):
         return split_texts({Path(file).name: text for file, text in texts.items()}, "\n")
 
     def vocabulary(self, data_dir: Path) -> SubwordVocabulary:
-        return SubwordVocabulary.load(self._folder(Path(data_dir)))
+        return SubwordVocabulary.load(self._prepared_folder(Path(data_dir)))
 
     def load_vocabulary(self, folder: Path) -> SubwordVocabulary:
         return SubwordVocabulary.load(folder)

@@ -310,8 +310,8 @@ def recipe_text(name: str) -> str:
     return files[one_of("recipe", name, sorted(files))].read_text(encoding="utf-8")
 
 
-def _fields(name: str) -> dict[str, Any]:
-    """Return the fields of a recipe file after checking their types."""
+def _read_fields(name: str) -> dict[str, Any]:
+    """Read the fields of a recipe file and check their types."""
     import yaml
 
     try:
@@ -357,7 +357,7 @@ def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
     """
     if name in extending:
         fail("recipe", f"{name} extends itself")
-    fields = _fields(name)
+    fields = _read_fields(name)
     base = load_recipe(fields.pop("extends"), (*extending, name)) if "extends" in fields else None
     for key in ("title", "task"):
         if base is None and key not in fields:

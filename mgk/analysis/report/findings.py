@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mgk.analysis.analyse import Analysis
-from mgk.analysis.flops import ModelCost, PerHead
+from mgk.analysis.flops import HeadCost, ModelCost
 from mgk.analysis.layer import Layer
 from mgk.analysis.report.verdicts import Verdict, describe_keys, describe_values, judge_keys
 
@@ -22,7 +22,7 @@ HARDLY_USED = 0.05
 
 
 def sentences(
-    analysis: Analysis, costs: Sequence[ModelCost], cost: ModelCost | None, one_head: PerHead | None
+    analysis: Analysis, costs: Sequence[ModelCost], cost: ModelCost | None, one_head: HeadCost | None
 ) -> list[str]:
     """Return the findings that follow the headline of `verdicts`.
 

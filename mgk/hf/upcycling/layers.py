@@ -79,7 +79,11 @@ def find_layers(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Mergea
     if not calls:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     names = {module: name for name, module in model.base_model.named_modules()}
-    return [_describe(names[module], module, parents.get(module), calls[module]) for module in names if module in calls]
+    return [
+        _describe_layer(names[module], module, parents.get(module), calls[module])
+        for module in names
+        if module in calls
+    ]
 
 
 def _record_calls(
@@ -136,7 +140,7 @@ def _record_calls(
     return calls
 
 
-def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Call) -> MergeableLayer:
+def _describe_layer(name: str, module: nn.Module, parent: nn.Module | None, call: _Call) -> MergeableLayer:
     """Compare the tensors of a call with those of the projections, and return the layer."""
     projections = find_projections(module, parent)
     kind = type(module).__name__

@@ -45,10 +45,10 @@ def check_own_model(model: Any, settings: dict[str, Any]) -> None:
 
 def find_own_layers(model: MGKForCausalLM) -> list[MergeableLayer]:
     """Return the attention layers of a language model of mgk.models."""
-    return [_describe(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+    return [_describe_layer(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
 
 
-def _describe(name: str, layer: Attention) -> MergeableLayer:
+def _describe_layer(name: str, layer: Attention) -> MergeableLayer:
     units, dim = layer.num_key_heads, layer.head_dim
     if layer.num_kv_heads != units:
         fail("model", f"has {units} key heads and {layer.num_kv_heads} value heads: upcycle the original model")
