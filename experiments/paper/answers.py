@@ -40,6 +40,7 @@ SETTLE = (
 
 
 def find(experiments: Iterable[ExperimentResults], recipe: str) -> ExperimentResults:
+    """Return the results of the experiment with a recipe."""
     return next(item for item in experiments if item.experiment.recipe == recipe)
 
 

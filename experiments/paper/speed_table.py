@@ -32,6 +32,7 @@ class SpeedRow:
 
 
 def sentence(rows: Rows) -> str:
+    """State the time of sMGK relative to the fastest softmax attention."""
     measured = kernel_targets.on_gpu(rows)
     forward, both = (kernel_targets.mean(kernel_targets.ratios(measured, "smgk", pass_)) for pass_ in PASSES)
     if forward is None or both is None:
@@ -50,6 +51,7 @@ def sentence(rows: Rows) -> str:
 
 
 def table(rows: Rows) -> str:
+    """Format the times of operators, layers and models relative to softmax."""
     measured = kernel_targets.on_gpu(rows)
     lines = [
         *(_operator(measured, variant) for variant in ("smgk", "mgk")),

@@ -111,6 +111,7 @@ def check_counts(path: Path, split: str, pictures: Pictures, expected: int) -> N
 
 
 def make_examples(pictures: Pictures, indices: Array) -> Iterator[Example]:
+    """Yield the pixels and the class of each picture at these indices."""
     for index in indices.tolist():
         yield (pictures.pixels[index],), int(pictures.labels[index])
 

@@ -306,6 +306,7 @@ class ListOps(Task):
 
 
 def example_digest(tokens: Array) -> bytes:
+    """Return a hash by which equal examples are found."""
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 

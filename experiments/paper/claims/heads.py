@@ -122,6 +122,7 @@ def judge(models: list[HeadStats]) -> list[HeadComparison]:
 
 
 def table(models: list[HeadStats]) -> str:
+    """Format the differences of each pair of models by all measures, with verdicts."""
     lines = [["pair", *MEASURES, *LOSSES.values(), "verdict"]]
     comparisons = judge(models)
     for mixture, baseline in dict.fromkeys((item.mixture, item.baseline) for item in comparisons):

@@ -73,6 +73,7 @@ def _sentence(result: PlateauDifference) -> str:
 
 
 def table(experiments: list[ExperimentResults]) -> str:
+    """Format the differences of all mixtures from softmax."""
     lines = [["mixture − softmax, same heads", "pairs of models", "runs", "steps", "p"]]
     for mixture in MIXTURES:
         result = compare(experiments, mixture)

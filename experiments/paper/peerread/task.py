@@ -357,6 +357,7 @@ def truncate(text: str, length: int) -> str:
 
 
 def make_examples(pairs: Array, tokens: Sequence[Array]) -> Iterator[Example]:
+    """Yield the examples of pairs: the tokens of both papers, and whether one cites the other."""
     for first, second, kind in pairs.tolist():
         yield (tokens[first], tokens[second]), int(kind == CITATION)
 
