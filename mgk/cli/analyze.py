@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
 import os
 import shlex
 import stat
@@ -24,6 +23,7 @@ from mgk.cli.app import (
     check_bounds,
     check_output_directory,
     check_same_data,
+    import_hf,
     resolve_data_dir,
 )
 from mgk.cli.help_texts import epilog
@@ -292,20 +292,12 @@ def _analyze_transformers_model(
 ) -> AnalyzedModel:
     import torch
 
-    try:
-        import mgk.hf  # noqa: F401  (registers the models of mgk with Transformers)
-        from mgk.analysis import hf_models
-    except ImportError as error:
-        raise ValueError(
-            f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
-        ) from error
-    from mgk.analysis import analyse
+    import_hf("--hf")
+    from mgk.analysis import analyse, hf_models
     from mgk.analysis.flops import estimate_head_cost
     from mgk.analysis.inputs import MIN_LENGTH, read_ids, to_device
     from mgk.analysis.report.html import AnalyzedModel
 
-    # Without a network, each attempt to reach the Hub prints a warning.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not (options.texts or options.ids or options.images):
         fail("--hf", "requires an input: --text, --ids or --images")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -111,6 +112,22 @@ def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
     if not rows:
         fail("--rows", f"is required: recipe {recipe.name} defines no rows")
     return list(dict.fromkeys(rows))
+
+
+def import_hf(subject: str) -> None:
+    """Import mgk.hf, which registers its models with Transformers, and silence the warnings of the Hub.
+
+    Args:
+        subject: Command or option that needs it, for the message if the extra `hf` is missing.
+    """
+    try:
+        import mgk.hf  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{subject} needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
+        ) from error
+    # Without a network, each attempt to reach the Hub prints a warning.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def check_output_directory(option: str, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import typer
 
 from mgk._core.io import exclusive, write_atomically
 from mgk._core.validation import fail, first_line
-from mgk.cli.app import app, check_output_directory
+from mgk.cli.app import app, check_output_directory, import_hf
 from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
 
@@ -59,14 +58,9 @@ def upcycle(
     if key_heads is None and value_heads is None and cache is None:
         raise ValueError("give --key-heads, --value-heads or --cache")
     texts = _read_texts(text)
-    try:
-        import mgk.hf
-    except ImportError as error:
-        raise ValueError(
-            f"mgk upcycle needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
-        ) from error
-    # Without a network, each attempt to reach the Hub prints a warning.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    import_hf("mgk upcycle")
+    import mgk.hf
+
     original, tokenizer = _load(model, trust_remote_code)
     partial = out.with_name(f"{out.name}.partial")
     with _partial_directory(partial, out), progress_bar() as progress:
