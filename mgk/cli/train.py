@@ -71,8 +71,8 @@ def train(
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from mgk import tasks
-    from mgk.training.distributed import is_first_rank, shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
+    from mgk.training.process_group import is_first_rank, shutdown_distributed
     from mgk.training.runs import run_path
     from mgk.training.signals import EVALUATING, deferred_stop, stop_with_parent
     from mgk.training.trackers import parse_loggers

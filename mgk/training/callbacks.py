@@ -16,8 +16,8 @@ from mgk.models import save_model
 from mgk.models.run_directory import RunDirectory
 from mgk.training.checkpoints import CheckpointStore
 from mgk.training.config import TrainConfig
-from mgk.training.distributed import is_distributed
 from mgk.training.module import TrainingModule
+from mgk.training.process_group import is_distributed
 from mgk.training.progress import StepTime
 from mgk.training.signals import STOPPING, StopRequest
 from mgk.training.trackers import AppendingCSVLogger, drop_rows_after

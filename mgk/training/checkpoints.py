@@ -22,7 +22,7 @@ from mgk._core.io import DataError, sync_directory, sync_file, system_errors_of
 from mgk.models import load_model
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import KEEP_CHECKPOINTS
-from mgk.training.distributed import is_first_rank
+from mgk.training.process_group import is_first_rank
 
 
 class CheckpointFile(TorchCheckpointIO):

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from mgk.training.config import TrainConfig
 from mgk.training.data import DevelopmentSampler, EpochPermutation, TrainSampler, seed_of
-from mgk.training.distributed import is_distributed
 from mgk.training.objectives import Objective
+from mgk.training.process_group import is_distributed
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, settings: TrainConfig) -> LRScheduler:

@@ -33,9 +33,9 @@ from mgk.training.callbacks import LOG_EVERY, CheckpointCallback
 from mgk.training.checkpoints import CheckpointFile, CheckpointStore, set_aside_damaged_manifest
 from mgk.training.config import KEEP_CHECKPOINTS, ModelSpec, Recipe, TrainConfig
 from mgk.training.data import seed_of
-from mgk.training.distributed import is_first_rank
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES, Objective
+from mgk.training.process_group import is_first_rank
 from mgk.training.progress import ProgressBar
 from mgk.training.runs import run_path
 

@@ -17,8 +17,8 @@ from mgk.tasks.base import Split
 from mgk.tasks.corpus import TokenStream
 from mgk.training import callbacks, trainer
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
-from mgk.training.distributed import shutdown_distributed
 from mgk.training.module import TrainingModule
+from mgk.training.process_group import shutdown_distributed
 
 
 @dataclass

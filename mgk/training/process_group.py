@@ -1,4 +1,4 @@
-"""Helpers for runs of several processes (DDP and FSDP)."""
+"""The process group of a run of several processes (DDP and FSDP): rank, presence and end."""
 
 from __future__ import annotations
 
