@@ -67,6 +67,7 @@ class MGKCache(Cache):
         return self.caches[layer_idx].length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: the caches grow as needed."""
         return -1
 
     def reserve(self, num_tokens: int) -> None:

@@ -26,7 +26,7 @@ class Calibration:
     batches: list[Batch]
     held_out: list[Batch]
 
-    def first(self, tokens: int) -> list[Batch]:
+    def first_batches(self, tokens: int) -> list[Batch]:
         """Return the first batches, until they have a number of tokens; all, if the inputs are not tokens."""
         selected: list[Batch] = []
         for batch in self.batches:

@@ -29,7 +29,7 @@ class MergeableLayer:
         module: The layer.
         projections: Its projections.
         heads: Number of query heads H.
-        units: Number of key heads, which is that of the value heads; H/units query heads share one.
+        kv_heads: Number of key heads, and of value heads; H/kv_heads query heads share a key and a value.
         key_dim: Dimension D of a key.
         value_dim: Dimension E of a value.
         planes: Dimensions of queries and keys that a rotary embedding rotates.
@@ -40,7 +40,7 @@ class MergeableLayer:
     module: nn.Module
     projections: Projections
     heads: int
-    units: int
+    kv_heads: int
     key_dim: int
     value_dim: int
     planes: Planes
@@ -49,7 +49,7 @@ class MergeableLayer:
     @property
     def widths(self) -> tuple[int, int, int]:
         """Numbers of outputs of the query, key and value projections."""
-        return self.heads * self.key_dim, self.units * self.key_dim, self.units * self.value_dim
+        return self.heads * self.key_dim, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
 
 
 @dataclass
@@ -149,18 +149,18 @@ def _describe_layer(name: str, module: nn.Module, parent: nn.Module | None, call
         if any("quant" in type(child).__module__ for child in module.modules()):
             fail("model", f"is quantized in its {kind}: upcycle it before quantizing it")
         fail("model", f"has a {kind} without separate query, key, value and output projections that can be resized")
-    heads, units, key_dim, value_dim = call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3]
-    if call.value.shape[1] != units:
+    heads, kv_heads, key_dim, value_dim = call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3]
+    if call.value.shape[1] != kv_heads:
         fail(
             "model",
-            f"has {units} key heads and {call.value.shape[1]} value heads in a {kind}: upcycle the original model",
+            f"has {kv_heads} key heads and {call.value.shape[1]} value heads in a {kind}: upcycle the original model",
         )
     tensors = call.projected
     if projections.is_fused:
-        widths = (heads * key_dim, units * key_dim, units * value_dim)
+        widths = (heads * key_dim, kv_heads * key_dim, kv_heads * value_dim)
         tensors = dict(zip(("query", "key", "value"), tensors["query"].split(widths, -1), strict=True))
     query, key, value = (
-        _by_head(tensors[part], count) for part, count in (("query", heads), ("key", units), ("value", units))
+        _by_head(tensors[part], count) for part, count in (("query", heads), ("key", kv_heads), ("value", kv_heads))
     )
     expected = call.context.reshape(*call.context.shape[:2], -1)
     context = call.output_input
@@ -171,7 +171,7 @@ def _describe_layer(name: str, module: nn.Module, parent: nn.Module | None, call
     fixed = ""
     if planes is None or _rotated_planes(_rescaled(query, call.query), call.query, planes) is None:
         planes, fixed = NO_PLANES, f"{kind} normalizes or otherwise changes queries or keys after their projections"
-    return MergeableLayer(name, module, projections, heads, units, key_dim, value_dim, planes, fixed)
+    return MergeableLayer(name, module, projections, heads, kv_heads, key_dim, value_dim, planes, fixed)
 
 
 def _by_head(tensor: Tensor, heads: int) -> Tensor:

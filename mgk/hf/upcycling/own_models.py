@@ -49,9 +49,9 @@ def find_own_layers(model: MGKForCausalLM) -> list[MergeableLayer]:
 
 
 def _describe_layer(name: str, layer: Attention) -> MergeableLayer:
-    units, dim = layer.num_key_heads, layer.head_dim
-    if layer.num_kv_heads != units:
-        fail("model", f"has {units} key heads and {layer.num_kv_heads} value heads: upcycle the original model")
+    kv_heads, dim = layer.num_key_heads, layer.head_dim
+    if layer.num_kv_heads != kv_heads:
+        fail("model", f"has {kv_heads} key heads and {layer.num_kv_heads} value heads: upcycle the original model")
     assert layer.variant == VARIANTS["softmax"]
     planes = NO_PLANES
     if isinstance(layer.rotary, Rotary):
@@ -59,10 +59,10 @@ def _describe_layer(name: str, layer: Attention) -> MergeableLayer:
         planes = Planes(tuple(range(pairs)), tuple(range(pairs, 2 * pairs)))
     projections = find_projections(layer, None)
     assert projections is not None
-    return MergeableLayer(name, layer, projections, layer.num_heads, units, dim, dim, planes, "")
+    return MergeableLayer(name, layer, projections, layer.num_heads, kv_heads, dim, dim, planes, "")
 
 
-def set_numbers(model: MGKForCausalLM, key_heads: int, value_heads: int) -> None:
+def set_head_counts(model: MGKForCausalLM, key_heads: int, value_heads: int) -> None:
     """Write the numbers of heads of all layers to the configuration, in the form that a new model has."""
     config = model.model.config
     values = None if value_heads == config.num_heads else value_heads
