@@ -25,6 +25,7 @@ from mgk._core.operator_checks import (
     check_similarity,
     check_state,
 )
+from mgk._core.precision import compute_dtype
 from mgk._core.validation import fail, flag, number, one_of
 from mgk.cache import Cache
 from mgk.features import resolve_feature_map
@@ -121,6 +122,16 @@ class MixtureCall(AttentionCall):
         masked_values = ~attended_keys(self.attn_mask, self.value_group).unsqueeze(-1)
         keys = self.keys.masked_fill(masked_keys if self.shift is not None else masked_keys.unsqueeze(2), 0)
         return replace(self, keys=keys, value=self.value.masked_fill(masked_values, 0))
+
+    def results_without_keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return output, lse and weights if there are no keys: every row is fully masked."""
+        # Sums of no elements keep the autograd graph connected to all inputs, whose gradients are zeros.
+        inputs = (x for x in vars(self).values() if isinstance(x, Tensor) and x.requires_grad)
+        zero = sum((x[..., :0].sum().to(self.query.dtype) for x in inputs), self.query.new_zeros(()))
+        shape = self.query.shape[:-1]
+        output = self.query.new_zeros(*shape, self.value.shape[-1]) + zero
+        lse = self.query.new_full(shape, -torch.inf, dtype=compute_dtype(self.query.dtype)) + zero
+        return output, lse, self.query.new_zeros(*shape, 0) + zero
 
     @property
     def equal_scale(self) -> bool:
