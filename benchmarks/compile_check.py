@@ -15,7 +15,6 @@ import concurrent.futures
 import csv
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -136,7 +135,7 @@ def table(rows: list[Row]) -> str:
 
     Rows without a kernel, of processes that ended early, are listed below it.
     """
-    from mgk._core.io import markdown_table
+    from mgk._core.markdown import markdown_table
 
     ended_early = [f"{architecture_name(row['arch'])}: {row['failure']}." for row in rows if not row["kernel"]]
     rows = [row for row in rows if row["kernel"]]
@@ -162,14 +161,6 @@ def table(rows: list[Row]) -> str:
     return "\n\n".join([note, markdown_table(lines), *ended_early])
 
 
-def fill_page(text: str, generated: str) -> str:
-    """Return a page with the table between its markers."""
-    marked = re.compile(r"(<!-- made: compiled -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not marked.search(text):
-        raise ValueError("the page has no markers: add <!-- made: compiled --> and <!-- end -->, each on its own line")
-    return marked.sub(lambda match: f"{match[1]}{generated}\n{match[2]}", text)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=ARCHITECTURES, help="only this architecture")
@@ -188,6 +179,7 @@ def main() -> int:
             print(json.dumps(row), flush=True)
         return 0
     from mgk._core.io import write_atomically
+    from mgk._core.markdown import fill_marked_parts
     from mgk.training import results
 
     rows: list[Row] = []
@@ -207,7 +199,7 @@ def main() -> int:
             write_rows(args.out, rows, environment, args.width)
     if args.page:
         page = args.page.read_text(encoding="utf-8")
-        write_atomically(args.page, fill_page(page, table(read_rows(args.out))))
+        write_atomically(args.page, fill_marked_parts(page, {"compiled": table(read_rows(args.out))}, keep_others=True))
     return int(any(row["failure"] for row in rows))
 
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from experiments.result_rows import Row
 from mgk._core.validation import fail
 from mgk.analysis.layer import Ranks
 from mgk.analysis.report.curves import Curve
@@ -20,8 +21,6 @@ from mgk.analysis.report.figures import draw_curves, draw_ranks, draw_similarity
 from mgk.analysis.similarity import Similarity, similarity_of_pairs
 from mgk.training import results
 from mgk.training.config import ModelSpec
-
-Row = dict[str, str]
 
 
 def read_ranks(path: Path) -> dict[str, list[Ranks]]:

@@ -11,34 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from mgk import functional
+from mgk._core.attention_projections import project_inputs, reset_projections
 from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, Packed
 from mgk._core.em import EMStatistics
-from mgk._core.em_update import update_em
 from mgk._core.from_softmax import from_softmax
 from mgk._core.head_shards import local_tensor
+from mgk._core.heads import count_heads
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
-from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.priors import PRIORS, VARIANCES
-from mgk._core.projections import count_heads, project_inputs, reset_projections
-from mgk._core.validation import (
-    SIMILARITIES,
+from mgk._core.layer_checks import (
     check_cache,
     check_factory_kwargs,
     check_input,
     check_key_and_value,
     check_layer_packing,
-    check_mask,
     check_padding_mask,
     check_positions,
-    check_same_length,
-    check_scale,
-    check_state,
-    fail,
-    flag,
-    number,
-    one_of,
-    positive_integer,
 )
+from mgk._core.masks import cu_seqlens_to_segments
+from mgk._core.operator_checks import SIMILARITIES, check_mask, check_same_length, check_scale, check_state
+from mgk._core.priors import PRIORS, VARIANCES, update_em
+from mgk._core.validation import fail, flag, number, one_of, positive_integer
 from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS, backend_names, em_statistics
 from mgk.cache import Cache, KeyValueCache, StateCache
 from mgk.features import L1Features, resolve_feature_map

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk._core.call_keys import find_current_plan, repeated_call_key, store_plan
 from mgk._core.calls import LinearCall, MixtureCall, linear_call, mixture_call
-from mgk._core.precision import compute_dtype
+from mgk._core.repeated_calls import find_current_plan, repeated_call_key, store_plan
 from mgk._core.validation import fail, one_of
 from mgk.backends import mask_invalid_keys, plan_repeated_call, select_backend
 
@@ -413,7 +412,7 @@ def _run_mixture(call: MixtureCall, backend: str, call_key: Any, tensors: tuple[
             store_plan(call_key, plan)
             return plan(*tensors)
     if call.keys.shape[-2] == 0:
-        output, lse, weights = _empty_output(call)
+        output, lse, weights = call.results_without_keys()
     else:
         output, lse, weights = selected.run(call)
     if call.hard and call.log_prior is not None and call.log_prior.requires_grad:
@@ -436,14 +435,3 @@ def _pack_outputs(output: Tensor, *extras: tuple[bool, Any]) -> Any:
     """Return the output, or a tuple of it and the requested extras."""
     requested = [extra for is_requested, extra in extras if is_requested]
     return (output, *requested) if requested else output
-
-
-def _empty_output(call: MixtureCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, lse and weights of a call without keys: every row is fully masked."""
-    # Sums of no elements keep the autograd graph connected to all inputs, whose gradients are zeros.
-    inputs = (x for x in vars(call).values() if isinstance(x, Tensor) and x.requires_grad)
-    zero = sum((x[..., :0].sum().to(call.query.dtype) for x in inputs), call.query.new_zeros(()))
-    shape = call.query.shape[:-1]
-    output = call.query.new_zeros(*shape, call.value.shape[-1]) + zero
-    lse = call.query.new_full(shape, -torch.inf, dtype=compute_dtype(call.query.dtype)) + zero
-    return output, lse, call.query.new_zeros(*shape, 0) + zero

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
 from mgk._core.from_softmax import from_softmax
-from mgk._core.validation import check_torch_attn_mask, check_torch_padding_mask, fail, flag
+from mgk._core.layer_checks import check_torch_attn_mask, check_torch_padding_mask
+from mgk._core.validation import fail, flag
 from mgk.attention import Attention
 from mgk.variants import Variant
 

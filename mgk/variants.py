@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,10 +147,3 @@ PRESETS = {
         linear=LinearForm(l1_features=True, width_scaled=True),
     ),
 }
-
-
-def variants_per_layer(variant: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Return the variant of each layer of a model, from one name for all or a list."""
-    if not isinstance(variant, str | Sequence):
-        fail("variant", f"must be a name, or a list of names, one for each layer, got {variant!r}")
-    return (variant,) * num_layers if isinstance(variant, str) else tuple(variant)

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mgk._core.io import markdown_table, write_atomically
+from mgk._core.io import write_atomically
+from mgk._core.markdown import markdown_table
 from tests.support.mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]

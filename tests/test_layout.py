@@ -31,6 +31,12 @@ def test_modules_of_the_package_root():
     assert len(MODULES) <= 10
 
 
+def test_core_lists_its_modules():
+    docstring = (ROOT / "mgk" / "_core" / "__init__.py").read_text(encoding="utf-8")
+    modules = {path.stem for path in (ROOT / "mgk" / "_core").glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"`(\w+)`", docstring)) == modules
+
+
 def test_wheel_holds_the_library_alone():
     config = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (include,) = re.findall(r"^include = \[(.+)\]$", config, re.MULTILINE)

@@ -12,7 +12,7 @@ from mgk.backends.triton import NO_TRITON
 if NO_TRITON is not None:
     pytest.skip(NO_TRITON, allow_module_level=True)
 
-from mgk._core import call_keys
+from mgk._core import repeated_calls
 from mgk.kernels import architecture, jit_cache, offline
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -30,7 +30,7 @@ def collected(monkeypatch):
 
     monkeypatch.setattr(jit_cache, "compile_kernels", collect)
     yield kernels
-    call_keys._plans_by_key.clear()
+    repeated_calls._plans_by_key.clear()
 
 
 def meta(*shape, dtype=torch.bfloat16):

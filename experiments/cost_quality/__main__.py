@@ -12,7 +12,7 @@ import typer
 from experiments.commands import add_plugin
 from mgk._core.validation import fail, number
 from mgk.cli import run_app
-from mgk.cli.app import DataDir, check_output_directory, print_progress, resolve_data_dir
+from mgk.cli.app import DataDir, check_output_directory, resolve_data_dir
 from mgk.cli.cluster_options import (
     ClusterName,
     GpusPerNode,
@@ -21,6 +21,7 @@ from mgk.cli.cluster_options import (
     TimeLimit,
     read_cluster_options,
 )
+from mgk.cli.progress import print_progress
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

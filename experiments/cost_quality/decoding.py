@@ -22,7 +22,7 @@ import typer
 from experiments.cost_quality.plan import PLAN, PRESET, Arm, Plan, is_language_model, load_plan
 from experiments.result_rows import Rows, model_of
 from mgk import tasks
-from mgk._core.io import markdown_table
+from mgk._core.markdown import markdown_table
 from mgk._core.validation import fail
 from mgk.cli import run_app
 from mgk.cli.app import check_output_directory

@@ -11,7 +11,7 @@ from experiments.cost_quality.plan import Arm, Plan
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
 from experiments.result_rows import Rows
 from experiments.statistics import EQUIVALENCE, Interval, mean_interval
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training.config import load_recipe
 
 

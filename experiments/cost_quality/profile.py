@@ -21,9 +21,10 @@ from experiments.commands import add_plugin
 from experiments.cost_quality.plan import PRESET
 from experiments.result_rows import model_of
 from mgk import tasks
-from mgk._core.io import markdown_table
+from mgk._core.markdown import markdown_table
 from mgk.cli import run_app
-from mgk.cli.app import DataDir, check_output_directory, prepare_data, resolve_data_dir
+from mgk.cli.app import DataDir, check_output_directory, resolve_data_dir
+from mgk.cli.preparation import prepare_data
 from mgk.training import results
 from mgk.training.config import ModelSpec, load_recipe
 from mgk.training.evaluate import result_columns

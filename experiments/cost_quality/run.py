@@ -16,9 +16,9 @@ from experiments.cost_quality.summary import next_seeds
 from experiments.result_rows import Rows, read_results
 from mgk import tasks
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk._core.validation import one_of
-from mgk.cli.app import is_prepared
-from mgk.tasks.data_cache import Progress
+from mgk.cli.preparation import is_prepared
 from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import ModelSpec, Recipe, load_recipe
 from mgk.training.equal_time import record_steps

@@ -11,7 +11,7 @@ import typer
 from experiments.commands import add_plugin
 from mgk._core.validation import fail, number
 from mgk.cli import run_app
-from mgk.cli.app import DataDir, check_bounds, check_output_directory, print_progress, resolve_data_dir
+from mgk.cli.app import DataDir, check_bounds, check_output_directory, resolve_data_dir
 from mgk.cli.cluster_options import (
     ClusterName,
     GpusPerNode,
@@ -21,6 +21,7 @@ from mgk.cli.cluster_options import (
     read_cluster_options,
 )
 from mgk.cli.help_texts import examples_epilog
+from mgk.cli.progress import print_progress
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -64,8 +65,9 @@ def evidence(
 ) -> None:
     """Compare the results with the claims of the paper: tables, intervals, verdicts and figures."""
     from experiments.paper import run_missing
-    from experiments.paper.evidence_page import empty, fill, gather
+    from experiments.paper.evidence_page import gather
     from mgk._core.io import write_atomically
+    from mgk._core.markdown import fill_marked_parts, page_of_markers
 
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
@@ -82,8 +84,8 @@ def evidence(
     folder = figures or page.parent / "figures"
     generated = gather(results)
     pages = {path: path.read_text(encoding="utf-8") for path in sorted(page.with_suffix("").glob("*.md"))}
-    pages[page] = page.read_text(encoding="utf-8") if page.exists() else empty(generated.texts)
-    filled = {path: fill(text, generated.texts) for path, text in pages.items()}
+    pages[page] = page.read_text(encoding="utf-8") if page.exists() else page_of_markers("Evidence", generated.texts)
+    filled = {path: fill_marked_parts(text, generated.texts) for path, text in pages.items()}
     if generated.excluded:
         print(f"Excluded, settings differ from the recipe: {', '.join(generated.excluded)}", file=sys.stderr)
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from experiments.paper import front_page, kernel_targets, speed_table, verdicts
 from experiments.paper.claims import cost, heads, quality
 from experiments.paper.claims.quality import ExperimentResults, Verdict
-from experiments.paper.intervals import Difference
+from experiments.paper.comparisons import Difference
 from experiments.paper.text import wrap
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
 
@@ -40,6 +40,7 @@ SETTLE = (
 
 
 def find(experiments: Iterable[ExperimentResults], recipe: str) -> ExperimentResults:
+    """Return the results of the experiment with a recipe."""
     return next(item for item in experiments if item.experiment.recipe == recipe)
 
 

@@ -32,7 +32,8 @@ from experiments.paper.kernel_targets import (
 )
 from experiments.paper.speed_table import half_softmax_ratios
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, markdown_table, replacing, write_atomically
+from mgk._core.io import replacing, write_atomically
+from mgk._core.markdown import format_number, markdown_table
 from mgk._core.palette import COLOURS
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,7 @@ from experiments.paper.peerread import probe_table
 from experiments.paper.recipe_results import read_recipe, split_by_settings
 from experiments.paper.text import wrap
 from experiments.result_rows import Rows, read_results
-from mgk._core.io import format_number, format_signed, markdown_table
-from mgk._core.validation import fail
-
-MARKED = re.compile(r"<!-- made: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+from mgk._core.markdown import format_number, format_signed, markdown_table
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,19 @@ def gather(results: Path) -> Evidence:
         "summary": summary(experiments, analyses, rows),
         "runs": _join([*map(quality.runs_table, experiments), *_describe_excluded(excluded)]),
         "averages": lra_averages.table(experiments),
-        "half": half(experiments),
-        "same": same(experiments),
+        "half": half_section(experiments),
+        "same": same_section(experiments),
         "observation": _join([plateau.sentences(experiments)]),
         "plateau": plateau.table(experiments),
-        "linear": linear(experiments),
+        "linear": linear_section(experiments),
         "heads": _join(
             [
                 quality.sentence("ranks and heads", head_verdicts(analyses)),
                 *(f"**{name}**\n\n{heads.table(models)}" for name, models in analyses.items()),
             ]
         ),
-        "cost": cost(experiments, rows),
-        "ways": learning(experiments),
+        "cost": cost_section(experiments, rows),
+        "ways": learning_section(experiments),
         "retrieval": probe_table.text(rows),
         "queue": plan.table(rows, results),
     }
@@ -126,7 +122,8 @@ def headline(item: ExperimentResults, rows: Rows) -> str:
     return markdown_table(lines)
 
 
-def half(experiments: list[ExperimentResults]) -> str:
+def half_section(experiments: list[ExperimentResults]) -> str:
+    """Write the verdicts and tables on mixtures with half the heads, and with half the key heads."""
     judged = {item.title: quality.judge_half(item) for item in experiments}
     texts = []
     for baseline, family in quality.FAMILIES.items():
@@ -151,7 +148,8 @@ def half(experiments: list[ExperimentResults]) -> str:
     return _join([*texts, *tables])
 
 
-def same(experiments: list[ExperimentResults]) -> str:
+def same_section(experiments: list[ExperimentResults]) -> str:
+    """Write the verdicts and tables on mixtures with the same number of heads."""
     judged = {item.title: quality.judge_same(item) for item in experiments}
     texts = [
         quality.sentence(f"{family} with the same number of heads", _family_verdicts(judged, family))
@@ -160,14 +158,16 @@ def same(experiments: list[ExperimentResults]) -> str:
     return _join([*texts, *(quality.table(item, judged[item.title]) for item in experiments if judged[item.title])])
 
 
-def linear(experiments: list[ExperimentResults]) -> str:
+def linear_section(experiments: list[ExperimentResults]) -> str:
+    """Write the verdict and tables on mixtures of linear attention."""
     gaps = {item.title: quality.judge_gaps(item) for item in experiments}
     judged = {title: [gap.verdict.verdict for gap in results] for title, results in gaps.items() if results}
     tables = (quality.gap_table(item, gaps[item.title]) for item in experiments if gaps[item.title])
     return _join([quality.sentence("MLK narrows the gap", judged), *tables])
 
 
-def learning(experiments: list[ExperimentResults]) -> str:
+def learning_section(experiments: list[ExperimentResults]) -> str:
+    """Write the verdicts and tables on other ways to learn a mixture."""
     judged = {item.title: results for item in experiments if (results := quality.judge_learning(item))}
     texts = [
         quality.sentence(claim, _verdicts(judged, control))
@@ -190,7 +190,8 @@ def _family_verdicts(
     return _verdicts(selected, control)
 
 
-def cost(experiments: list[ExperimentResults], rows: Rows) -> str:
+def cost_section(experiments: list[ExperimentResults], rows: Rows) -> str:
+    """Write the verdicts and tables on costs."""
     measured = {item.title: costs.experiment_costs(item, rows) for item in experiments if item.experiment.timed}
     texts = [f"**{title}**\n\n{costs.table(values)}" for title, values in measured.items() if costs.pairs(values)]
     steps = costs.step_costs(rows)
@@ -262,24 +263,3 @@ def cost_verdicts(experiments: list[ExperimentResults], rows: Rows, variant: str
     names = (*costs.COUNTS, *costs.MEASURED.values())
     by_name = {name: [results[name] for results in judged if name in results] for name in names}
     return {name: results or [verdicts.MISSING] for name, results in by_name.items()}
-
-
-def fill(page: str, texts: dict[str, str], *, keep_others: bool = False) -> str:
-    """Replace the marked parts of a page by the generated texts; other parts are an error, or are kept."""
-
-    def replace(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in texts and keep_others:
-            return match[0]
-        if name not in texts:
-            fail("page", f"has a marker for {name!r}; known markers are {', '.join(texts)}")
-        return f"<!-- made: {name} -->\n{texts[name]}\n<!-- end -->"
-
-    if not MARKED.search(page):
-        fail("page", "has no markers: add <!-- made: summary --> and <!-- end -->, each on its own line")
-    return MARKED.sub(replace, page)
-
-
-def empty(texts: dict[str, str]) -> str:
-    """Return a page with a marker for every text."""
-    return "# Evidence\n\n" + "\n".join(f"<!-- made: {name} -->\n<!-- end -->\n" for name in texts)

@@ -169,6 +169,7 @@ def draw_curves(panels: list[dict[str, Any]]) -> Figure:
 
 
 def draw_endpoints(panels: list[dict[str, Any]]) -> Figure:
+    """Draw the panels with dots for at least MIN_MODELS models."""
     panels = [panel for panel in panels if len({name for name, *_ in panel["dots"]}) >= MIN_MODELS]
     counts = [len({name for name, *_ in panel["dots"]}) for panel in panels] or [1]
     starts = range(0, len(counts), PANELS_PER_LINE)

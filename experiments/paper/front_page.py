@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from experiments.paper import group_table, kernel_targets, speed_table, verdicts
 from experiments.paper.claims import cost
 from experiments.paper.claims.quality import ExperimentResults
-from experiments.paper.intervals import compare
+from experiments.paper.comparisons import compare
 from experiments.paper.recipe_results import PRESET
 from experiments.paper.text import wrap
 from experiments.result_rows import Row, Rows
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 from mgk.training import results as files

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from experiments.paper import kernel_targets
 from experiments.result_rows import Row, Rows
-from mgk._core.io import markdown_table
+from mgk._core.markdown import markdown_table
 from mgk.bench.groups import GROUPS, Group
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES

@@ -48,6 +48,7 @@ def on_gpu(rows: Iterable[Row]) -> Rows:
 
 
 def shape_of(row: Row) -> str:
+    """Return the shape of a row as `mgk bench` writes it: 8x8x4096x64xcausal."""
     mask = "xcausal" if row["causal"] == "True" else ""
     return f"{row['batch']}x{row['full_heads']}x{row['length']}x{row['head_dim']}{mask}"
 
@@ -69,6 +70,7 @@ def has_heads(row: Row, share: int, key_share: int) -> bool:
 
 
 def geometric_mean(values: list[float]) -> float:
+    """Return the geometric mean of positive values."""
     return math.exp(statistics.mean(map(math.log, values)))
 
 

@@ -6,7 +6,7 @@ import statistics
 
 from experiments.paper.claims.quality import ExperimentResults
 from experiments.paper.plan import LRA
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 
 MISSING = "No model has been run on all three tasks yet, so there is no average."
 

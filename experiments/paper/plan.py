@@ -9,7 +9,7 @@ from typing import NamedTuple
 from experiments.paper.recipe_results import PRESET
 from experiments.paper.text import wrap
 from experiments.result_rows import Rows
-from mgk._core.io import markdown_table
+from mgk._core.markdown import markdown_table
 from mgk.training import config
 from mgk.training.config import ModelSpec
 from mgk.training.runs import finished_runs

@@ -14,7 +14,7 @@ from experiments.paper import plan
 from experiments.paper.recipe_results import PRESET
 from experiments.result_rows import Rows, read_results
 from mgk import tasks
-from mgk.tasks.data_cache import Progress
+from mgk._core.progress import Progress
 from mgk.training import config
 from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import ModelSpec

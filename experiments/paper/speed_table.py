@@ -11,7 +11,7 @@ from experiments.paper import kernel_targets, verdicts
 from experiments.paper.claims import cost
 from experiments.paper.text import wrap
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 from mgk.bench.implementations import Shape
 from mgk.bench.timing import PASSES
 from mgk.training.results import latest
@@ -33,6 +33,7 @@ class SpeedRow:
 
 
 def sentence(rows: Rows) -> str:
+    """State the time of sMGK relative to the fastest softmax attention."""
     measured = kernel_targets.on_gpu(rows)
     forward, both = (kernel_targets.mean(kernel_targets.ratios(measured, "smgk", pass_)) for pass_ in PASSES)
     if forward is None or both is None:
@@ -51,6 +52,7 @@ def sentence(rows: Rows) -> str:
 
 
 def table(rows: Rows) -> str:
+    """Format the times of operators, layers and models relative to softmax."""
     measured = kernel_targets.on_gpu(rows)
     lines = [
         *(_operator(measured, variant) for variant in ("smgk", "mgk")),

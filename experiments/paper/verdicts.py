@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.paper.intervals import Difference
+from experiments.paper.comparisons import Difference
 from experiments.paper.recipe_results import SCALES
 
 HOLDS, SO_FAR, FAILS = "holds", "holds so far", "does not hold"

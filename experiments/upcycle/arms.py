@@ -212,7 +212,7 @@ class Study:
     def resized(self, arm: Arm) -> Any:
         """Return a model with the numbers of heads of an arm and random weights."""
         from mgk.hf.registration import changed_model_class, describe_changes
-        from mgk.hf.shared_heads import ENTRY
+        from mgk.hf.resized_heads import ENTRY
 
         model = copy.deepcopy(self.teacher)
         names = [name for name, module in model.named_modules() if type(module).__name__ == "BertSelfAttention"]

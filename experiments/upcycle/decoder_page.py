@@ -14,7 +14,6 @@ from experiments.cost_quality import decoding
 from experiments.cost_quality.page import format_interval
 from experiments.cost_quality.plan import Arm, Plan, Stage
 from experiments.cost_quality.summary import ArmSummary, family_spread, read_blocks, summarize
-from experiments.paper.evidence_page import fill
 from experiments.result_rows import Rows, read_results
 from experiments.statistics import Interval, SquaredError, compare, half_width, paired_error
 from experiments.upcycle.decoder_arms import (
@@ -30,7 +29,8 @@ from experiments.upcycle.decoder_arms import (
     predictions_key,
     training_after,
 )
-from mgk._core.io import format_number, markdown_table, write_atomically
+from mgk._core.io import write_atomically
+from mgk._core.markdown import fill_marked_parts, format_number, markdown_table
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe, load_recipe
 
@@ -195,5 +195,5 @@ def model_part(
 
 def write_section(folder: Path, page: Path) -> None:
     """Write the section between its markers; the rest of the page stays."""
-    text = fill(page.read_text(encoding="utf-8"), {MARKER: section(folder)}, keep_others=True)
+    text = fill_marked_parts(page.read_text(encoding="utf-8"), {MARKER: section(folder)}, keep_others=True)
     write_atomically(page, text)

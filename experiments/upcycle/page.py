@@ -6,13 +6,13 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.paper.evidence_page import fill
 from experiments.paper.figures import Picture
 from experiments.result_rows import Rows
 from experiments.upcycle import decoder_page
 from experiments.upcycle.arms import BUDGETS, HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan
 from experiments.upcycle.decoder_page import cell
-from mgk._core.io import markdown_table, write_atomically
+from mgk._core.io import write_atomically
+from mgk._core.markdown import fill_marked_parts, markdown_table
 from mgk._core.palette import colour_of
 from mgk.analysis.report.drawing import End, label_ends
 from mgk.training import results
@@ -182,5 +182,5 @@ def write_page(path: Path, page: Path) -> list[Path]:
         "source": source(rows),
         "decoder": decoder_page.section(path.parent),
     }
-    write_atomically(page, fill(page.read_text(encoding="utf-8"), texts))
+    write_atomically(page, fill_marked_parts(page.read_text(encoding="utf-8"), texts))
     return [page, picture(rows).write(page.parent / "figures")]

@@ -10,25 +10,23 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mgk._core.layer_checks import check_padding_mask
 from mgk._core.masks import and_mask, as_additive, as_bool, attended_keys
-from mgk._core.validation import (
+from mgk._core.operator_checks import (
     check_causal,
     check_cu_seqlens,
     check_key_mask,
     check_log_prior,
     check_mask,
     check_packing,
-    check_padding_mask,
     check_query_keys_value,
     check_same_length,
     check_scale,
     check_similarity,
     check_state,
-    fail,
-    flag,
-    number,
-    one_of,
 )
+from mgk._core.precision import compute_dtype
+from mgk._core.validation import fail, flag, number, one_of
 from mgk.cache import Cache
 from mgk.features import resolve_feature_map
 
@@ -134,6 +132,16 @@ class MixtureCall(AttentionCall):
         values = {name: getattr(self, name) for name in names}
         tensors: dict[str, Any] = {name: x.to(dtype) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **tensors)
+
+    def results_without_keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return output, lse and weights if there are no keys: every row is fully masked."""
+        # Sums of no elements keep the autograd graph connected to all inputs, whose gradients are zeros.
+        inputs = (x for x in vars(self).values() if isinstance(x, Tensor) and x.requires_grad)
+        zero = sum((x[..., :0].sum().to(self.query.dtype) for x in inputs), self.query.new_zeros(()))
+        shape = self.query.shape[:-1]
+        output = self.query.new_zeros(*shape, self.value.shape[-1]) + zero
+        lse = self.query.new_full(shape, -torch.inf, dtype=compute_dtype(self.query.dtype)) + zero
+        return output, lse, self.query.new_zeros(*shape, 0) + zero
 
     @property
     def equal_scale(self) -> bool:

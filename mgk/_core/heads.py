@@ -6,6 +6,18 @@ import math
 
 from torch import Tensor
 
+from mgk._core.validation import fail, positive_integer
+
+
+def count_heads(num_heads: int, num_kv_heads: int | None, num_key_heads: int | None) -> tuple[int, int]:
+    """Return the numbers of key and of value heads: divisors of num_heads, but not necessarily of each other."""
+    value_heads = num_heads if num_kv_heads is None else positive_integer("num_kv_heads", num_kv_heads)
+    key_heads = value_heads if num_key_heads is None else positive_integer("num_key_heads", num_key_heads)
+    for name, count in (("num_kv_heads", value_heads), ("num_key_heads", key_heads)):
+        if num_heads % count:
+            fail(name, f"= {count} must divide num_heads = {num_heads}")
+    return key_heads, value_heads
+
 
 def repeat_heads(tensor: Tensor, group: int) -> Tensor:
     """Repeat every head of [B, heads, ...] `group` times; a single head is not repeated, since it broadcasts."""

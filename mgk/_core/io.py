@@ -1,4 +1,4 @@
-"""File helpers: durable atomic writes, locks between processes, Markdown tables."""
+"""File helpers: durable atomic writes, and locks between processes."""
 
 from __future__ import annotations
 
@@ -291,22 +291,3 @@ def _lock(path: Path, descriptor: int, blocking: bool) -> Callable[[], None] | N
     except filelock.Timeout:
         return None
     return lock.release
-
-
-def markdown_table(lines: list[list[str]]) -> str:
-    """Format a Markdown table; the first line is the header."""
-    header, *rows = lines
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-
-
-def format_number(value: float | None, digits: int = 2) -> str:
-    """Format a number with a minus sign (not a hyphen), and None as a dash."""
-    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
-
-
-def format_signed(value: float | None, digits: int = 2) -> str:
-    """Format a number with its sign, a rounded zero without one, and None as a dash."""
-    if value is None:
-        return "–"
-    text = f"{value:+.{digits}f}"
-    return text.replace("-", "−") if float(text) else text[1:]

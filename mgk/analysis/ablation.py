@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mgk.analysis.capture import Call, Capture, LayerHandler, Progress, call_model
+from mgk._core.progress import Progress
+from mgk.analysis.capture import Call, Capture, LayerHandler, call_model
 
 
 class MainOutput(NamedTuple):
@@ -29,7 +30,7 @@ class Removal:
     flipped: NDArray[np.float64] | None  # share of predictions that change, [H]; None without logits
 
 
-def remove_heads(
+def measure_removals(
     model: nn.Module,
     inputs: Sequence[Any],
     heads: dict[str, int],

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from mgk._core.calls import LinearCall
 from mgk._core.eval_mode import eval_mode
+from mgk._core.progress import Progress, no_progress
 from mgk._core.validation import fail, number, positive_integer
-from mgk.analysis.ablation import Removal, remove_heads
-from mgk.analysis.capture import Call, Capture, Progress, call_model, capture_attention
+from mgk.analysis.ablation import Removal, measure_removals
+from mgk.analysis.capture import Call, Capture, call_model, capture_attention
 from mgk.analysis.layer import Layer, LayerAccumulator, LayerSettings
 from mgk.analysis.ranks import THRESHOLD
 from mgk.analysis.weights import sample_weights
@@ -125,18 +126,20 @@ def analyse(
                 layers[name].add(sample, hard)
         return output
 
-    report = progress or (lambda stage, done, total: None)
+    report_progress = progress or no_progress
     with eval_mode(model):
         with capture(model, add_call):
             for done, sample in enumerate(inputs):
                 call_model(model, sample)
-                report("analyzing the heads", done + 1, len(inputs))
+                report_progress("analyzing the heads", done + 1, len(inputs))
         if not layers:
             fail("model", "has no attention layers that can be analyzed")
         removals: dict[str, Removal] = {}
         if removal:
             counts = {name: layer.heads for name, layer in layers.items()}
-            removals = remove_heads(model, inputs[:removal], counts, capture, report, memory=memory, together=together)
+            removals = measure_removals(
+                model, inputs[:removal], counts, capture, report_progress, memory=memory, together=together
+            )
     analyzed = [layer.layer(removals.get(name)) for name, layer in layers.items()]
     lengths = next(iter(layers.values())).lengths
     return Analysis(analyzed, len(lengths), min(lengths), max(lengths), threshold, time.perf_counter() - started)

@@ -24,7 +24,6 @@ Call = MixtureCall | LinearCall
 LayerHandler = Callable[[str, Call, Tensor], Tensor]
 # Passes the calls of a model to a handler: `capture_attention`, or the one of `hf_models` for Transformers models.
 Capture = Callable[[nn.Module, LayerHandler], AbstractContextManager[None]]
-Progress = Callable[[str, int, int], None]  # stage, done, total
 
 # The stance of torch.compile and the hooks of a model are shared by all threads.
 _lock = threading.RLock()

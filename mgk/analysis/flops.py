@@ -62,14 +62,14 @@ def fewer_heads(heads: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class PerHead:
+class HeadCost:
     """Cost of one head of one layer, estimated from the widths alone."""
 
     params: int
     flops: int
 
 
-def per_head(width: int, head_dim: int, kv_share: float, length: int) -> PerHead:
+def estimate_head_cost(width: int, head_dim: int, kv_share: float, length: int) -> HeadCost:
     """Estimate the cost of a head: its share of the four projections, and two GEMMs over all pairs.
 
     Args:
@@ -82,4 +82,4 @@ def per_head(width: int, head_dim: int, kv_share: float, length: int) -> PerHead
         Parameters, and FLOPs of one forward pass (2 per multiply-add).
     """
     params = round(width * head_dim * (2 + 2 * kv_share))
-    return PerHead(params, 2 * params * length + 4 * head_dim * length**2)
+    return HeadCost(params, 2 * params * length + 4 * head_dim * length**2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from mgk._core.calls import mixture_call
-from mgk._core.validation import fail
+from mgk._core.validation import fail, first_line
 from mgk.analysis.capture import LayerHandler, attention_layers, push_names
 from mgk.analysis.capture import capture_attention as capture_native_attention
 from mgk.analysis.inputs import PATH_HINT
@@ -27,6 +27,7 @@ from mgk.hf.attention_interface import replace_attention, with_infinite_mask
 from mgk.hf.convert import load_converted
 from mgk.hf.mixture_keys import UNSUPPORTED, add_bias
 from mgk.hf.registration import find_model_class, is_changed
+from mgk.hf.tokenizer import has_vocabulary
 from mgk.hf.upcycling.layers import find_layers
 
 ATTENTION_NAME = "mgk_capture"
@@ -48,8 +49,7 @@ def load(name: str, device: torch.device | str = "cpu", *, trust_remote_code: bo
     # Missing and damaged files raise many types; the first line of the message names the cause.
     except Exception as error:
         _check_trusted(name, error, trust_remote_code)
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"--hf {name} cannot be loaded: {reason}") from error
+        raise ValueError(f"--hf {name} cannot be loaded: {first_line(error)}") from error
     return model.eval()
 
 
@@ -95,7 +95,7 @@ def check_mergeable(model: PreTrainedModel, sample: dict[str, Any]) -> Mergeabil
         layers = find_layers(model, sample)
     # The analysis is complete: a layer that the probe does not understand must not end it.
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         if isinstance(error, ValueError):
             reason = f"it {reason.removeprefix('model ')}"
         return Mergeability(reason, keys_are_fixed=False)
@@ -181,8 +181,7 @@ def from_text(
     except Exception as error:
         _check_trusted(name, error, trust_remote_code)
         tokenizer = None
-    # Without vocabulary files some tokenizer classes load with special tokens alone.
-    if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if not has_vocabulary(tokenizer):
         raise ValueError(f"--text needs a tokenizer, and {name} has none: pass token ids with --ids")
     samples: list[dict[str, Any]] = []
     tokens: list[list[str]] = []

@@ -49,7 +49,7 @@ class Similarity:
     @property
     def output_groups(self) -> list[int] | None:
         """Group of each head by CKA: heads of a group have nearly the same outputs, up to rotation and scale."""
-        return None if self.cka is None else _groups(_merge(1 - self.cka), len(self.cka))
+        return None if self.cka is None else _number_groups(_cluster(1 - self.cka), len(self.cka))
 
     @property
     def different_by_chance(self) -> dict[str, float]:
@@ -125,14 +125,14 @@ class SimilarityAccumulator:
         divergence = _mean_of_pairs(self.divergence, self.rows)
         norms = self.products.diagonal().sqrt()
         cosine = self.products / torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)
-        merges = _merge(divergence)
+        merges = _cluster(divergence)
         cka, chance_cka = self._cka() if self.width else (None, None)
         return Similarity(
             divergence=divergence,
             cosine=cosine.cpu().numpy(),
             cka=cka,
             order=merges[-1][1],
-            groups=_groups(merges, self.heads),
+            groups=_number_groups(merges, self.heads),
             concentration=(self.concentration / max(self.rows, 1)).clamp(min=0).cpu().numpy(),
             chance_divergence=_mean_of_pairs(self.chance_divergence, self.shuffled_rows),
             chance_cka=chance_cka,
@@ -156,8 +156,8 @@ class SimilarityAccumulator:
 
 def similarity_of_pairs(divergence: Array, cosine: Array) -> Similarity:
     """Return the similarity of heads whose maps alone were compared, from matrices [H, H]."""
-    merges = _merge(divergence)
-    return Similarity(divergence, cosine, None, merges[-1][1], _groups(merges, len(divergence)))
+    merges = _cluster(divergence)
+    return Similarity(divergence, cosine, None, merges[-1][1], _number_groups(merges, len(divergence)))
 
 
 def _divergence_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ def effective_number(similarity: Array) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def _merge(distance: Array) -> list[tuple[float, list[int]]]:
+def _cluster(distance: Array) -> list[tuple[float, list[int]]]:
     """Cluster by average linkage; return the distance and members of each merge, starting with single heads."""
     groups = [[head] for head in range(len(distance))]
     merges = [(0.0, group) for group in groups]
@@ -222,7 +222,7 @@ def _merge(distance: Array) -> list[tuple[float, list[int]]]:
     return merges
 
 
-def _groups(merges: list[tuple[float, list[int]]], heads: int) -> list[int]:
+def _number_groups(merges: list[tuple[float, list[int]]], heads: int) -> list[int]:
     """Return the group of each head, numbered from 0 in the order of the heads."""
     group = list(range(heads))
     for merge_distance, members in merges:

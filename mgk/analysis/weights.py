@@ -87,7 +87,7 @@ class MixtureWeights(SampleWeights):
     """Weights of softmax and Gaussian attention: Eq. 10 or 12."""
 
     def __init__(self, call: MixtureCall, sample: int) -> None:
-        self.call = call = _in_fp64(_pick(call, sample))
+        self.call = call = _in_fp64(_select_sample(call, sample))
         queries, keys = call.query.shape[2], call.keys.shape[-2]
         super().__init__(queries, keys, _visible_range(_visible_keys(call.attn_mask), keys))
         self.query, shared_keys, shared_value, prior, self.scale, self.tau = expand_inputs(call)
@@ -106,14 +106,14 @@ class MixtureWeights(SampleWeights):
     def block(self, rows: slice, heads: slice, components: bool) -> Block:
         call, block = self.call, self._padded_rows(rows)
         queries, keys = self.query.shape[2], self.keys.shape[-2]
-        prior, mask = _heads(self.prior, heads), call.attn_mask
-        scale = _heads(self.scale, heads) if isinstance(self.scale, Tensor) else self.scale
+        prior, mask = _select_heads(self.prior, heads), call.attn_mask
+        scale = _select_heads(self.scale, heads) if isinstance(self.scale, Tensor) else self.scale
         tau = self.tau[heads] if isinstance(self.tau, Tensor) else self.tau
         bare, _ = equations.component_logits(self.query[:, heads, block], self.keys[:, heads], None, scale, tau)
         soft = bare if prior is None else bare + prior.unsqueeze(-3)  # [1, H, R, M, S]
         logits = bare.amax(-2, keepdim=True) if call.hard else soft
         if mask is not None:
-            mask = _heads(mask, heads)
+            mask = _select_heads(mask, heads)
             if mask.dtype != torch.bool:
                 logits = logits + block_of_rows(mask, block).unsqueeze(-2)
         allowed = allowed_pairs(block, queries, keys, mask, call.causal, call.packed, self.query)
@@ -130,7 +130,7 @@ class LinearWeights(SampleWeights):
     """Weights of linear attention: Eq. 14."""
 
     def __init__(self, call: LinearCall, sample: int) -> None:
-        self.call = call = _in_fp64(_pick(call, sample))
+        self.call = call = _in_fp64(_select_sample(call, sample))
         super().__init__(call.query.shape[2], call.keys.shape[-2], _visible_range(call.key_mask, call.keys.shape[-2]))
         keys = call.component_keys(torch.float64)
         self.components, self.query = call.components, call.feature_map(call.query)[0]
@@ -184,7 +184,7 @@ def _size(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def _pick(call: AnyCall, sample: int) -> AnyCall:
+def _select_sample(call: AnyCall, sample: int) -> AnyCall:
     """Return the call with a single sample of the batch."""
 
     def pick(x: Any) -> Any:
@@ -221,7 +221,7 @@ def _visible_range(visible: Tensor | None, length: int) -> slice:
     return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 0)
 
 
-def _heads(x: Tensor, heads: slice) -> Tensor:
+def _select_heads(x: Tensor, heads: slice) -> Tensor:
     """Select heads of [1, H or 1, ...]."""
     return x if x.shape[1] == 1 else x[:, heads]
 

@@ -348,7 +348,7 @@ def _time_em_layers(config: BenchmarkConfig, shape: Shape, graph: bool) -> dict[
 
 
 @dataclass(frozen=True)
-class Suite:
+class BenchmarkPart:
     """A part of the benchmark: its measurements, and this package's implementations, which are checked first."""
 
     measure: Callable[[BenchmarkConfig, ByShape], Iterator[Record]]
@@ -393,19 +393,19 @@ def _decoding_implementations(config: BenchmarkConfig) -> ByShape:
 
 
 PARTS = {
-    "speed": Suite(
+    "speed": BenchmarkPart(
         measure_speed,
         lambda c: c.implementations(VARIANTS, c.shapes or (SHAPES if c.device == "cuda" else CPU_SHAPES)),
     ),
-    "groups": Suite(measure_groups, _group_implementations),
-    "linear": Suite(partial(measure_linear, "linear"), _linear_implementations),
-    "whole": Suite(partial(measure_linear, "whole"), _whole_implementations),
-    "decoding": Suite(measure_decoding, _decoding_implementations),
-    "em": Suite(measure_em),
-    "memory": Suite(
+    "groups": BenchmarkPart(measure_groups, _group_implementations),
+    "linear": BenchmarkPart(partial(measure_linear, "linear"), _linear_implementations),
+    "whole": BenchmarkPart(partial(measure_linear, "whole"), _whole_implementations),
+    "decoding": BenchmarkPart(measure_decoding, _decoding_implementations),
+    "em": BenchmarkPart(measure_em),
+    "memory": BenchmarkPart(
         measure_memory, lambda c: c.implementations(("smgk", "mgk"), c.shapes or _shapes_by_length(MEMORY_SHAPE))
     ),
-    "flex": Suite(measure_flex, _flex_implementations),
+    "flex": BenchmarkPart(measure_flex, _flex_implementations),
 }
 # The other parts measure the GPU kernels.
 CPU_PARTS = ("speed",)

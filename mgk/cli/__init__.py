@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 # Import names of the packages that the extra `train` installs.
-EXTRA = (
+TRAIN_PACKAGES = (
     "filelock", "matplotlib", "psutil", "pytorch_lightning", "rich", "scipy", "tensorboard", "tokenizers", "typer",
     "yaml",
 )  # fmt: skip
@@ -120,7 +120,7 @@ def format_error(error: Exception | SystemExit) -> str | None:
     if (plugin := getattr(error, "plugin", None)) is not None:
         reason = ": ".join(filter(None, (type(error).__name__, *str(error).splitlines()[:1])))
         return f"MGK_PLUGINS names {plugin!r}, which raises {reason} (MGK_TRACEBACK=1 shows where)"
-    if isinstance(error, ModuleNotFoundError) and _top_level_package(error.name) in EXTRA:
+    if isinstance(error, ModuleNotFoundError) and _top_level_package(error.name) in TRAIN_PACKAGES:
         return _missing_extra_message(error.name)
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

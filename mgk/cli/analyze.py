@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
 import os
 import shlex
 import stat
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mgk._core.integers import ceil_div
 from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.cli.advice import advise_run, advise_transformers
 from mgk.cli.app import (
@@ -23,14 +23,14 @@ from mgk.cli.app import (
     check_bounds,
     check_output_directory,
     check_same_data,
-    print_progress,
+    import_hf,
     resolve_data_dir,
 )
 from mgk.cli.help_texts import epilog
-from mgk.cli.progress import progress_bar
+from mgk.cli.progress import print_progress, progress_bar
 
 if TYPE_CHECKING:
-    from mgk.analysis.capture import Progress
+    from mgk._core.progress import Progress
     from mgk.analysis.report.html import AnalyzedModel
 
 # Sequence length above which fewer matrices are ranked by default without a GPU.
@@ -230,7 +230,7 @@ def _analyze_run(
     import torch
 
     from mgk.analysis import analyse
-    from mgk.analysis import inputs as samples
+    from mgk.analysis.inputs import from_ids, read_ids, read_text, to_device
     from mgk.analysis.report.html import AnalyzedModel
     from mgk.models.run_directory import RunDirectory
     from mgk.tasks.analysis_samples import sample_split, text_codec
@@ -246,19 +246,19 @@ def _analyze_run(
     task = task_of_run(RunDirectory(run))
     codec = text_codec(task, run, getattr(config, "vocab_size", 0))  # vision models have no vocabulary
     if options.texts:
-        sampled = samples.from_ids(model, samples.read_text(model, options.texts, options.length, codec), codec)
+        sampled = from_ids(model, read_text(model, options.texts, options.length, codec), codec)
     elif options.ids is not None:
-        sampled = samples.from_ids(model, samples.read_ids(options.ids, options.length), codec)
+        sampled = from_ids(model, read_ids(options.ids, options.length), codec)
     else:
         one_of("--split", options.split, task.splits)
         data = resolve_data_dir(options.data_dir, description)
         task.prepare(data, 1, print_progress)
         check_same_data(run, description, task, data)
-        count = max(-(-matrices // config.num_heads), settings["removal"])
+        count = max(ceil_div(matrices, config.num_heads), settings["removal"])
         title = f"{description['task']}, {options.split}"
         split = task.split(data, options.split)
         sampled = sample_split(model, split, title, count, options.length, options.seed, codec)
-    inputs = samples.to_device(sampled.inputs, device)
+    inputs = to_device(sampled.inputs, device)
     name = f"{description['row']} {description['recipe']} seed {description['seed']}"
     settings = {**settings, "tiles": tiles, "progress": progress, "map_size": options.resolve_map_size(config)}
     analysis = analyse(model, inputs, matrices=matrices, together=ABLATION_BATCH, **settings)
@@ -292,20 +292,12 @@ def _analyze_transformers_model(
 ) -> AnalyzedModel:
     import torch
 
-    try:
-        import mgk.hf  # noqa: F401  (registers the models of mgk with Transformers)
-        from mgk.analysis import hf_models
-    except ImportError as error:
-        raise ValueError(
-            f"--hf needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
-        ) from error
-    from mgk.analysis import analyse
-    from mgk.analysis import inputs as samples
-    from mgk.analysis.flops import per_head
+    import_hf("--hf")
+    from mgk.analysis import analyse, hf_models
+    from mgk.analysis.flops import estimate_head_cost
+    from mgk.analysis.inputs import MIN_LENGTH, read_ids, to_device
     from mgk.analysis.report.html import AnalyzedModel
 
-    # Without a network, each attempt to reach the Hub prints a warning.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not (options.texts or options.ids or options.images):
         fail("--hf", "requires an input: --text, --ids or --images")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -315,11 +307,11 @@ def _analyze_transformers_model(
     length = min(limit for limit in (options.length, max_positions, 1 << 30) if limit is not None)
     tokens: list[str] = []
     if options.texts:
-        min_length = options.length or samples.MIN_LENGTH
+        min_length = options.length or MIN_LENGTH
         inputs, tokens = hf_models.from_text(name, options.texts, length, min_length, **trust)
         title = "text"
     elif options.ids is not None:
-        rows = [row[:length] for row in samples.read_ids(options.ids, options.length)]
+        rows = [row[:length] for row in read_ids(options.ids, options.length)]
         inputs, title = hf_models.from_ids(rows, model), f"token ids of {options.ids.name}"
         tokens = [str(token) for token in rows[0]]
     else:
@@ -328,11 +320,11 @@ def _analyze_transformers_model(
     matrices = options.resolve_matrices(longest, device)
     config = model.config.get_text_config()
     settings = {**settings, "tiles": tiles, "progress": progress, "map_size": options.resolve_map_size(config)}
-    inputs = samples.to_device(inputs, device)
+    inputs = to_device(inputs, device)
     analysis = analyse(model, inputs, matrices=matrices, capture=hf_models.capture_attention, **settings)
     layers = analysis.layers  # a merged model has other numbers of heads than its configuration
     kv_share = sum(layer.key_heads + layer.value_heads for layer in layers) / sum(2 * layer.heads for layer in layers)
-    head_cost = per_head(config.hidden_size, layers[0].head_dim, kv_share, analysis.longest)
+    head_cost = estimate_head_cost(config.hidden_size, layers[0].head_dim, kv_share, analysis.longest)
     reason, keys_are_fixed = hf_models.check_mergeable(model, inputs[0])
     advice = advise_transformers(
         analysis, name, options.text_files, reason,
@@ -345,11 +337,12 @@ def _analyze_transformers_model(
 
 
 def _print_findings(models: list[AnalyzedModel]) -> None:
-    from mgk.analysis.report import findings
+    from mgk.analysis.report.findings import sentences
+    from mgk.analysis.report.verdicts import headline
 
     for model in models:
-        print(f"{model.name}: {findings.headline(model.analysis)}")
-        for sentence in findings.sentences(model.analysis, model.costs, model.cost, model.one_head):
+        print(f"{model.name}: {headline(model.analysis)}")
+        for sentence in sentences(model.analysis, model.costs, model.cost, model.one_head):
             print(f"  {sentence}")
         if model.advice is not None:
             print(f"  {model.advice.sentence}")

@@ -1,9 +1,8 @@
-"""The Typer app of `mgk`, with the options and checks that several commands share."""
+"""The Typer app of `mgk`, with the options and checks of options that several commands share."""
 
 from __future__ import annotations
 
-import contextlib
-import math
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mgk import __version__
-from mgk._core.io import DataError, check_writable, remove_stale_temporaries
+from mgk._core.io import check_writable, remove_stale_temporaries
 from mgk._core.validation import fail, positive_integer
 from mgk.cli.help_texts import examples_epilog
 from mgk.training import config, results
@@ -30,12 +29,6 @@ app = typer.Typer(
     + "\n\nEnvironment variables: MGK_DATA is the default data directory. MGK_PLUGINS lists modules to import first, "
     "separated by commas, which register tasks and recipes. MGK_TRACEBACK=1 shows the traceback of an error.",
 )
-
-# Sequence length and number of parameters above which training on a CPU is impractical.
-LONG, LARGE = 1000, 10_000_000
-# Rough times of data preparation on one core: 100,000 examples of ListOps take about ten seconds, a corpus of words
-# 0.1 s per MB with its checksum, and a small file about a millisecond.
-SECONDS_PER_EXAMPLE, SECONDS_PER_MEGABYTE, SECONDS_PER_FILE = 1e-4, 0.1, 1e-3
 
 
 def check_bounds(option: str, least: int, most: int | None = None) -> Callable[[int | None], int | None]:
@@ -113,56 +106,6 @@ def check_same_data(run: Path, description: dict[str, Any], task: Task, data_dir
     return {"same_data": is_same}
 
 
-def warn_if_gpu_recommended(recipe: Recipe, length: int, parameters: int) -> None:
-    """Print a warning if a model is too large to train on a CPU."""
-    if length >= LONG or parameters > LARGE:
-        size = f"{parameters:,} parameters, sequences of {length:,}"
-        print(f"{recipe.name} ({size}) is meant for a GPU; on a CPU try `mgk compare demo`", file=sys.stderr)
-
-
-def is_prepared(task: Task, data_dir: Path) -> bool:
-    """Return whether the data of a task was prepared before; it may be damaged or outdated."""
-    return any((data_dir / ".mgk" / task.name).glob("[0-9a-f]*"))
-
-
-def describe_preparation(task: Task, data_dir: Path) -> str:
-    """Describe the preparation of a task's data, with a rough estimate of the time."""
-    if is_prepared(task, data_dir):
-        return f"{task.name}: already prepared; will be verified"
-    files = task.files(data_dir)
-    if not files:
-        examples = sum(getattr(task, "counts", {}).values())
-        seconds = examples * SECONDS_PER_EXAMPLE
-        return f"{task.name}: generates {examples:,} examples, about {_duration(seconds)} on one core"
-    size = sum(os.path.getsize(data_dir / name) for name in files)
-    seconds = size / 1e6 * SECONDS_PER_MEGABYTE + len(files) * SECONDS_PER_FILE
-    count = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    return f"{task.name}: reads {count}, {_size(size)}, about {_duration(seconds)} on one core"
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{math.ceil(size / 1e3)} kB"
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
-
-
-def prepare_data(task: Task, data_dir: Path, workers: int | None = None) -> None:
-    """Prepare the data of a task, after an estimate on stderr if it was not prepared before."""
-    with contextlib.suppress(DataError, OSError):
-        if not is_prepared(task, data_dir):
-            print(describe_preparation(task, data_dir), file=sys.stderr)
-    task.prepare(data_dir, workers or os.cpu_count() or 1, print_progress)
-
-
-def print_progress(stage: str, done: int, total: int) -> None:
-    """Print a progress line on stderr; without a terminal, only when a stage is complete."""
-    end = "\n" if done >= total else "\r"
-    if sys.stderr.isatty() or done >= total:
-        print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
-
-
 def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
     """Return the models of --rows (default: all rows of the recipe) without duplicates."""
     from mgk.training.equal_time import EqualTimeSpec
@@ -171,6 +114,22 @@ def parse_rows(option: str | None, recipe: Recipe) -> list[ModelSpec]:
     if not rows:
         fail("--rows", f"is required: recipe {recipe.name} defines no rows")
     return list(dict.fromkeys(rows))
+
+
+def import_hf(subject: str) -> None:
+    """Import mgk.hf, which registers its models with Transformers, and silence the warnings of the Hub.
+
+    Args:
+        subject: Command or option that needs it, for the message if the extra `hf` is missing.
+    """
+    try:
+        import mgk.hf  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{subject} needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
+        ) from error
+    # Without a network, each attempt to reach the Hub prints a warning.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def check_output_directory(option: str, path: Path) -> None:

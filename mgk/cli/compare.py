@@ -21,7 +21,6 @@ from mgk.cli.app import (
     check_output_directory,
     check_results_file,
     parse_rows,
-    prepare_data,
     remove_result_temporaries,
     resolve_data_dir,
 )
@@ -34,6 +33,7 @@ from mgk.cli.cluster_options import (
     read_cluster_options,
 )
 from mgk.cli.help_texts import epilog
+from mgk.cli.preparation import prepare_data
 from mgk.training import config
 from mgk.variants import PRESETS
 
@@ -93,7 +93,7 @@ def compare(
     Runs whose results are already in --out are skipped.
     """
     from mgk import tasks
-    from mgk.cli.comparison import Comparison, equal_time_rows, redraw_report
+    from mgk.training.comparison import Comparison, equal_time_rows, redraw_report
     from mgk.training.job_queue import resolve_max_running
     from mgk.training.trackers import parse_loggers
 

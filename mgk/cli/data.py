@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mgk.cli.app import DataDir, app, check_bounds, describe_preparation, prepare_data, resolve_data_dir
+from mgk.cli.app import DataDir, app, check_bounds, resolve_data_dir
 from mgk.cli.help_texts import epilog
+from mgk.cli.preparation import describe_preparation, prepare_data
 
 if TYPE_CHECKING:
     from mgk.tasks import Task

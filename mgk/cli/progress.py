@@ -1,4 +1,4 @@
-"""Progress of a command with several stages."""
+"""Progress of a command with several stages, as a callback: a bar, or lines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgk.analysis.capture import Progress
+    from mgk._core.progress import Progress
 
 # Seconds between progress lines if stderr is not a terminal.
 LINE_EVERY = 10.0
+
+
+def print_progress(stage: str, done: int, total: int) -> None:
+    """Print a progress line on stderr; without a terminal, only when a stage is complete."""
+    end = "\n" if done >= total else "\r"
+    if sys.stderr.isatty() or done >= total:
+        print(f"{stage}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from mgk.cli.app import (
     apply_steps,
     check_output_directory,
     check_results_file,
-    prepare_data,
     remove_result_temporaries,
     resolve_data_dir,
-    warn_if_gpu_recommended,
 )
 from mgk.cli.help_texts import epilog
+from mgk.cli.preparation import prepare_data
 from mgk.models.attention_layer import known_variants
 from mgk.training import config, predictions, results
 from mgk.training.config import ModelSpec
@@ -74,12 +73,12 @@ def train(
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from mgk import tasks
-    from mgk.training.distributed import is_first_rank, shutdown_distributed
     from mgk.training.evaluate import count_parameters, evaluate_run
+    from mgk.training.process_group import is_first_rank, shutdown_distributed
     from mgk.training.runs import run_path
     from mgk.training.signals import EVALUATING, deferred_stop, stop_with_parent
     from mgk.training.trackers import parse_loggers
-    from mgk.training.trainer import STRATEGIES, Run, fit, lock_run
+    from mgk.training.trainer import STRATEGIES, Run, fit, lock_run, warn_if_gpu_recommended
 
     stop_with_parent()
     unchanged = config.load_recipe(recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from mgk._core.io import exclusive, write_atomically
-from mgk._core.validation import fail
-from mgk.cli.app import app, check_output_directory
+from mgk._core.validation import fail, first_line
+from mgk.cli.app import app, check_output_directory, import_hf
 from mgk.cli.help_texts import epilog
 from mgk.cli.progress import progress_bar
 
@@ -59,14 +58,9 @@ def upcycle(
     if key_heads is None and value_heads is None and cache is None:
         raise ValueError("give --key-heads, --value-heads or --cache")
     texts = _read_texts(text)
-    try:
-        import mgk.hf
-    except ImportError as error:
-        raise ValueError(
-            f"mgk upcycle needs the extra 'hf' ({error.name} is missing): pip install 'mgk[hf]', or '.[hf]' in a clone"
-        ) from error
-    # Without a network, each attempt to reach the Hub prints a warning.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    import_hf("mgk upcycle")
+    import mgk.hf
+
     original, tokenizer = _load(model, trust_remote_code)
     partial = out.with_name(f"{out.name}.partial")
     with _partial_directory(partial, out), progress_bar() as progress:
@@ -144,6 +138,7 @@ def _load(name: str, trust_remote_code: bool) -> tuple[Any, Any]:
 
     import mgk.hf
     from mgk.hf.registration import find_model_class
+    from mgk.hf.tokenizer import has_vocabulary
     from mgk.models.run_directory import RunDirectory
 
     transformers.logging.set_verbosity_error()
@@ -159,7 +154,7 @@ def _load(name: str, trust_remote_code: bool) -> tuple[Any, Any]:
         model = model_class.from_pretrained(name, dtype="auto", use_safetensors=True, **trust)
     # Missing and damaged files raise many types; the first line of the message names the cause.
     except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)
         if not trust_remote_code and "trust_remote_code" in str(error):
             reason = "it needs Python code of its repository: read that code, then pass --trust-remote-code to run it"
         raise ValueError(f"{name} cannot be loaded: {reason}") from error
@@ -167,8 +162,7 @@ def _load(name: str, trust_remote_code: bool) -> tuple[Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **trust)
     except Exception:
         tokenizer = None
-    # Without vocabulary files some tokenizer classes load with special tokens alone.
-    if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if not has_vocabulary(tokenizer):
         raise ValueError(f"--text needs a tokenizer, and {name} has none: call mgk.hf.upcycle with token ids")
     return model.to(device).eval(), tokenizer
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mgk import functional
 from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, linear_call, mixture_call
 from mgk._core.em import EMStatistics
-from mgk._core.validation import check_cu_seqlens, check_mask, check_max_seqlen, fail
+from mgk._core.operator_checks import check_cu_seqlens, check_mask, check_max_seqlen
+from mgk._core.validation import fail
 from mgk.attention import Attention
 from mgk.backends import em_statistics
 from mgk.distributed.linear_state import run_state_passing

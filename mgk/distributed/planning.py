@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from mgk._core.io import markdown_table, write_atomically
+from mgk._core.io import write_atomically
+from mgk._core.markdown import fill_marked_parts, markdown_table
 from mgk._core.validation import fail, positive_integer
 from mgk.models.adaptive_softmax import MAX_LOGITS
 from mgk.models.decoder import FORMS, DecoderConfig, LanguageModel
@@ -52,7 +53,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingStep:
     """A training step: a model, a layout, and the sequences of a data-parallel rank.
 
     Attributes:
@@ -126,110 +127,110 @@ def count_parameters(config: DecoderConfig, tp: int = 1) -> Parameters:
     return Parameters(layers, root)
 
 
-def key_value_bytes(run: Run, element_bytes: int) -> int:
+def key_value_bytes(step: TrainingStep, element_bytes: int) -> int:
     """Return the size of a rank's block of keys and values in one layer."""
-    heads = run.key_copies * run.key_heads + run.value_heads
-    return run.tokens * heads // run.layout.tp * run.config.head_dim * element_bytes
+    heads = step.key_copies * step.key_heads + step.value_heads
+    return step.tokens * heads // step.layout.tp * step.config.head_dim * element_bytes
 
 
-def ring_bytes(run: Run) -> int:
+def ring_bytes(step: TrainingStep) -> int:
     """Return the bytes that a rank sends to its neighbour: keys and values, and their gradients in fp32.
 
     The ring has cp - 1 steps in every pass. Gradients travel one step further, to the owner of the keys.
     """
-    cp = run.layout.cp
+    cp = step.layout.cp
     if cp == 1:
         return 0
-    passes = 3 if run.recompute else 2
-    per_layer = passes * (cp - 1) * key_value_bytes(run, run.compute_bytes) + cp * key_value_bytes(run, 4)
-    return run.config.num_layers * per_layer
+    passes = 3 if step.recompute else 2
+    per_layer = passes * (cp - 1) * key_value_bytes(step, step.compute_bytes) + cp * key_value_bytes(step, 4)
+    return step.config.num_layers * per_layer
 
 
-def tensor_parallel_volume(run: Run) -> int:
+def tensor_parallel_volume(step: TrainingStep) -> int:
     """Return the bytes of the tensors that are summed over tensor-parallel ranks.
 
     A layer sums the outputs of attention and feed-forward layer, and the gradients of their inputs. The recomputation
     stops before the sum of the feed-forward layer's output, which no gradient needs.
     """
-    if run.layout.tp == 1:
+    if step.layout.tp == 1:
         return 0
-    sums = 5 if run.recompute else 4
-    return run.config.num_layers * sums * run.tokens * run.config.embed_dim * run.compute_bytes
+    sums = 5 if step.recompute else 4
+    return step.config.num_layers * sums * step.tokens * step.config.embed_dim * step.compute_bytes
 
 
-def tensor_parallel_bytes(run: Run) -> int:
+def tensor_parallel_bytes(step: TrainingStep) -> int:
     """Return the bytes that a rank sends for these sums: a ring all-reduce sends 2 (tp - 1) / tp of a tensor."""
-    return tensor_parallel_volume(run) * 2 * (run.layout.tp - 1) // run.layout.tp
+    return tensor_parallel_volume(step) * 2 * (step.layout.tp - 1) // step.layout.tp
 
 
-def fsdp_volumes(run: Run) -> tuple[int, int]:
+def fsdp_volumes(step: TrainingStep) -> tuple[int, int]:
     """Return the bytes of the gathered parameters and of the reduced gradients.
 
     The layers are gathered in the forward and the backward pass, the rest once.
     """
-    if run.layout.fsdp == 1:
+    if step.layout.fsdp == 1:
         return 0, 0
-    parameters = count_parameters(run.config, run.layout.tp)
-    return (2 * parameters.layers + parameters.root) * run.compute_bytes, parameters.total * MASTER_BYTES
+    parameters = count_parameters(step.config, step.layout.tp)
+    return (2 * parameters.layers + parameters.root) * step.compute_bytes, parameters.total * MASTER_BYTES
 
 
-def fsdp_bytes(run: Run) -> int:
+def fsdp_bytes(step: TrainingStep) -> int:
     """Return the bytes that a rank sends: (n - 1) / n of every gathered and reduced tensor."""
-    ranks = run.layout.fsdp
-    return sum(fsdp_volumes(run)) * (ranks - 1) // ranks
+    ranks = step.layout.fsdp
+    return sum(fsdp_volumes(step)) * (ranks - 1) // ranks
 
 
-def state_bytes(run: Run) -> int:
+def state_bytes(step: TrainingStep) -> int:
     """Return the memory of parameters, gradients and Adam's moments of a rank."""
-    parameters = count_parameters(run.config, run.layout.tp)
-    return parameters.total * (2 * MASTER_BYTES + ADAM_BYTES) // run.layout.fsdp
+    parameters = count_parameters(step.config, step.layout.tp)
+    return parameters.total * (2 * MASTER_BYTES + ADAM_BYTES) // step.layout.fsdp
 
 
-def gathered_bytes(run: Run) -> int:
+def gathered_bytes(step: TrainingStep) -> int:
     """Return the memory of gathered parameters and whole gradients: the root, the current layer and the next one."""
-    if run.layout.fsdp == 1:
+    if step.layout.fsdp == 1:
         return 0
-    parameters = count_parameters(run.config, run.layout.tp)
-    layer = parameters.layers // run.config.num_layers
-    return (2 * layer + parameters.root) * run.compute_bytes + (layer + parameters.root) * MASTER_BYTES
+    parameters = count_parameters(step.config, step.layout.tp)
+    layer = parameters.layers // step.config.num_layers
+    return (2 * layer + parameters.root) * step.compute_bytes + (layer + parameters.root) * MASTER_BYTES
 
 
-def saved_bytes(run: Run) -> int:
+def saved_bytes(step: TrainingStep) -> int:
     """Return the memory that one layer saves for its backward pass (pre-norm, rotary positions, SwiGLU).
 
     Each norm saves its input, the normalized input and its output; attention saves query, keys, value, the output twice
     (as heads and as rows) and the lse in fp32; rotary positions sine and cosine for queries and keys; SwiGLU gate, up,
     silu(gate) and their product.
     """
-    config, tp = run.config, run.layout.tp
-    heads = (3 * config.num_heads + run.key_copies * run.key_heads + run.value_heads) // tp
+    config, tp = step.config, step.layout.tp
+    heads = (3 * config.num_heads + step.key_copies * step.key_heads + step.value_heads) // tp
     # The norms also save one number per token; the rotary angles are shared by all sequences and heads.
-    elements = run.tokens * (6 * config.embed_dim + heads * config.head_dim + 4 * config.ffn_dim // tp + 2)
-    rotary = run.tokens // run.sequences * 2 * config.head_dim
-    return (elements + rotary) * run.compute_bytes + run.tokens * config.num_heads // tp * 4
+    elements = step.tokens * (6 * config.embed_dim + heads * config.head_dim + 4 * config.ffn_dim // tp + 2)
+    rotary = step.tokens // step.sequences * 2 * config.head_dim
+    return (elements + rotary) * step.compute_bytes + step.tokens * config.num_heads // tp * 4
 
 
-def activation_bytes(run: Run) -> int:
+def activation_bytes(step: TrainingStep) -> int:
     """Return an upper bound of the memory of activations: inputs of all layers, one recomputed layer, logits.
 
     While a layer is differentiated, its saved tensors and gradients of at most the same size are in memory, and two
     blocks of keys and values with their gradients.
     """
-    config = run.config
-    stored = run.tokens * config.embed_dim * run.compute_bytes * config.num_layers
-    layers = 2 * saved_bytes(run) * (1 if run.recompute else config.num_layers)
-    ring = 2 * (key_value_bytes(run, run.compute_bytes) + key_value_bytes(run, 4)) if run.layout.cp > 1 else 0
+    config = step.config
+    stored = step.tokens * config.embed_dim * step.compute_bytes * config.num_layers
+    layers = 2 * saved_bytes(step) * (1 if step.recompute else config.num_layers)
+    ring = 2 * (key_value_bytes(step, step.compute_bytes) + key_value_bytes(step, 4)) if step.layout.cp > 1 else 0
     # Logits and their gradient, in fp32, of a chunk of tokens.
-    logits = 2 * 4 * min(MAX_LOGITS, run.tokens * config.vocab_size)
-    return (stored if run.recompute else 0) + layers + ring + logits
+    logits = 2 * 4 * min(MAX_LOGITS, step.tokens * config.vocab_size)
+    return (stored if step.recompute else 0) + layers + ring + logits
 
 
-def attention_intensity(run: Run) -> float:
+def attention_intensity(step: TrainingStep) -> float:
     """Return the FLOPs of causal attention per byte that the ring sends, in the forward pass of a layer."""
-    config, layout = run.config, run.layout
-    pairs = run.tokens * run.length / 2
-    flops = 2 * pairs * config.num_heads // layout.tp * config.head_dim * (run.key_copies + 1)
-    return flops / ((layout.cp - 1) * key_value_bytes(run, run.compute_bytes))
+    config, layout = step.config, step.layout
+    pairs = step.tokens * step.length / 2
+    flops = 2 * pairs * config.num_heads // layout.tp * config.head_dim * (step.key_copies + 1)
+    return flops / ((layout.cp - 1) * key_value_bytes(step, step.compute_bytes))
 
 
 # The plan of docs/distributed.md: a decoder of 7 B parameters, sequences of 128 k tokens, 64 GPUs.
@@ -251,22 +252,14 @@ def plan_table(length: int = LENGTH, layouts: Sequence[Layout] = LAYOUTS) -> str
     rows = []
     for name, config in MODELS.items():
         for layout in layouts:
-            run = Run(config, layout, length)
-            memory = [state_bytes(run), gathered_bytes(run), activation_bytes(run)]
-            sent = [ring_bytes(run), tensor_parallel_bytes(run), fsdp_bytes(run)]
+            step = TrainingStep(config, layout, length)
+            memory = [state_bytes(step), gathered_bytes(step), activation_bytes(step)]
+            sent = [ring_bytes(step), tensor_parallel_bytes(step), fsdp_bytes(step)]
             cells = [f"{number / GB:.1f}" for number in memory] + [f"**{sum(memory) / GB:.1f}**"]
             cells += [f"{number / GB:.1f}" for number in sent]
-            intensity = f"{attention_intensity(run):,.0f}" if layout.cp > 1 else "–"
+            intensity = f"{attention_intensity(step):,.0f}" if layout.cp > 1 else "–"
             rows.append([name, str(layout), f"{count_parameters(config).total / 1e9:.2f}", *cells, intensity])
     return markdown_table([header, *rows])
-
-
-def fill_page(text: str, table: str) -> str:
-    """Return a page with the table between its markers."""
-    marked = re.compile(r"(<!-- made: plan -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not marked.search(text):
-        fail("page", "has no markers: add <!-- made: plan --> and <!-- end -->, each on its own line")
-    return marked.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
 
 
 def _layouts(text: str) -> list[Layout]:
@@ -288,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.page is None:
             print(table)
         else:
-            write_atomically(options.page, fill_page(options.page.read_text(encoding="utf-8"), table))
+            page = options.page.read_text(encoding="utf-8")
+            write_atomically(options.page, fill_marked_parts(page, {"plan": table}, keep_others=True))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

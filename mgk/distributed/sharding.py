@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mgk._core.integers import ceil_div
 from mgk._core.masks import cu_seqlens_to_segments
 from mgk._core.validation import fail
 
@@ -66,7 +67,7 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     ranks = check_mesh(mesh).size()
     length = x.shape[dim]
     if length % (2 * ranks):
-        needed = -(-length // (2 * ranks)) * 2 * ranks
+        needed = ceil_div(length, 2 * ranks) * 2 * ranks
         fail("x", f"has length {length}, which is not a multiple of 2 × {ranks} ranks: pad it to {needed}")
     return x.index_select(dim, rows_of_rank(mesh.get_local_rank(), ranks, length // ranks, x.device))
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from mgk._core.validation import fail, nearest, one_of
+from mgk._core.validation import fail, one_of, spelling_hint
 from mgk.hf.readme import write_readme
 from mgk.models import DecoderConfig, EncoderConfig
 from mgk.models.checkpoint import KINDS
@@ -59,7 +59,7 @@ class MGKConfig(PreTrainedConfig):
                 setattr(self, name, kwargs.pop(name, field.default))
         for name in kwargs:
             # Transformers accepts any name; one that is close to a field is probably a typo.
-            suggestion = nearest(name, self.__dict__, cutoff=0.85)
+            suggestion = spelling_hint(name, self.__dict__, cutoff=0.85)
             if suggestion and not hasattr(type(self), name):
                 warnings.warn(f"{name} is not a setting of MGKConfig{suggestion}", stacklevel=2)
         super().__post_init__(**kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
-from mgk._core.validation import fail, number, one_of, positive_integer
+from mgk._core.validation import fail, first_line, number, one_of, positive_integer
 from mgk.hf.adapters import check_no_adapters
 from mgk.hf.attention_interface import replace_layer_attention
 from mgk.hf.example_inputs import make_example
@@ -99,8 +99,7 @@ def convert(
     try:
         before = _run_example(model, example)
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"example is not an input that {type(model).__name__} accepts: {reason}") from error
+        raise ValueError(f"example is not an input that {type(model).__name__} accepts: {first_line(error)}") from error
     attention_layers = _find_attention_layers(model, example)
     if not attention_layers:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
 import mgk
+from mgk._core.integers import ceil_div
 from mgk._core.validation import fail, positive_integer
 from mgk.cache import KeyValueCache
 from mgk.hf.configuration import MGKConfig
@@ -66,6 +67,7 @@ class MGKCache(Cache):
         return self.caches[layer_idx].length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: the caches grow as needed."""
         return -1
 
     def reserve(self, num_tokens: int) -> None:
@@ -329,7 +331,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         requested = (
             old_table.vocab_size if new_num_tokens is None else positive_integer("new_num_tokens", new_num_tokens)
         )
-        size = -(-requested // multiple) * multiple
+        size = ceil_div(requested, multiple) * multiple
         if size == old_table.vocab_size:
             return old_table
         config = dataclasses.replace(self.model.config, vocab_size=size)

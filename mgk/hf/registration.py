@@ -240,7 +240,7 @@ class ChangedModel:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return that of the original class: buffers that are not saved are not initialized for custom code."""
+        """Return whether the original class is custom code, whose unsaved buffers Transformers does not initialize."""
         return bool(cls.original_class.is_custom_code())
 
     # Transformers reads these from the source code of the class's module.

@@ -1,4 +1,4 @@
-"""Transformers tokenizers of the vocabularies of mgk.models."""
+"""Transformers tokenizers: those of the vocabularies of mgk.models, and a check of loaded ones."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def tokenizer_of_run(directory: str | Path) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         **special,
     )
+
+
+def has_vocabulary(tokenizer: Any) -> bool:
+    """Return whether a tokenizer was loaded, with its vocabulary; None stands for one that could not be loaded."""
+    # Without vocabulary files some tokenizer classes load with special tokens alone.
+    return tokenizer is not None and not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:

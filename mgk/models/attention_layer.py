@@ -1,9 +1,9 @@
-"""Attention layers from the configuration of a model."""
+"""Attention layers of models: the fields of their configuration, and the layers made from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -12,32 +12,57 @@ from mgk.attention import Attention
 from mgk.features import FEATURE_MAP_FACTORIES
 from mgk.variants import PRESETS, VARIANTS
 
-if TYPE_CHECKING:
-    from mgk.models.decoder import DecoderConfig
-    from mgk.models.encoder import EncoderConfig
-    from mgk.models.vision import VisionConfig
-
 # Layers other than `Attention` that the models can use, by name.
 REGISTERED_LAYERS: dict[str, Callable[..., nn.Module]] = {}
 
 
-def check_attention_fields(config: DecoderConfig | EncoderConfig | VisionConfig) -> None:
-    """Check the fields of a configuration that describe the attention layers, which all models have."""
-    variants = config.layer_variants
-    for name in variants:
-        one_of("variant", name, known_variants())
-    if len(variants) != config.num_layers:
-        choices = f"one name for all layers or one for each of {config.num_layers}"
-        fail("variant", f"must have {choices}, got {len(variants)} names")
-    one_of("preset", config.preset, PRESETS)
-    one_of("feature_map", config.feature_map, FEATURE_MAP_FACTORIES)
-    positive_integer("num_components", config.num_components)
-    for name in ("num_kv_heads", "num_key_heads"):
-        if getattr(config, name) is not None:
-            positive_integer(name, getattr(config, name))
-    number("dropout", config.dropout, 0, 1)
-    if config.attention_dropout is not None:
-        number("attention_dropout", config.attention_dropout, 0, 1)
+class AttentionConfig:
+    """Base class of the configurations of models: the fields of their attention layers.
+
+    The dataclasses of the models define the fields, with defaults and in an order of their own.
+    """
+
+    max_length: int
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None
+    num_key_heads: int | None
+    head_dim: int
+    variant: str | tuple[str, ...]
+    num_components: int
+    preset: str
+    feature_map: str
+    dropout: float
+    attention_dropout: float | None
+    backend: str
+
+    @property
+    def layer_variants(self) -> tuple[str, ...]:
+        """Attention variant of each layer."""
+        if not isinstance(self.variant, str | Sequence):
+            fail("variant", f"must be a name, or a list of names, one for each layer, got {self.variant!r}")
+        return (self.variant,) * self.num_layers if isinstance(self.variant, str) else tuple(self.variant)
+
+    def check_attention_fields(self) -> None:
+        """Check the fields that describe the attention layers, and make a list of variants a tuple."""
+        if isinstance(self.variant, list):
+            object.__setattr__(self, "variant", tuple(self.variant))
+        variants = self.layer_variants
+        for name in variants:
+            one_of("variant", name, known_variants())
+        if len(variants) != self.num_layers:
+            choices = f"one name for all layers or one for each of {self.num_layers}"
+            fail("variant", f"must have {choices}, got {len(variants)} names")
+        one_of("preset", self.preset, PRESETS)
+        one_of("feature_map", self.feature_map, FEATURE_MAP_FACTORIES)
+        positive_integer("num_components", self.num_components)
+        for name in ("num_kv_heads", "num_key_heads"):
+            if getattr(self, name) is not None:
+                positive_integer(name, getattr(self, name))
+        number("dropout", self.dropout, 0, 1)
+        if self.attention_dropout is not None:
+            number("attention_dropout", self.attention_dropout, 0, 1)
 
 
 def register_attention(name: str, make: Callable[..., nn.Module]) -> None:
@@ -59,9 +84,7 @@ def known_variants() -> list[str]:
     return [*VARIANTS, *REGISTERED_LAYERS]
 
 
-def make_attention(
-    config: DecoderConfig | EncoderConfig | VisionConfig, variant: str, layer_index: int = 0, **options: Any
-) -> Any:
+def make_attention(config: AttentionConfig, variant: str, layer_index: int = 0, **options: Any) -> Any:
     """Make the attention layer that a configuration describes.
 
     Args:

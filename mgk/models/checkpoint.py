@@ -1,4 +1,7 @@
-"""Saved models: model.safetensors, config.json and their checksums in one directory, without pickle."""
+"""Saved models: model.safetensors, config.json and their checksums in one directory, without pickle.
+
+`training.checkpoints` has the checkpoints of a run, `distributed.checkpoint` those of sharded models.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from mgk._core.checksums import replacing_verified, verify, write_verified
 from mgk._core.io import DataError, make_directory
-from mgk._core.validation import fail
+from mgk._core.validation import fail, first_line
 from mgk.models.decoder import DecoderConfig, LanguageModel
 from mgk.models.encoder import Classifier, EncoderConfig
 from mgk.models.vision import VisionConfig, VisionTransformer
@@ -92,8 +95,7 @@ def load_model(directory: str | Path, device: str | torch.device = "cpu") -> nn.
     except OSError as error:
         raise ValueError(f"the model in {directory} cannot be read ({error.strerror or error})") from error
     except (ValueError, TypeError, SafetensorError, RuntimeError, OverflowError, MemoryError) as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"the model in {directory} is damaged ({first_line}): {REMEDY}") from error
+        raise ValueError(f"the model in {directory} is damaged ({first_line(error)}): {REMEDY}") from error
     return model.to(device).eval()
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
-from mgk._core.validation import check_tokens, fail, flag, one_of, positive_integer
+from mgk._core.layer_checks import check_tokens
+from mgk._core.validation import fail, flag, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
 from mgk.models.adaptive_softmax import TiedEmbedding, check_cutoffs
-from mgk.models.attention_layer import check_attention_fields, make_attention
-from mgk.variants import VARIANTS, variants_per_layer
+from mgk.models.attention_layer import AttentionConfig, make_attention
+from mgk.variants import VARIANTS
 
 # Number of layers compiled together. Calls of compiled functions have overhead on the host: for forward and backward of
 # 16 layers 13 ms in groups of 1, 4.5 ms in groups of 4, 4.9 ms in one group (measured on a CPU with empty layers).
@@ -90,7 +91,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(AttentionConfig):
     """Configuration of a LanguageModel. The defaults are the paper's model for WikiText-103.
 
     `DecoderConfig(vocab_size, **FORMS["modern"])` is the modern architecture.
@@ -150,21 +151,15 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in "vocab_size max_length embed_dim ffn_dim num_layers num_heads head_dim".split():
             positive_integer(name, getattr(self, name))
-        for name in ("variant", "cutoffs"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_attention_fields(self)
+        if isinstance(self.cutoffs, list):
+            object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
+        self.check_attention_fields()
         one_of("norm", self.norm, NORMS)
         one_of("norm_place", self.norm_place, NORM_PLACES)
         one_of("positions", self.positions, POSITIONS)
         one_of("mlp", self.mlp, MLPS)
         check_cutoffs(self.cutoffs, self.vocab_size)
         flag("head_bias", self.head_bias)
-
-    @property
-    def layer_variants(self) -> tuple[str, ...]:
-        """Attention variant of each layer."""
-        return variants_per_layer(self.variant, self.num_layers)
 
 
 def make_norms(config: DecoderConfig) -> tuple[nn.Module | None, nn.Module | None]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mgk._core.layer_checks import check_tokens
 from mgk._core.masks import cu_seqlens_to_segments
-from mgk._core.validation import check_max_seqlen, check_tokens, fail, number, one_of, positive_integer
+from mgk._core.operator_checks import check_max_seqlen
+from mgk._core.validation import fail, number, one_of, positive_integer
 from mgk.models.adaptive_softmax import embed_tokens
-from mgk.models.attention_layer import check_attention_fields, make_attention
-from mgk.variants import VARIANTS, variants_per_layer
+from mgk.models.attention_layer import AttentionConfig, make_attention
+from mgk.variants import VARIANTS
 
 if TYPE_CHECKING:
     from mgk.models.vision import VisionConfig
@@ -25,7 +27,7 @@ POOLINGS = ("mean", "mean-padded")
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(AttentionConfig):
     """Configuration of a Classifier.
 
     Attributes:
@@ -84,9 +86,7 @@ class EncoderConfig:
             positive_integer(name, getattr(self, name))
         if self.documents not in (1, 2):
             fail("documents", f"must be 1 or 2, got {self.documents!r}")
-        if isinstance(self.variant, list):
-            object.__setattr__(self, "variant", tuple(self.variant))
-        check_attention_fields(self)
+        self.check_attention_fields()
         one_of("pooling", self.pooling, POOLINGS)
         number("token_std", self.token_std, 0, above=True)
 
@@ -95,11 +95,6 @@ class EncoderConfig:
         """Whether packed batches are exact and faster: EM would count the padding, linear attention would pad again."""
         layers = [VARIANTS.get(name) for name in self.layer_variants]
         return not any(v is None or v.similarity == "linear" or "em" in (v.prior, v.variance) for v in layers)
-
-    @property
-    def layer_variants(self) -> tuple[str, ...]:
-        """Attention variant of each layer."""
-        return variants_per_layer(self.variant, self.num_layers)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

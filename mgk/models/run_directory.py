@@ -1,4 +1,7 @@
-"""Run directories: the names of their files, and the best model of a run."""
+"""A run directory: the names of its files, and the best model in it.
+
+`training.runs` has the directories of several runs and what needs their tasks.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +81,14 @@ class RunDirectory:
         self.csv = self.path / "csv"
         self.trackers = self.path / "trackers.json"
 
-    def older_checkpoint(self, age: int) -> Path:
-        """Return the path of the checkpoint that is `age` saves older than the newest."""
+    def checkpoint_of_age(self, age: int) -> Path:
+        """Return the path of the checkpoint that is `age` saves older than the newest; 0 is the newest."""
         return self.path / f"last-{age}.ckpt" if age else self.checkpoint
 
     def checkpoints(self) -> list[Path]:
         """Return the existing checkpoints, newest first. A process killed while saving may leave only older ones."""
         ages = (re.fullmatch(r"last-([1-9]\d*)\.ckpt", path.name) for path in self.path.glob("last-*.ckpt"))
-        older = [self.older_checkpoint(age) for age in sorted(int(match[1]) for match in ages if match)]
+        older = [self.checkpoint_of_age(age) for age in sorted(int(match[1]) for match in ages if match)]
         return [path for path in (self.checkpoint, *older) if path.is_file()]
 
     def predictions(self, name: str, split: str) -> Path:

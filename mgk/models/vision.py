@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.validation import fail, positive_integer
-from mgk.models.attention_layer import check_attention_fields
+from mgk.models.attention_layer import AttentionConfig
 from mgk.models.encoder import EncoderLayer
-from mgk.variants import variants_per_layer
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(AttentionConfig):
     """Configuration of a VisionTransformer.
 
     Attributes:
@@ -67,12 +66,10 @@ class VisionConfig:
             positive_integer(name, getattr(self, name))
         if self.image_size % self.patch_size:
             fail("patch_size", f"= {self.patch_size} must divide image_size = {self.image_size}")
-        if isinstance(self.variant, list):
-            object.__setattr__(self, "variant", tuple(self.variant))
-        check_attention_fields(self)
+        self.check_attention_fields()
 
     @property
-    def max_length(self) -> int:
+    def max_length(self) -> int:  # type: ignore[override]
         """Number of patches."""
         return (self.image_size // self.patch_size) ** 2
 
@@ -80,11 +77,6 @@ class VisionConfig:
     def supports_packing(self) -> bool:
         """False: images have the same number of patches."""
         return False
-
-    @property
-    def layer_variants(self) -> tuple[str, ...]:
-        """Attention variant of each layer."""
-        return variants_per_layer(self.variant, self.num_layers)
 
 
 class VisionTransformer(nn.Module):

@@ -14,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress, no_progress
 from mgk._core.validation import one_of, positive_integer
 from mgk.tasks.data_cache import (
-    Progress,
     find_prepared,
     json_checksum,
-    no_progress,
     prepare_directory,
     read_manifest,
 )
@@ -202,7 +201,7 @@ class Task(ABC):
             >>> task = ListOps(name="tiny", counts={"train": 8, "dev": 4}, rules=LISTOPS_SHORT.rules, reads_tsv=False)
             >>> task.prepare(Path("data"))
         """
-        self._folder(Path(data_dir), positive_integer("workers", workers), progress, verify=True)
+        self._prepared_folder(Path(data_dir), positive_integer("workers", workers), progress, verify=True)
 
     def split(self, data_dir: Path, name: str) -> Any:
         """Return one of `splits`, prepared first if necessary, as returned by `read`.
@@ -215,7 +214,7 @@ class Task(ABC):
             8
         """
         one_of("split", name, self.splits)
-        return self.read(self._folder(Path(data_dir)), name)
+        return self.read(self._prepared_folder(Path(data_dir)), name)
 
     def read(self, folder: Path, name: str) -> Any:
         """Read a split from prepared data."""
@@ -231,7 +230,7 @@ class Task(ABC):
             >>> task.metadata(Path("data"))
             {'source': 'generated, seed 0', 'examples': {'train': 8, 'dev': 4}}
         """
-        return dict(read_manifest(self._folder(Path(data_dir)))["facts"])
+        return dict(read_manifest(self._prepared_folder(Path(data_dir)))["facts"])
 
     def checksum(self, data_dir: Path) -> str:
         """Return a checksum of the prepared examples, independent of how the source was packaged.
@@ -243,7 +242,7 @@ class Task(ABC):
             >>> len(task.checksum(Path("data")))
             12
         """
-        return json_checksum(read_manifest(self._folder(Path(data_dir)))["files"])[:12]
+        return json_checksum(read_manifest(self._prepared_folder(Path(data_dir)))["files"])[:12]
 
     def baselines(self, data_dir: Path) -> dict[str, dict[str, float]]:
         """Return the dev and test accuracy of simple methods; empty if the task has none.
@@ -257,9 +256,10 @@ class Task(ABC):
         """
         return dict(self.metadata(data_dir).get("baselines", {}))
 
-    def _folder(
+    def _prepared_folder(
         self, data_dir: Path, workers: int | None = None, progress: Progress = no_progress, verify: bool = False
     ) -> Path:
+        """Return the directory of the prepared data, which is built first if it is missing or outdated."""
         assert is_dataclass(self)
         # Download instructions do not affect the data.
         settings = {name: value for name, value in asdict(self).items() if name != "source"}

@@ -16,9 +16,10 @@ from typing import Any, AnyStr, ClassVar
 import numpy as np
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.models.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from mgk.tasks.base import Array, Task, write_array
-from mgk.tasks.data_cache import Progress, read_manifest
+from mgk.tasks.data_cache import read_manifest
 
 MEGABYTE = 1 << 20
 # Share of the dev split, and of the test split, in a text without separate files; both are taken from its end.
@@ -124,7 +125,7 @@ class WordCorpus(Corpus):
         return metadata
 
     def vocabulary(self, data_dir: Path) -> WordVocabulary:
-        return WordVocabulary.load(self._folder(Path(data_dir)))
+        return WordVocabulary.load(self._prepared_folder(Path(data_dir)))
 
     def load_vocabulary(self, folder: Path) -> WordVocabulary:
         return WordVocabulary.load(folder)

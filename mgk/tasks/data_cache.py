@@ -15,19 +15,14 @@ from typing import Any
 
 from mgk._core.checksums import file_checksum
 from mgk._core.io import ABANDONED, locked, write_atomically
+from mgk._core.progress import Progress, no_progress
 
 FORMAT = 1  # version of the file formats; enters the name of the directory
 MANIFEST = "cache.json"
 VERIFIED = "verified.json"  # sizes and modification times at the last verification
 
-Progress = Callable[[str, int, int], None]  # stage, done, total
-
 # Stamps that could not be written, by path.
 _unwritten: dict[str, dict[str, Any]] = {}
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
 
 
 def prepare_directory(

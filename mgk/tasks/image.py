@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.archives import read_npz, read_tar
 from mgk.tasks.base import Array, Example, Task, write_split
-from mgk.tasks.data_cache import Progress
 
 GREY_FILE = "cifar10-grey/cifar10-grey.npz"
 DIRECTORY, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
@@ -111,6 +111,7 @@ def check_counts(path: Path, split: str, pictures: Pictures, expected: int) -> N
 
 
 def make_examples(pictures: Pictures, indices: Array) -> Iterator[Example]:
+    """Yield the pixels and the class of each picture at these indices."""
     for index in indices.tolist():
         yield (pictures.pixels[index],), int(pictures.labels[index])
 

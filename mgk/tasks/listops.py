@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.base import Array, Example, Task, write_split
-from mgk.tasks.data_cache import Progress
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = (*"0123456789", *OPERATORS, "]")
@@ -306,6 +306,7 @@ class ListOps(Task):
 
 
 def example_digest(tokens: Array) -> bytes:
+    """Return a hash by which equal examples are found."""
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
-from mgk.tasks.data_cache import Progress
 
 FILES = {"train": "new_aan_pairs.train.tsv", "dev": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 REMEDY = "use the three files in tsv_data of LRA's release (github.com/google-research/long-range-arena)"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.models.vocabulary import SubwordVocabulary
 from mgk.tasks.base import Array, check_utf8, write_array
 from mgk.tasks.corpus import MEGABYTE, Corpus, SplitFile, existing_files, id_dtype, split_texts, text_files
-from mgk.tasks.data_cache import Progress
 
 # Lines encoded at a time; `tokenizers` encodes them in parallel.
 BATCH_LINES = 10_000
@@ -76,7 +76,7 @@ class SubwordCorpus(Corpus):
         return split_texts({Path(file).name: text for file, text in texts.items()}, "\n")
 
     def vocabulary(self, data_dir: Path) -> SubwordVocabulary:
-        return SubwordVocabulary.load(self._folder(Path(data_dir)))
+        return SubwordVocabulary.load(self._prepared_folder(Path(data_dir)))
 
     def load_vocabulary(self, folder: Path) -> SubwordVocabulary:
         return SubwordVocabulary.load(folder)

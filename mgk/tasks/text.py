@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.archives import read_tar
 from mgk.tasks.base import Example, Task, byte_tokens, check_utf8, write_split
-from mgk.tasks.data_cache import Progress
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 REMEDY = f"download {URL} again and put it there, packed or unpacked"
@@ -46,11 +46,13 @@ def shuffle_key(name: Name) -> bytes:
 
 
 def run_key(name: Name) -> str:
+    """Return the key of the run of consecutive reviews that a review belongs to."""
     split, label, number, _ = parse_name(name)
     return f"{split}/{label}/{int(number) // RUN_LENGTH}"
 
 
 def parse_name(name: Name) -> tuple[str, ...]:
+    """Return split, label, number and rating of a review."""
     match = REVIEW.fullmatch(name)
     assert match is not None
     return match.groups()
@@ -125,15 +127,18 @@ class Text(Task):
 
 
 def list_folder(path: Path) -> list[str]:
+    """Return the sorted names of the files in a folder; empty if it does not exist."""
     return sorted(os.listdir(path)) if path.is_dir() else []
 
 
 def make_examples(reviews: Mapping[Name, bytes], names: list[Name]) -> Iterator[Example]:
+    """Yield the bytes and the label of each review, in a fixed pseudo-random order."""
     for name in sorted(names, key=shuffle_key):
         yield (byte_tokens(reviews[name]),), int(parse_name(name)[1] == "pos")
 
 
 def read_folder(data_dir: Path, files: list[str]) -> Iterator[tuple[Name, bytes]]:
+    """Yield name and text of the reviews in the unpacked directory."""
     for file in files:
         yield file.removeprefix(f"{DIRECTORY}/"), (data_dir / file).read_bytes()
 

@@ -16,8 +16,8 @@ from mgk.models import save_model
 from mgk.models.run_directory import RunDirectory
 from mgk.training.checkpoints import CheckpointStore
 from mgk.training.config import TrainConfig
-from mgk.training.distributed import gather_weights, is_distributed
 from mgk.training.module import TrainingModule
+from mgk.training.process_group import is_distributed
 from mgk.training.progress import StepTime
 from mgk.training.signals import STOPPING, StopRequest
 from mgk.training.trackers import AppendingCSVLogger, drop_rows_after
@@ -140,6 +140,9 @@ class CheckpointCallback(pl.Callback):
             print(line, file=sys.stderr, flush=True)
         if objective.is_better(metrics["dev"], module.best[objective.metric]):
             module.best = {objective.metric: metrics["dev"], "step": step}
+            # Imported here: DTensor takes longer to import than the rest of the package.
+            from mgk.distributed.checkpoint import gather_weights
+
             weights = gather_weights(module.model)
             if trainer.is_global_zero:
                 save_model(module.model, self.files.best_model, weights)

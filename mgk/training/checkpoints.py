@@ -1,4 +1,7 @@
-"""Checkpoints of a run: saving with checksums and rotation, and the choice of an intact one on resume."""
+"""Checkpoints of a run: saving with checksums and rotation, and the choice of an intact one on resume.
+
+`models.checkpoint` loads the best model of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from mgk._core.io import DataError, sync_directory, sync_file, system_errors_of
 from mgk.models import load_model
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import KEEP_CHECKPOINTS
-from mgk.training.distributed import is_first_rank
+from mgk.training.process_group import is_first_rank
 
 
 class CheckpointFile(TorchCheckpointIO):
@@ -54,7 +57,7 @@ class CheckpointStore:
         """
         reasons = []
         for path in self.files.checkpoints():
-            reason = self._reason_against(path)
+            reason = self._unusable_reason(path)
             if reason is None:
                 self.selected = path
                 break
@@ -72,7 +75,7 @@ class CheckpointStore:
                     flush=True,
                 )
 
-    def _reason_against(self, path: Path) -> str | None:
+    def _unusable_reason(self, path: Path) -> str | None:
         """Return why a checkpoint cannot be used, or None if it can."""
         try:
             if verify(path, listed_as=self.files.checkpoint.name):
@@ -130,7 +133,7 @@ class CheckpointStore:
             if not is_first_rank():
                 return
             sync_file(temporary)
-            add_checksum(newest, file_checksum(temporary), count=self.keep + 1, current=self._readable())
+            add_checksum(newest, file_checksum(temporary), count=self.keep + 1, current=self._readable_checkpoints())
             self._shift_older()
             temporary.replace(newest)
             sync_directory(self.files.path)
@@ -141,7 +144,7 @@ class CheckpointStore:
         for path in self.files.checkpoints()[self.keep :]:
             path.unlink(missing_ok=True)
 
-    def _readable(self) -> Iterator[Path]:
+    def _readable_checkpoints(self) -> Iterator[Path]:
         """Yield the checkpoints of a run without checksums that can be read."""
         for path in self.files.checkpoints():
             if path not in self._damaged and (path == self.selected or unreadable_reason(path) is None):
@@ -149,7 +152,7 @@ class CheckpointStore:
 
     def _shift_older(self) -> None:
         """Rename checkpoints to the next older name, up to the first name that is free, damaged or the oldest."""
-        paths = [self.files.older_checkpoint(age) for age in range(self.keep)]
+        paths = [self.files.checkpoint_of_age(age) for age in range(self.keep)]
         is_usable = [path.exists() and path not in self._damaged for path in paths]
         replaced = is_usable.index(False) if False in is_usable else self.keep - 1
         for path, older in reversed(list(pairwise(paths[: replaced + 1]))):

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgk._core.validation import fail, flag, nearest, number, one_of, positive_integer
+from mgk._core.validation import fail, flag, number, one_of, positive_integer, spelling_hint
 from mgk.models.attention_layer import known_variants
 from mgk.tasks import PLUGIN_HINT
 
@@ -236,7 +236,7 @@ class Recipe:
             elif key in known:
                 training[key] = value
             else:
-                hint = nearest(key, known)
+                hint = spelling_hint(key, known)
                 fail("--set", f"must set one of {', '.join(sorted(known))} or model.*, got {key!r}{hint}")
         try:
             changed = dataclasses.replace(self.training, **training)
@@ -310,8 +310,8 @@ def recipe_text(name: str) -> str:
     return files[one_of("recipe", name, sorted(files))].read_text(encoding="utf-8")
 
 
-def _fields(name: str) -> dict[str, Any]:
-    """Return the fields of a recipe file after checking their types."""
+def _read_fields(name: str) -> dict[str, Any]:
+    """Read the fields of a recipe file and check their types."""
     import yaml
 
     try:
@@ -357,7 +357,7 @@ def load_recipe(name: str, extending: tuple[str, ...] = ()) -> Recipe:
     """
     if name in extending:
         fail("recipe", f"{name} extends itself")
-    fields = _fields(name)
+    fields = _read_fields(name)
     base = load_recipe(fields.pop("extends"), (*extending, name)) if "extends" in fields else None
     for key in ("title", "task"):
         if base is None and key not in fields:

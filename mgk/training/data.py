@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mgk._core.integers import ceil_div
 from mgk._core.masks import cu_seqlens_to_segments
 from mgk.models.adaptive_softmax import round_capacity
 
@@ -107,8 +108,8 @@ class DevelopmentSampler:
 
     def __init__(self, examples: int, batch_size: int, rank: int, world_size: int) -> None:
         batches = [part for part in torch.arange(examples)[rank::world_size].split(batch_size) if len(part)]
-        most_examples = -(-examples // world_size)
-        missing = -(-most_examples // batch_size) - len(batches)
+        most_examples = ceil_div(examples, world_size)
+        missing = ceil_div(most_examples, batch_size) - len(batches)
         padding = [(torch.zeros(1, dtype=torch.long), 0)] * missing
         self.batches = [*((indices, len(indices)) for indices in batches), *padding]
 

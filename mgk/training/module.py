@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from mgk._core.priors import sum_over_ranks
 from mgk.training.config import TrainConfig
 from mgk.training.data import DevelopmentSampler, EpochPermutation, TrainSampler, seed_of
-from mgk.training.distributed import is_distributed
 from mgk.training.objectives import Objective
+from mgk.training.process_group import is_distributed
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, settings: TrainConfig) -> LRScheduler:
@@ -189,7 +188,7 @@ class TrainingModule(pl.LightningModule):
         totals = torch.cat([counts @ means, counts.sum()[None]])
         if is_distributed():
             totals = totals.to(self.device)
-            sum_over_ranks(totals)
+            torch.distributed.all_reduce(totals)
         *sums, examples = totals.tolist()
         return {name: total / examples for name, total in zip(names, sums, strict=True)}
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mgk._core.io import markdown_table, write_atomically
+from mgk._core.io import write_atomically
+from mgk._core.markdown import markdown_table
 from mgk.training import predictions, results
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.equal_time import EqualTimeSpec

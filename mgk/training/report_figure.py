@@ -29,10 +29,10 @@ def sort_key(row: ModelSpec) -> tuple[Any, ...]:
     variant = VARIANTS.get(row.variant)
     is_linear = variant is not None and variant.similarity == "linear"
     order = list(COLOURS).index(row.variant) if row.variant in COLOURS else len(COLOURS)
-    return (is_linear, *group_of(row), order, str(row))
+    return (is_linear, *head_counts(row), order, str(row))
 
 
-def group_of(row: ModelSpec) -> tuple[int, int, int]:
+def head_counts(row: ModelSpec) -> tuple[int, int, int]:
     """Return the negated numbers of heads, value heads and key heads."""
     kv_heads = row.kv_heads or row.heads
     return -row.heads, -kv_heads, -(row.key_heads or kv_heads)
@@ -66,7 +66,7 @@ def make_figure(summaries: Sequence[ModelSummary], recipe: Recipe, chance: float
     """
     from matplotlib.figure import Figure
 
-    from mgk.analysis.report.figures import literal
+    from mgk.analysis.report.figures import escape_dollars
 
     summaries = sorted(summaries, key=lambda summary: sort_key(summary.row))
     costs = cost_panels(summaries)
@@ -82,13 +82,13 @@ def make_figure(summaries: Sequence[ModelSummary], recipe: Recipe, chance: float
         axes.tick_params(labelsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         for y, (above, below) in enumerate(itertools.pairwise(summaries)):
-            if group_of(above.row) != group_of(below.row):
+            if head_counts(above.row) != head_counts(below.row):
                 axes.axhline(y + 0.5, color="#d0d0d0", linewidth=0.8, zorder=0)
     score_axes.set_yticks(range(len(summaries)), [str(summary.row) for summary in summaries])
     for label, colour in zip(score_axes.get_yticklabels(), colours, strict=True):
         label.set_color(colour)
     score_axes.set_ylim(len(summaries) - 0.5, -0.6)
-    figure.suptitle(literal(textwrap.fill(recipe.title, 100)), fontsize=10)
+    figure.suptitle(escape_dollars(textwrap.fill(recipe.title, 100)), fontsize=10)
     return figure
 
 

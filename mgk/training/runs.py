@@ -1,4 +1,7 @@
-"""Run directories: their paths under a common parent directory, and loading language models from them."""
+"""Runs on disk: their directories under a common parent, their tasks, and loading language models from them.
+
+`models.run_directory` names the files of one directory; it is below the tasks, because mgk.hf loads runs too.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mgk.training.distributed import is_distributed
+from mgk.training.process_group import is_distributed
 
 # Seconds allowed for an orderly exit after the second signal.
 GRACE = 2.0

@@ -21,7 +21,7 @@ from pytorch_lightning.loggers.logger import rank_zero_experiment
 from mgk._core.io import write_atomically
 from mgk._core.validation import fail, one_of
 from mgk.models.run_directory import RunDirectory
-from mgk.training.distributed import is_first_rank
+from mgk.training.process_group import is_first_rank
 
 DEFAULT = "tensorboard"
 # Value of --logger that selects no tracker.

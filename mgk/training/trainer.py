@@ -33,9 +33,9 @@ from mgk.training.callbacks import LOG_EVERY, CheckpointCallback
 from mgk.training.checkpoints import CheckpointFile, CheckpointStore, set_aside_damaged_manifest
 from mgk.training.config import KEEP_CHECKPOINTS, ModelSpec, Recipe, TrainConfig
 from mgk.training.data import seed_of
-from mgk.training.distributed import is_first_rank
 from mgk.training.module import TrainingModule
 from mgk.training.objectives import OBJECTIVES, Objective
+from mgk.training.process_group import is_first_rank
 from mgk.training.progress import ProgressBar
 from mgk.training.runs import run_path
 
@@ -46,6 +46,8 @@ ADDED_SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"token_std": 0.02, "num_key_heads": None},
     "training": {"beta2": 0.999, "final_lr": 0.0, "decay": "all"},
 }
+# Sequence length and number of parameters above which training on a CPU is impractical.
+LONG, LARGE = 1000, 10_000_000
 # Packages besides torch whose versions are listed in environment.json.
 PACKAGES = ("triton", "pytorch-lightning", "mgk")
 # Warnings that need no action: two of the compiler, and Lightning's for a training without srun where srun exists.
@@ -96,6 +98,13 @@ class Run:
             settings = description[section].items()
             description[section] = {key: value for key, value in settings if key not in added or value != added[key]}
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def warn_if_gpu_recommended(recipe: Recipe, length: int, parameters: int) -> None:
+    """Print a warning if a model is too large to train on a CPU."""
+    if length >= LONG or parameters > LARGE:
+        size = f"{parameters:,} parameters, sequences of {length:,}"
+        print(f"{recipe.name} ({size}) is meant for a GPU; on a CPU try `mgk compare demo`", file=sys.stderr)
 
 
 @contextmanager

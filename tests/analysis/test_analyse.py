@@ -11,7 +11,7 @@ import mgk
 from mgk._core.eval_mode import eval_mode
 from mgk._core.priors import EMPrior, LearnedPrior
 from mgk.analysis import analyse
-from mgk.analysis.ablation import remove_heads
+from mgk.analysis.ablation import measure_removals
 from mgk.analysis.capture import capture_attention
 from mgk.analysis.ranks import max_matrices
 from mgk.analysis.weights import sample_weights
@@ -247,7 +247,9 @@ def test_removal_batches_samples_within_memory():
     @torch.no_grad()
     def removal(inputs, **more):
         heads = {"layers.0.attention": 4, "layers.1.attention": 4}
-        removals = remove_heads(model, inputs, heads, capture_attention, lambda *call: stages.append(call[0]), **more)
+        removals = measure_removals(
+            model, inputs, heads, capture_attention, lambda *call: stages.append(call[0]), **more
+        )
         return [removals[name] for name in heads]
 
     one_by_one = removal(inputs, memory=1 << 20)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mgk.analysis.flops import ModelCost
-from mgk.analysis.report import findings
+from mgk.analysis.report import findings, verdicts
 from mgk.analysis.similarity import Similarity
 
 
@@ -33,7 +33,7 @@ def describe(*layers, costs=(), cost=None):
     analysis = SimpleNamespace(
         layers=list(layers), heads=sum(one.heads for one in layers), different=different, different_by_chance={}
     )
-    return findings.headline(analysis), findings.sentences(analysis, costs, cost, None)
+    return verdicts.headline(analysis), findings.sentences(analysis, costs, cost, None)
 
 
 def test_no_head_is_named_if_none_matters():

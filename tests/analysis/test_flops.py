@@ -5,7 +5,7 @@ import csv
 import pytest
 from typer.testing import CliRunner
 
-from mgk.analysis.flops import count_costs, fewer_heads, per_head
+from mgk.analysis.flops import count_costs, estimate_head_cost, fewer_heads
 from mgk.cli import commands
 from mgk.cli.flops import FIGURES
 from mgk.models import EncoderConfig
@@ -66,7 +66,7 @@ def test_costs_equal_a_count_by_hand(variant):
 
 def test_cost_of_a_head_is_the_difference_of_two_models():
     four_heads, three_heads = by_hand("softmax", 4, 50), by_hand("softmax", 3, 50)
-    one = per_head(WIDTH, HEAD, 1.0, 50)
+    one = estimate_head_cost(WIDTH, HEAD, 1.0, 50)
     biases = 3 * HEAD
     assert LAYERS * (one.params + biases) == four_heads[0] - three_heads[0]
     assert LAYERS * one.flops == four_heads[1] - three_heads[1]

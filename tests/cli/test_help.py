@@ -8,8 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from mgk.cli import commands
-from mgk.cli.app import describe_preparation
 from mgk.cli.help_texts import EXAMPLES, WIDTH, attribute_meanings, epilog
+from mgk.cli.preparation import describe_preparation
 from mgk.models import DecoderConfig, EncoderConfig, VisionConfig
 from mgk.training.config import TrainConfig
 

@@ -52,7 +52,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr("mgk.training.cluster.run_on_slurm", run_on_slurm)
     monkeypatch.setattr("mgk.training.cluster.check_cluster", lambda name, options: None)
     monkeypatch.setattr("mgk.training.profiling.profile_run", profile_run)
-    monkeypatch.setattr("mgk.cli.comparison.write_report", write_report)
+    monkeypatch.setattr("mgk.training.comparison.write_report", write_report)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
     monkeypatch.setattr("mgk.training.runs.load_language_model", load)
     monkeypatch.setattr("mgk.training.evaluate.load_objective", load_objective)

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from mgk._core.markdown import fill_marked_parts
 from mgk.distributed import context_parallel, planning, shard, tensor_parallel
-from mgk.distributed.planning import Layout, Run, count_parameters
+from mgk.distributed.planning import Layout, TrainingStep, count_parameters
 from mgk.models import DecoderConfig, LanguageModel
 from mgk.models.decoder import FORMS
 from tests.support.communication import CommunicationVolume
@@ -94,7 +95,7 @@ def runs():
         for recompute in (False, True):
             for dims in ((1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 4, 1)):
                 if name == "smgk" or dims[1] > 1:
-                    yield Run(config, Layout(*dims), recompute=recompute, **common)
+                    yield TrainingStep(config, Layout(*dims), recompute=recompute, **common)
 
 
 def work(rank, ranks):
@@ -110,7 +111,7 @@ def test_formulas_equal_measurements(tmp_path):
         for run, measured in zip(runs(), volumes, strict=True):
             layout = run.layout
             # FSDP shards over the data-parallel ranks only in these runs.
-            over_dp = Run(**{**vars(run), "layout": Layout(layout.dp, 1, layout.tp)})
+            over_dp = TrainingStep(**{**vars(run), "layout": Layout(layout.dp, 1, layout.tp)})
             gathered, reduced = planning.fsdp_volumes(over_dp)
             assert measured.get("send", 0) == planning.ring_bytes(run), run
             assert measured.get("all_reduce", 0) == planning.tensor_parallel_volume(run), run
@@ -126,7 +127,8 @@ def test_formulas_equal_measurements(tmp_path):
 
 def test_page_has_the_table_of_the_command(capsys):
     page = PAGE.read_text(encoding="utf-8")
-    assert planning.fill_page(page, planning.plan_table()) == page, "run python -m mgk.distributed.planning --page PAGE"
+    filled = fill_marked_parts(page, {"plan": planning.plan_table()}, keep_others=True)
+    assert filled == page, "run python -m mgk.distributed.planning --page PAGE"
     planning.main(["--length", "4096", "--layouts", "1x2x2"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| softmax:32", "| smgk:16"]
@@ -145,6 +147,4 @@ def test_bad_options_end_with_one_line(arguments, capsys):
 def test_linear_attention_is_refused():
     config = DecoderConfig(64, variant="mlk")
     with pytest.raises(ValueError, match="config must have one mixture variant"):
-        Run(config, Layout(1, 2, 1), 128)
-    with pytest.raises(ValueError, match="page has no markers"):
-        planning.fill_page("text", "table")
+        TrainingStep(config, Layout(1, 2, 1), 128)

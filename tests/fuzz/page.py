@@ -33,7 +33,7 @@ def render(page: str, results: Path = ROOT / "results") -> str:
 
 
 def _table(path: Path, before: str, after: str, header: list[str]) -> str:
-    from mgk._core.io import markdown_table
+    from mgk._core.markdown import markdown_table
     from mgk.training.results import latest
 
     with path.open(newline="", encoding="utf-8") as file:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mgk.cli import hard_exit
+from mgk.distributed.checkpoint import gather_weights
 from mgk.models import save_model
 from mgk.models.decoder import FORMS
 from mgk.models.vocabulary import ByteVocabulary
@@ -16,8 +17,8 @@ from mgk.tasks.base import Split
 from mgk.tasks.corpus import TokenStream
 from mgk.training import callbacks, trainer
 from mgk.training.config import ModelSpec, Recipe, TrainConfig
-from mgk.training.distributed import gather_weights, shutdown_distributed
 from mgk.training.module import TrainingModule
+from mgk.training.process_group import shutdown_distributed
 
 
 @dataclass

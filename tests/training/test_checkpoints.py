@@ -113,7 +113,7 @@ def test_run_resumes_bit_for_bit_from_the_older_checkpoint(run, finished, capsys
     else:
         assert warnings == [
             f"mgk: warning: {run.checkpoint} is damaged (its checksum differs from those in {MANIFEST}): "
-            f"resuming from the older {run.older_checkpoint(1)}"
+            f"resuming from the older {run.checkpoint_of_age(1)}"
         ]
     # The intact checkpoint of step 4 was not replaced by the damaged one.
     assert [read(path)["global_step"] for path in run.checkpoints()] == [6, 4]
@@ -125,7 +125,7 @@ def test_flipped_byte_anywhere_is_detected(run, position):
     flip(run.checkpoint, position if isinstance(position, int) else int(position * size))
     store = CheckpointStore(run)
     store.select()
-    assert store.selected == run.older_checkpoint(1)
+    assert store.selected == run.checkpoint_of_age(1)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -138,7 +138,7 @@ def test_checkpoint_without_checksum_is_read_and_its_crc_compared(run, damage, c
     DAMAGE[damage](run.checkpoint)
     store = CheckpointStore(run)
     store.select()
-    assert store.selected == run.older_checkpoint(1)
+    assert store.selected == run.checkpoint_of_age(1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mgk: warning: {run.checkpoint} is damaged (")
 
@@ -230,7 +230,7 @@ def test_rotation_replaces_damaged_checkpoints_first(tmp_path, damaged, expected
     store = CheckpointStore(files, 3)
     for text in "cba":
         store.save(lambda path, text=text: path.write_text(text))
-    store._damaged = {files.older_checkpoint(age) for age in damaged}
+    store._damaged = {files.checkpoint_of_age(age) for age in damaged}
     store.save(lambda path: path.write_text("e"))
     assert "".join(contents(files).values()) == expected
 

@@ -8,7 +8,7 @@ from experiments.paper import kernel_targets, verdicts
 from experiments.paper.claims.quality import BASELINES, ExperimentResults
 from experiments.paper.recipe_results import PRESET
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 from mgk.bench.timing import PASSES
 from mgk.training.config import ModelSpec
 from mgk.training.results import latest, latest_value
@@ -67,11 +67,13 @@ def pairs(costs: list[RowCost]) -> list[tuple[RowCost, RowCost]]:
 
 
 def ratios(mixture: RowCost, baseline: RowCost) -> dict[str, float]:
+    """Return mixture / baseline of each cost that both models have."""
     names = [name for name in mixture.values if name in baseline.values]
     return {name: mixture.values[name] / baseline.values[name] for name in names}
 
 
 def judge(name: str, mixture: float, baseline: float) -> str:
+    """Judge whether a mixture has less of a cost than its baseline."""
     return verdicts.cheaper(mixture / baseline, _tolerance(name, min(mixture, baseline)))
 
 
@@ -90,6 +92,7 @@ def _tolerance(name: str, smaller: float) -> float:
 
 
 def table(costs: list[RowCost]) -> str:
+    """Format the costs of each mixture and its baseline, with verdicts."""
     used = [name for name in (*COUNTS, *MEASURED.values()) if any(name in cost.values for cost in costs)]
     lines = [["models", *used]]
     for mixture, baseline in pairs(costs):

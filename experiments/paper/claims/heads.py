@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import BASELINES
-from experiments.paper.intervals import ONE_SEED, Difference
+from experiments.paper.comparisons import ONE_SEED, Difference
 from experiments.statistics import half_width, pooled_spread
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training import results
 from mgk.training.config import ModelSpec
 
@@ -122,6 +122,7 @@ def judge(models: list[HeadStats]) -> list[HeadComparison]:
 
 
 def table(models: list[HeadStats]) -> str:
+    """Format the differences of each pair of models by all measures, with verdicts."""
     lines = [["pair", *MEASURES, *LOSSES.values(), "verdict"]]
     comparisons = judge(models)
     for mixture, baseline in dict.fromkeys((item.mixture, item.baseline) for item in comparisons):

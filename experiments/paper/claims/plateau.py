@@ -11,7 +11,7 @@ from scipy import stats
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import BASELINES, ExperimentResults
 from experiments.statistics import SquaredError, half_width, pooled_spread
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training.config import ModelSpec
 
 MIXTURES = tuple(mixture for mixture, baseline in BASELINES.items() if baseline == "softmax")
@@ -73,6 +73,7 @@ def _sentence(result: PlateauDifference) -> str:
 
 
 def table(experiments: list[ExperimentResults]) -> str:
+    """Format the differences of all mixtures from softmax."""
     lines = [["mixture − softmax, same heads", "pairs of models", "runs", "steps", "p"]]
     for mixture in MIXTURES:
         result = compare(experiments, mixture)

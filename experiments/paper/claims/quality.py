@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.paper import verdicts
-from experiments.paper.intervals import Difference, compare
+from experiments.paper.comparisons import Difference, compare
 from experiments.paper.plan import Experiment
 from experiments.paper.recipe_results import STANDS_FOR, RecipeResults, TrainedRun
-from mgk._core.io import format_number, format_signed, markdown_table
+from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training.config import ModelSpec
 from mgk.training.sweep import metric_format
 
@@ -127,6 +127,7 @@ class GapVerdict:
 
 
 def judge_gaps(item: ExperimentResults) -> list[GapVerdict]:
+    """Judge whether mixtures narrow the gap between linear attention and softmax with the same number of heads."""
     judged = []
     for mixture in item.rows:
         linear, softmax = ModelSpec("linear", mixture.heads), ModelSpec("softmax", mixture.heads)
@@ -138,6 +139,7 @@ def judge_gaps(item: ExperimentResults) -> list[GapVerdict]:
 
 
 def paper_difference(item: ExperimentResults, first: ModelSpec, second: ModelSpec) -> float | None:
+    """Return the paper's difference of two models on the scale; None if it lacks one of them."""
     results = item.results
     scores = [results.scale.score(value) for row in (first, second) if (value := results.paper(row)) is not None]
     return scores[0] - scores[1] if len(scores) == 2 else None
@@ -184,6 +186,7 @@ def table(item: ExperimentResults, judged: list[Verdict], control: str = "contro
 
 
 def gap_table(item: ExperimentResults, gaps: list[GapVerdict]) -> str:
+    """Format the gaps of an experiment, and the names of those that are not measured."""
     unit = item.results.scale.unit
     lines = [
         ["models", f"softmax − linear, {unit}", f"mixture − linear, {unit}", "share of the gap", "paper", "verdict"]
@@ -229,6 +232,7 @@ def runs_table(item: ExperimentResults) -> str:
 
 
 def format_learnt(runs: list[TrainedRun]) -> str:
+    """Format the number of runs that learnt the task."""
     return f"{sum(run.learnt for run in runs)} of {len(runs)}"
 
 

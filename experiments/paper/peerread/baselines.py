@@ -67,6 +67,7 @@ class TfidfIndex:
 
 
 def topic_features(corpus: TfidfIndex, first: Array, second: Array) -> Array:
+    """Return features of the words that the documents of each pair share, [pairs, 5]."""
     cosine, overlap = corpus.cosines(first, second), corpus.overlaps(first, second)
     return np.stack([cosine, cosine**2, np.log(cosine + 0.01), overlap, overlap**2], axis=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.paper import verdicts
 from experiments.result_rows import Rows
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 
 PROBE, RECIPE, BASELINE = "retrieval-probe", "retrieval-peerread", "baseline: "
 

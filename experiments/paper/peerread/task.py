@@ -36,8 +36,8 @@ from experiments.paper.peerread.baselines import (
 from experiments.paper.peerread.citations import TitleIndex, strip_citations
 from experiments.paper.peerread.communities import find_communities
 from mgk._core.io import DataError
+from mgk._core.progress import Progress
 from mgk.tasks.base import Array, Example, Task, byte_tokens, write_split
-from mgk.tasks.data_cache import Progress
 
 DOCS, LINKS = "docs.jsonl", "citation_links.tsv"
 REMEDY = (
@@ -357,6 +357,7 @@ def truncate(text: str, length: int) -> str:
 
 
 def make_examples(pairs: Array, tokens: Sequence[Array]) -> Iterator[Example]:
+    """Yield the examples of pairs: the tokens of both papers, and whether one cites the other."""
     for first, second, kind in pairs.tolist():
         yield (tokens[first], tokens[second]), int(kind == CITATION)
 

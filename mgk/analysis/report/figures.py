@@ -70,14 +70,14 @@ def _grid(rows: int, columns: int, width: float, height: float, **options: Any) 
     return pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, constrained_layout=True, **options)
 
 
-def literal(text: str) -> str:
-    """Escape the dollar signs of a text, between which matplotlib would parse TeX."""
+def escape_dollars(text: str) -> str:
+    """Escape the dollar signs of a text: matplotlib would parse TeX between them."""
     return text.replace("$", r"\$")
 
 
 def _title(figure: Any, title: str) -> None:
     """Set the title above all panels, wrapped to the width of the figure."""
-    figure.suptitle(literal(textwrap.fill(title, int(LETTERS_PER_INCH * figure.get_figwidth()))), fontsize=10)
+    figure.suptitle(escape_dollars(textwrap.fill(title, int(LETTERS_PER_INCH * figure.get_figwidth()))), fontsize=10)
 
 
 def _line_styles(variants: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -89,12 +89,12 @@ def _line_styles(variants: dict[str, str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _times(rows: int, columns: int) -> str:
+def _format_size(rows: int, columns: int) -> str:
     """Return "rows × columns" with no-break spaces."""
     return f"{rows}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{columns}"
 
 
-def spread(depth: int, most: int) -> list[int]:
+def spaced_layers(depth: int, most: int) -> list[int]:
     """Return at most `most` of `depth` layer numbers, evenly spaced, with the first and the last."""
     return [round(position) for position in np.linspace(0, depth - 1, min(depth, most))]
 
@@ -119,7 +119,7 @@ def draw_maps(analysis: Analysis, model: str, directory: Path, name: str, poolin
 def draw_layer_maps(layers: Sequence[Maps], model: str, directory: Path, name: str, pooling: str = "mean") -> list[str]:
     """Draw the maps of each layer, as `draw_maps` does."""
     columns = max(len(maps.pooled[pooling]) for maps in layers)
-    shown = spread(len(layers), MAX_LAYERS)
+    shown = spaced_layers(len(layers), MAX_LAYERS)
     side = min(2.0, (WIDTH - 1.2) / columns)
     figure, axes = _grid(len(shown), columns, 1.2 + side * columns, 0.9 + 0.95 * side * len(shown))
     colours = ListedColormap(np.frombuffer(PALETTE, np.uint8).reshape(256, 3) / 255)
@@ -144,9 +144,9 @@ def draw_layer_maps(layers: Sequence[Maps], model: str, directory: Path, name: s
         panel.set_xlabel("key", labelpad=-6)
     maps = layers[0]
     _weight_scale(figure.colorbar(image, ax=axes, aspect=30, pad=0.02), maps.keys)
-    pooled = "" if maps.factor == 1 else f", {pooling} of {_times(maps.factor, maps.factor)}"
+    pooled = "" if maps.factor == 1 else f", {pooling} of {_format_size(maps.factor, maps.factor)}"
     layer_names = "" if len(shown) == len(layers) else f", {len(shown)} of {len(layers)} layers"
-    _title(figure, f"{model}: attention maps, {_times(maps.queries, maps.keys)}{pooled}{layer_names}")
+    _title(figure, f"{model}: attention maps, {_format_size(maps.queries, maps.keys)}{pooled}{layer_names}")
     return _save(figure, directory, name, MAP_DPI)
 
 
@@ -176,7 +176,7 @@ def draw_ranks(ranks: dict[str, list[Ranks]], variants: dict[str, str], director
         The names of the files.
     """
     depth = max(map(len, ranks.values()))
-    layers = spread(depth, MAX_LAYERS)
+    layers = spaced_layers(depth, MAX_LAYERS)
     short, shared = shorten_names(list(ranks))
     figure, axes = _grid(2, len(layers), WIDTH if len(layers) > 1 else 5, 1.6 + 0.9 * len(ranks), sharey=True)
     for row, measure in enumerate(("rank", "effective")):
@@ -200,7 +200,7 @@ def draw_ranks(ranks: dict[str, list[Ranks]], variants: dict[str, str], director
             panel.set_xlabel("rank, %" if measure == "rank" else "effective rank, %")
             if row == 0:
                 panel.set_title(f"layer {number + 1}")
-        axes[row][0].set_yticks(range(len(ranks)), [literal(short[model]) for model in ranks], fontsize=9)
+        axes[row][0].set_yticks(range(len(ranks)), [escape_dollars(short[model]) for model in ranks], fontsize=9)
         for label, model in zip(axes[row][0].get_yticklabels(), ranks, strict=True):
             label.set(color=colour_of(variants[model]), va="bottom")
     size = int(next(of.size.max() for of_layers in ranks.values() for of in of_layers if len(of.size)))
@@ -300,10 +300,10 @@ def draw_curves(curves: list[Curve], variants: dict[str, str], directory: Path, 
             # Nearly constant values would be labelled with their differences from an offset.
             panel.ticklabel_format(axis="y", useOffset=False)
         panel.set_xlabel("step")
-        panel.set_title(literal(f"{metric}, {split}"))
+        panel.set_title(escape_dollars(f"{metric}, {split}"))
     for (metric, split), panel in zip(panels, axes.flat, strict=False):
         ends = [
-            End(curve.steps[-1], curve.values[-1], literal(short[curve.run]), styles[curve.run]["color"])
+            End(curve.steps[-1], curve.values[-1], escape_dollars(short[curve.run]), styles[curve.run]["color"])
             for curve in curves
             if (curve.metric, curve.split) == (metric, split)
         ]
@@ -340,7 +340,7 @@ def draw_costs(
             x, colour = [x for x, _ in points], colour_of(points[0][1].variant)
             panel.plot(x, values[line], linestyle=dashes[line], color=colour, linewidth=2)
             panel.plot(x, values[line], "o", color=colour, markersize=3)
-            ends[-1].append(End(x[-1], values[line][-1], literal(line), colour))
+            ends[-1].append(End(x[-1], values[line][-1], escape_dollars(line), colour))
         panel.set_xlabel(label)
         panel.set_title(description)
         panel.set_ylim(bottom=0)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from mgk.analysis.analyse import Analysis
-from mgk.analysis.flops import ModelCost, PerHead
+from mgk.analysis.flops import HeadCost, ModelCost
 from mgk.analysis.layer import Layer
-from mgk.analysis.report.verdicts import Verdict, describe_keys, describe_values, headline, judge_keys
-
-__all__ = ["headline", "sentences"]
+from mgk.analysis.report.verdicts import Verdict, describe_keys, describe_values, judge_keys
 
 # Heads count as redundant below this share of different maps.
 FEW_DIFFERENT = 0.6
@@ -24,9 +22,9 @@ HARDLY_USED = 0.05
 
 
 def sentences(
-    analysis: Analysis, costs: Sequence[ModelCost], cost: ModelCost | None, one_head: PerHead | None
+    analysis: Analysis, costs: Sequence[ModelCost], cost: ModelCost | None, one_head: HeadCost | None
 ) -> list[str]:
-    """Return the findings that follow the headline.
+    """Return the findings that follow the headline of `verdicts`.
 
     Args:
         analysis: The analysis of a model.

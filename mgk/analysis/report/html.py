@@ -18,11 +18,11 @@ from mgk._core.io import write_atomically
 from mgk._core.palette import OTHER, colour_of
 from mgk.analysis.analyse import Analysis
 from mgk.analysis.attention_maps import LOWEST, PALETTE, TILE, Maps, png
-from mgk.analysis.flops import ModelCost, PerHead
+from mgk.analysis.flops import HeadCost, ModelCost
 from mgk.analysis.layer import Layer
-from mgk.analysis.report import findings
 from mgk.analysis.report.curves import Curve
-from mgk.analysis.report.verdicts import NEARLY_UNIFORM, Advice
+from mgk.analysis.report.findings import sentences
+from mgk.analysis.report.verdicts import NEARLY_UNIFORM, Advice, headline
 from mgk.analysis.similarity import SAME_GROUP
 
 # Tiles are embedded in the page if their total size in bytes is at most this; otherwise they stay separate files.
@@ -41,7 +41,7 @@ class AnalyzedModel:
     tokens: list[str]  # of the first sample, whose maps are shown
     costs: list[ModelCost]  # with other variants and numbers of heads
     cost: ModelCost | None = None  # of the model itself
-    one_head: PerHead | None = None  # estimate, if costs were not counted
+    one_head: HeadCost | None = None  # estimate, if costs were not counted
     tiles: Path | None = None  # folder of the tiles of large maps
     advice: Advice | None = None  # command that acts on the findings
     variant: str = "softmax"  # decides the colour
@@ -110,8 +110,8 @@ def _model_data(model: AnalyzedModel, folder: Path) -> dict[str, Any]:
         "name": model.name,
         "variant": model.variant,
         "about": model.about,
-        "headline": findings.headline(analysis),
-        "sentences": findings.sentences(analysis, model.costs, model.cost, model.one_head),
+        "headline": headline(analysis),
+        "sentences": sentences(analysis, model.costs, model.cost, model.one_head),
         "advice": None if model.advice is None else asdict(model.advice),
         "heads": analysis.heads,
         "different": analysis.different,

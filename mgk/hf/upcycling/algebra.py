@@ -189,7 +189,7 @@ def _set_plane(matrix: Tensor, plane: tuple[int, int], factor: Tensor) -> None:
     matrix[i, j], matrix[j, i] = -factor.imag, factor.imag
 
 
-def stack(matrix: Tensor, heads: Sequence[int], dim: int) -> Tensor:
-    """Select heads of a second moment [n·D, n·D]: return [g·D, g·D]."""
+def select_heads(moment: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+    """Return the second moment [g·D, g·D] of g of the n heads of a second moment [n·D, n·D]."""
     rows = torch.tensor([head * dim + i for head in heads for i in range(dim)])
-    return matrix[rows][:, rows]
+    return moment[rows][:, rows]

@@ -10,7 +10,8 @@ from mgk.hf.upcycling.layers import MergeableLayer
 
 # Loss of the model's outputs if one layer has these numbers of key heads and value heads.
 Loss = Callable[[MergeableLayer, int, int], float]
-Numbers = dict[str, tuple[int, int]]
+# Numbers of key heads and value heads by the name of the layer.
+HeadCounts = dict[str, tuple[int, int]]
 KEYS, VALUES = 0, 1  # positions in a pair of numbers
 
 
@@ -33,7 +34,7 @@ def cache_width(layer: MergeableLayer, key_heads: int, value_heads: int) -> int:
     return key_heads * layer.key_dim + value_heads * layer.value_dim
 
 
-def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -> Numbers:
+def choose_head_counts(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -> HeadCounts:
     """Choose numbers of heads per layer so that the cache has at most the given share of its size.
 
     Starting from the present numbers, the reduction with the smallest increase of the loss per cached element is
@@ -49,19 +50,19 @@ def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -
     Returns:
         (key heads, value heads) by name of the layer.
     """
-    full = sum(cache_width(layer, layer.units, layer.units) for layer in layers)
-    smallest = sum(cache_width(layer, layer.units if layer.fixed_keys else 1, 1) for layer in layers)
+    full = sum(cache_width(layer, layer.kv_heads, layer.kv_heads) for layer in layers)
+    smallest = sum(cache_width(layer, layer.kv_heads if layer.fixed_keys else 1, 1) for layer in layers)
     if smallest > cache * full:
         fail("cache", f"= {cache:g} is too small: the smallest possible cache is {smallest / full:.3f}")
-    numbers = {layer.name: [layer.units, layer.units] for layer in layers}
+    numbers = {layer.name: [layer.kv_heads, layer.kv_heads] for layer in layers}
     losses: dict[tuple[str, int, int], float] = {}
 
     def measured_loss(layer: MergeableLayer, part: int, number: int) -> float:
-        if number == layer.units:
+        if number == layer.kv_heads:
             return 0.0
         key = (layer.name, part, number)
         if key not in losses:
-            pair = (number, layer.units) if part == KEYS else (layer.units, number)
+            pair = (number, layer.kv_heads) if part == KEYS else (layer.kv_heads, number)
             losses[key] = loss(layer, *pair)
         return losses[key]
 
@@ -70,7 +71,7 @@ def choose_numbers(layers: Sequence[MergeableLayer], cache: float, loss: Loss) -
             for part, dim in ((KEYS, layer.key_dim), (VALUES, layer.value_dim)):
                 if part == KEYS and layer.fixed_keys:
                     continue
-                for number in divisors(layer.units):
+                for number in divisors(layer.kv_heads):
                     yield _Change(layer, part, number, (number - numbers[layer.name][part]) * dim)
 
     def added_loss(change: _Change) -> float:

@@ -26,7 +26,7 @@ class Calibration:
     batches: list[Batch]
     held_out: list[Batch]
 
-    def first(self, tokens: int) -> list[Batch]:
+    def first_batches(self, tokens: int) -> list[Batch]:
         """Return the first batches, until they have a number of tokens; all, if the inputs are not tokens."""
         selected: list[Batch] = []
         for batch in self.batches:
@@ -43,7 +43,7 @@ def count_tokens(batch: Mapping[str, Any]) -> int:
     return batch["input_ids"].numel() if "input_ids" in batch else 0
 
 
-def prepare(
+def make_calibration(
     model: PreTrainedModel, calibration: Any, tokenizer: Any, *, length: int, batch_size: int, seed: int
 ) -> Calibration:
     """Make batches of a calibration set and hold out a part of it.

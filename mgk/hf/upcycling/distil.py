@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mgk._core.io import replacing
+from mgk._core.progress import Progress
 from mgk._core.validation import fail
 from mgk.hf.mixture_keys import MixtureKeys
 from mgk.hf.upcycling.calibration import Batch
@@ -44,7 +45,7 @@ def distil(
     seed: int,
     state: str | Path | None,
     settings: dict[str, Any],
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> list[dict[str, float]]:
     """Train a merged model to compute the hidden states, and logits or embeddings, of the original.
 

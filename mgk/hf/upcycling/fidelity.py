@@ -53,7 +53,7 @@ def is_language_model(model: PreTrainedModel) -> bool:
     return bool(model.can_generate()) and not model.config.is_encoder_decoder
 
 
-def fidelity(
+def measure_fidelity(
     teacher: PreTrainedModel, student: PreTrainedModel, batches: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     """Compare a model with the original on held-out text.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mgk._core.validation import fail
 from mgk.hf.attention_interface import replace_layer_attention
 from mgk.hf.mixture_keys import UNSUPPORTED
-from mgk.hf.shared_heads import Projections, find_projections
+from mgk.hf.resized_heads import Projections, find_projections
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes
 
 PROBE = "mgk_upcycling_probe"
@@ -29,7 +29,7 @@ class MergeableLayer:
         module: The layer.
         projections: Its projections.
         heads: Number of query heads H.
-        units: Number of key heads, which is that of the value heads; H/units query heads share one.
+        kv_heads: Number of key heads, and of value heads; H/kv_heads query heads share a key and a value.
         key_dim: Dimension D of a key.
         value_dim: Dimension E of a value.
         planes: Dimensions of queries and keys that a rotary embedding rotates.
@@ -40,7 +40,7 @@ class MergeableLayer:
     module: nn.Module
     projections: Projections
     heads: int
-    units: int
+    kv_heads: int
     key_dim: int
     value_dim: int
     planes: Planes
@@ -49,7 +49,7 @@ class MergeableLayer:
     @property
     def widths(self) -> tuple[int, int, int]:
         """Numbers of outputs of the query, key and value projections."""
-        return self.heads * self.key_dim, self.units * self.key_dim, self.units * self.value_dim
+        return self.heads * self.key_dim, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
 
 
 @dataclass
@@ -75,14 +75,18 @@ def find_layers(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Mergea
         ValueError: The model has no layer that uses the AttentionInterface, or one that cannot be merged.
     """
     parents = {child: module for module in model.base_model.modules() for child in module.children()}
-    calls = _record(model, batch, parents)
+    calls = _record_calls(model, batch, parents)
     if not calls:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     names = {module: name for name, module in model.base_model.named_modules()}
-    return [_describe(names[module], module, parents.get(module), calls[module]) for module in names if module in calls]
+    return [
+        _describe_layer(names[module], module, parents.get(module), calls[module])
+        for module in names
+        if module in calls
+    ]
 
 
-def _record(
+def _record_calls(
     model: PreTrainedModel, batch: Mapping[str, Any], parents: Mapping[nn.Module, nn.Module]
 ) -> dict[nn.Module, _Call]:
     """Run the model once with random attention outputs, and return the last call of every attention layer."""
@@ -136,7 +140,7 @@ def _record(
     return calls
 
 
-def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Call) -> MergeableLayer:
+def _describe_layer(name: str, module: nn.Module, parent: nn.Module | None, call: _Call) -> MergeableLayer:
     """Compare the tensors of a call with those of the projections, and return the layer."""
     projections = find_projections(module, parent)
     kind = type(module).__name__
@@ -145,18 +149,18 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Cal
         if any("quant" in type(child).__module__ for child in module.modules()):
             fail("model", f"is quantized in its {kind}: upcycle it before quantizing it")
         fail("model", f"has a {kind} without separate query, key, value and output projections that can be resized")
-    heads, units, key_dim, value_dim = call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3]
-    if call.value.shape[1] != units:
+    heads, kv_heads, key_dim, value_dim = call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3]
+    if call.value.shape[1] != kv_heads:
         fail(
             "model",
-            f"has {units} key heads and {call.value.shape[1]} value heads in a {kind}: upcycle the original model",
+            f"has {kv_heads} key heads and {call.value.shape[1]} value heads in a {kind}: upcycle the original model",
         )
     tensors = call.projected
     if projections.is_fused:
-        widths = (heads * key_dim, units * key_dim, units * value_dim)
+        widths = (heads * key_dim, kv_heads * key_dim, kv_heads * value_dim)
         tensors = dict(zip(("query", "key", "value"), tensors["query"].split(widths, -1), strict=True))
     query, key, value = (
-        _by_head(tensors[part], count) for part, count in (("query", heads), ("key", units), ("value", units))
+        _by_head(tensors[part], count) for part, count in (("query", heads), ("key", kv_heads), ("value", kv_heads))
     )
     expected = call.context.reshape(*call.context.shape[:2], -1)
     context = call.output_input
@@ -167,7 +171,7 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, call: _Cal
     fixed = ""
     if planes is None or _rotated_planes(_rescaled(query, call.query), call.query, planes) is None:
         planes, fixed = NO_PLANES, f"{kind} normalizes or otherwise changes queries or keys after their projections"
-    return MergeableLayer(name, module, projections, heads, units, key_dim, value_dim, planes, fixed)
+    return MergeableLayer(name, module, projections, heads, kv_heads, key_dim, value_dim, planes, fixed)
 
 
 def _by_head(tensor: Tensor, heads: int) -> Tensor:

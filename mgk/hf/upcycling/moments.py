@@ -44,9 +44,9 @@ class Moments:
         """Return the covariance of the values."""
         return self.value - torch.outer(self.value_mean, self.value_mean)
 
-    def query_weights(self, units: int) -> Tensor:
+    def query_weights(self, kv_heads: int) -> Tensor:
         """Return the second moment of the queries of each key head [n, D, D], summed over its query heads."""
-        return self.query.unflatten(0, (units, -1)).sum(1)
+        return self.query.unflatten(0, (kv_heads, -1)).sum(1)
 
 
 @dataclass
@@ -78,7 +78,9 @@ class _Sums:
     tokens: int = 0
 
 
-def collect(model: PreTrainedModel, layers: Sequence[MergeableLayer], batches: Iterable[Batch]) -> dict[str, Moments]:
+def collect_moments(
+    model: PreTrainedModel, layers: Sequence[MergeableLayer], batches: Iterable[Batch]
+) -> dict[str, Moments]:
     """Return the statistics of layers over batches, by name; padding is excluded.
 
     Args:

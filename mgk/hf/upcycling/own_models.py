@@ -12,7 +12,7 @@ from typing import Any
 from mgk._core.validation import fail
 from mgk.attention import Attention
 from mgk.hf.modeling import MGKForCausalLM, MGKPreTrainedModel
-from mgk.hf.shared_heads import find_projections
+from mgk.hf.resized_heads import find_projections
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes
 from mgk.hf.upcycling.layers import MergeableLayer
 from mgk.rotary import Rotary
@@ -45,13 +45,13 @@ def check_own_model(model: Any, settings: dict[str, Any]) -> None:
 
 def find_own_layers(model: MGKForCausalLM) -> list[MergeableLayer]:
     """Return the attention layers of a language model of mgk.models."""
-    return [_describe(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+    return [_describe_layer(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
 
 
-def _describe(name: str, layer: Attention) -> MergeableLayer:
-    units, dim = layer.num_key_heads, layer.head_dim
-    if layer.num_kv_heads != units:
-        fail("model", f"has {units} key heads and {layer.num_kv_heads} value heads: upcycle the original model")
+def _describe_layer(name: str, layer: Attention) -> MergeableLayer:
+    kv_heads, dim = layer.num_key_heads, layer.head_dim
+    if layer.num_kv_heads != kv_heads:
+        fail("model", f"has {kv_heads} key heads and {layer.num_kv_heads} value heads: upcycle the original model")
     assert layer.variant == VARIANTS["softmax"]
     planes = NO_PLANES
     if isinstance(layer.rotary, Rotary):
@@ -59,10 +59,10 @@ def _describe(name: str, layer: Attention) -> MergeableLayer:
         planes = Planes(tuple(range(pairs)), tuple(range(pairs, 2 * pairs)))
     projections = find_projections(layer, None)
     assert projections is not None
-    return MergeableLayer(name, layer, projections, layer.num_heads, units, dim, dim, planes, "")
+    return MergeableLayer(name, layer, projections, layer.num_heads, kv_heads, dim, dim, planes, "")
 
 
-def set_numbers(model: MGKForCausalLM, key_heads: int, value_heads: int) -> None:
+def set_head_counts(model: MGKForCausalLM, key_heads: int, value_heads: int) -> None:
     """Write the numbers of heads of all layers to the configuration, in the form that a new model has."""
     config = model.model.config
     values = None if value_heads == config.num_heads else value_heads

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgk._core.io import format_number, markdown_table
+from mgk._core.markdown import format_number, markdown_table
 
 
 @dataclass(frozen=True)

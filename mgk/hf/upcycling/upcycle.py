@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
+from mgk._core.progress import Progress, no_progress
 from mgk._core.validation import fail, flag, number, one_of, positive_integer
 from mgk.hf.adapters import check_no_adapters
 from mgk.hf.convert import convert
 from mgk.hf.registration import describe_changes, is_changed
-from mgk.hf.shared_heads import ENTRY, find_projections
-from mgk.hf.upcycling.budget import Numbers, cache_width, choose_numbers, divisors
-from mgk.hf.upcycling.calibration import Batch, prepare
+from mgk.hf.resized_heads import ENTRY, find_projections
+from mgk.hf.upcycling.budget import HeadCounts, cache_width, choose_head_counts, divisors
+from mgk.hf.upcycling.calibration import Batch, make_calibration
 from mgk.hf.upcycling.distil import distil
-from mgk.hf.upcycling.fidelity import fidelity, run_model
+from mgk.hf.upcycling.fidelity import measure_fidelity, run_model
 from mgk.hf.upcycling.layers import MergeableLayer, find_layers
-from mgk.hf.upcycling.moments import Moments, collect
-from mgk.hf.upcycling.own_models import check_own_model, find_own_layers, is_own_model, set_numbers
+from mgk.hf.upcycling.moments import Moments, collect_moments
+from mgk.hf.upcycling.own_models import check_own_model, find_own_layers, is_own_model, set_head_counts
 from mgk.hf.upcycling.refit import refit_outputs
 from mgk.hf.upcycling.report import LayerReport, UpcycleReport
 from mgk.hf.upcycling.weights import METHODS, MergedLayer, merge_heads, read_weights, write_weights
 
-Progress = Callable[[str, int, int], None]
 # Tokens per dimension of the keys of a layer: below the first, their covariance is too noisy to merge by; more than the
 # second are used for the distillation alone.
 MIN_TOKENS, MAX_TOKENS = 2, 20
@@ -109,14 +109,14 @@ def upcycle(
     is_own = is_own_model(model)
     if is_own:
         check_own_model(model, settings)
-    report_progress = progress or (lambda stage, done, total: None)
-    data = prepare(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
+    report_progress = progress or no_progress
+    data = make_calibration(model, calibration, tokenizer, length=length, batch_size=batch_size, seed=seed)
     layers = find_own_layers(model) if is_own else find_layers(model, data.batches[0])
-    numbers = None if cache is not None else _fixed_numbers(layers, num_key_heads, num_value_heads)
-    width = max(layer.units * layer.key_dim for layer in layers)
-    selected = data.first(MAX_TOKENS * width)
+    numbers = None if cache is not None else _requested_head_counts(layers, num_key_heads, num_value_heads)
+    width = max(layer.kv_heads * layer.key_dim for layer in layers)
+    selected = data.first_batches(MAX_TOKENS * width)
     report_progress("calibrating", 0, 1)
-    moments = collect(model, layers, selected)
+    moments = collect_moments(model, layers, selected)
     report_progress("calibrating", 1, 1)
     tokens = max(item.tokens for item in moments.values())
     if tokens < MIN_TOKENS * width:
@@ -124,7 +124,7 @@ def upcycle(
     if numbers is None:
         assert cache is not None
         # A batch of the calibration text: the held-out text must not choose the numbers that it judges.
-        numbers = _numbers_for_cache(model, layers, moments, data.batches[0], cache, method, report_progress)
+        numbers = _head_counts_for_cache(model, layers, moments, data.batches[0], cache, method, report_progress)
     student, merged = _merge(model, layers, moments, numbers, method, report_progress)
     _check_runs(student, selected[0])
     changed = [layer for layer in layers if layer.name in merged]
@@ -134,7 +134,7 @@ def upcycle(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             convert(student, num_components=num_components, example=data.batches[0])
-    quality = {"merged": fidelity(model, student, data.held_out)}
+    quality = {"merged": measure_fidelity(model, student, data.held_out)}
     losses: list[dict[str, float]] = []
     if distil_steps:
         losses = distil(
@@ -142,7 +142,7 @@ def upcycle(
             learning_rate=learning_rate, trainable=trainable, seed=seed, state=state, settings=settings,
             progress=report_progress,
         )  # fmt: skip
-        quality["distilled"] = fidelity(model, student, data.held_out)
+        quality["distilled"] = measure_fidelity(model, student, data.held_out)
     report = UpcycleReport(
         layers=[_describe_layer(layer, numbers[layer.name], merged.get(layer.name)) for layer in layers],
         parameters=(_parameters(model), _parameters(student)),
@@ -203,19 +203,21 @@ def _check_model(model: Any) -> None:
         fail("model", "is quantized: upcycle it before quantizing it")
 
 
-def _fixed_numbers(layers: Sequence[MergeableLayer], key_heads: int | None, value_heads: int | None) -> Numbers:
-    numbers: Numbers = {}
+def _requested_head_counts(
+    layers: Sequence[MergeableLayer], key_heads: int | None, value_heads: int | None
+) -> HeadCounts:
+    numbers: HeadCounts = {}
     for layer in layers:
         for name, kind, count in (("num_key_heads", "key", key_heads), ("num_value_heads", "value", value_heads)):
-            if count is not None and layer.units % count:
-                fail(name, f"= {count} must divide the number of {kind} heads, {layer.units} ({layer.name})")
-        if layer.fixed_keys and key_heads not in (None, layer.units):
+            if count is not None and layer.kv_heads % count:
+                fail(name, f"= {count} must divide the number of {kind} heads, {layer.kv_heads} ({layer.name})")
+        if layer.fixed_keys and key_heads not in (None, layer.kv_heads):
             fail("num_key_heads", f"cannot change: {layer.fixed_keys}; set num_value_heads alone")
-        numbers[layer.name] = (key_heads or layer.units, value_heads or layer.units)
+        numbers[layer.name] = (key_heads or layer.kv_heads, value_heads or layer.kv_heads)
     return numbers
 
 
-def _numbers_for_cache(
+def _head_counts_for_cache(
     model: PreTrainedModel,
     layers: Sequence[MergeableLayer],
     moments: dict[str, Moments],
@@ -223,13 +225,13 @@ def _numbers_for_cache(
     cache: float,
     method: str,
     progress: Progress,
-) -> Numbers:
+) -> HeadCounts:
     """Choose the numbers of heads by the error of the last hidden states on one batch, with one layer merged."""
     with eval_mode(model):
         expected = run_model(model, batch)
     energy = float(expected.hidden[-1][expected.mask].float().square().sum())
     done = 0
-    total = sum((len(divisors(layer.units)) - 1) * (1 if layer.fixed_keys else 2) for layer in layers)
+    total = sum((len(divisors(layer.kv_heads)) - 1) * (1 if layer.fixed_keys else 2) for layer in layers)
 
     def loss(layer: MergeableLayer, key_heads: int, value_heads: int) -> float:
         nonlocal done
@@ -244,7 +246,7 @@ def _numbers_for_cache(
         difference = (actual.hidden[-1] - expected.hidden[-1])[expected.mask].float()
         return float(difference.square().sum()) / energy
 
-    return choose_numbers(layers, cache, loss)
+    return choose_head_counts(layers, cache, loss)
 
 
 def _copy_with_layers(model: PreTrainedModel, layers: Sequence[MergeableLayer]) -> PreTrainedModel:
@@ -264,21 +266,21 @@ def _merge(
     model: PreTrainedModel,
     layers: Sequence[MergeableLayer],
     moments: dict[str, Moments],
-    numbers: Numbers,
+    numbers: HeadCounts,
     method: str,
     progress: Progress,
 ) -> tuple[PreTrainedModel, dict[str, MergedLayer]]:
     """Return a copy of the model with merged heads, and the merges of the layers whose numbers change."""
     student = copy.deepcopy(model)
     merged: dict[str, MergedLayer] = {}
-    layers = [layer for layer in layers if numbers[layer.name] != (layer.units, layer.units)]
+    layers = [layer for layer in layers if numbers[layer.name] != (layer.kv_heads, layer.kv_heads)]
     for done, (layer, changed) in enumerate(zip(layers, find_copies(student, layers), strict=True), 1):
         merged[layer.name] = merge_heads(layer, read_weights(layer), moments[layer.name], *numbers[layer.name], method)
         write_weights(changed, merged[layer.name].weights)
         progress("merging layers", done, len(layers))
     sizes = {layer.name: [*numbers[layer.name], layer.key_dim, layer.value_dim] for layer in layers}
     if sizes and is_own_model(student):
-        set_numbers(student, *next(iter(numbers.values())))
+        set_head_counts(student, *next(iter(numbers.values())))
     elif sizes:
         describe_changes(student, **{ENTRY: sizes})
     return student, merged
@@ -300,8 +302,8 @@ def _describe_layer(layer: MergeableLayer, numbers: tuple[int, int], merged: Mer
     return LayerReport(
         name=layer.name,
         heads=layer.heads,
-        key_heads=(layer.units, key_heads),
-        value_heads=(layer.units, value_heads),
+        key_heads=(layer.kv_heads, key_heads),
+        value_heads=(layer.kv_heads, value_heads),
         key_loss=0.0 if merged is None else merged.key_loss,
         value_loss=0.0 if merged is None else merged.value_loss,
     )
@@ -311,8 +313,8 @@ def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _cache_bytes(model: PreTrainedModel, layers: Sequence[MergeableLayer], numbers: Numbers) -> tuple[int, int]:
+def _cache_bytes(model: PreTrainedModel, layers: Sequence[MergeableLayer], numbers: HeadCounts) -> tuple[int, int]:
     size = model.dtype.itemsize
-    before = sum(cache_width(layer, layer.units, layer.units) for layer in layers)
+    before = sum(cache_width(layer, layer.kv_heads, layer.kv_heads) for layer in layers)
     after = sum(cache_width(layer, *numbers[layer.name]) for layer in layers)
     return before * size, after * size

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from mgk.hf.shared_heads import resize_heads
-from mgk.hf.upcycling.algebra import NO_PLANES, Merge, Planes, merge_loss, merge_mean, merge_svd, stack
+from mgk.hf.resized_heads import resize_heads
+from mgk.hf.upcycling.algebra import NO_PLANES, Merge, Planes, merge_loss, merge_mean, merge_svd, select_heads
 from mgk.hf.upcycling.grouping import order_heads
 from mgk.hf.upcycling.layers import MergeableLayer
 from mgk.hf.upcycling.moments import Moments
@@ -64,7 +64,7 @@ def read_weights(layer: MergeableLayer) -> HeadWeights:
         parts = [
             _matrix(module) for module in (layer.projections.query, layer.projections.key, layer.projections.value)
         ]
-    counts = (layer.heads, layer.units, layer.units)
+    counts = (layer.heads, layer.kv_heads, layer.kv_heads)
     tensors: list[Any] = [
         None if tensor is None else tensor.unflatten(0, (count, -1))
         for (weight, bias), count in zip(parts, counts, strict=True)
@@ -136,7 +136,7 @@ class _Heads:
         return max(sum(self.merge([head]).energy for head in range(len(self.weights))), 1e-300)
 
     def _select(self, group: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return stack(self.moment, group, self.weights.shape[1]), self.weights[list(group)]
+        return select_heads(self.moment, group, self.weights.shape[1]), self.weights[list(group)]
 
 
 def merge_heads(
@@ -159,27 +159,27 @@ def merge_heads(
     key_moment = moments.centred_key() if has_centred_keys else moments.key
     value_moment = moments.centred_value() if has_centred_values else moments.value
     gram = weights.output.mT @ weights.output  # [H, E, E]
-    keys = _Heads(key_moment, moments.query_weights(layer.units), layer.planes, method)
-    values = _Heads(value_moment, gram.unflatten(0, (layer.units, -1)).sum(1), NO_PLANES, method)
+    keys = _Heads(key_moment, moments.query_weights(layer.kv_heads), layer.planes, method)
+    values = _Heads(value_moment, gram.unflatten(0, (layer.kv_heads, -1)).sum(1), NO_PLANES, method)
     key_energy, value_energy = keys.energy(), values.energy()
-    order = list(range(layer.units))
+    order = list(range(layer.kv_heads))
     if method == "svd":
         order = order_heads(
-            layer.units,
+            layer.kv_heads,
             key_heads,
             value_heads,
             key_cost=lambda group: keys.svd_loss(group) / key_energy,
             value_cost=lambda group: values.svd_loss(group) / value_energy,
         )
     merged, key_loss, value_loss = weights, 0.0, 0.0
-    if key_heads < layer.units:
+    if key_heads < layer.kv_heads:
         merges = [keys.merge(group) for group in _blocks(order, key_heads)]
         key_loss = sum(merge.loss for merge in merges) / key_energy
         mean = moments.key_mean if has_centred_keys and method == "svd" else None
         merged = _merge_keys(merged, order, merges, mean)
     else:
         merged = _reorder_keys(merged, order)
-    if value_heads < layer.units:
+    if value_heads < layer.kv_heads:
         merges = [values.merge(group) for group in _blocks(order, value_heads)]
         value_loss = sum(merge.loss for merge in merges) / value_energy
         mean = moments.value_mean if has_centred_values and method == "svd" else None
@@ -262,7 +262,7 @@ def _reorder_values(weights: HeadWeights, order: list[int]) -> HeadWeights:
 def _query_order(order: Sequence[int], heads: int) -> list[int]:
     """Return the query heads in the order of their key heads."""
     share = heads // len(order)
-    return [unit * share + i for unit in order for i in range(share)]
+    return [key_head * share + i for key_head in order for i in range(share)]
 
 
 def _apply(matrices: Tensor, vectors: Tensor | None) -> Tensor:

@@ -83,7 +83,7 @@ class CallPlan:
 
     A plan holds the launch configurations, the layout of the workspace, the properties of TMA descriptors, and the
     backward plans by layout of the output's gradient; it holds no tensors. It is valid for tensors with the shapes,
-    strides, dtypes and device of the first call, which `call_keys.repeated_call_key` ensures, and while the settings
+    strides, dtypes and device of the first call, which `repeated_call_key` ensures, and while the settings
     of the kernels are unchanged (`is_current`).
     """
 

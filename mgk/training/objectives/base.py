@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.io import replacing
-from mgk._core.validation import fail, nearest
+from mgk._core.validation import fail, spelling_hint
 from mgk.models.cuda_graphs import GraphedBackward
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec, Recipe, TrainConfig, settable_names
@@ -108,7 +108,7 @@ class Objective(ABC):
         settable = settable_names(cls.config_class)
         for name in recipe.model:
             if name not in known:
-                advice = f"use one of {', '.join(settable)}{nearest(name, settable)}"
+                advice = f"use one of {', '.join(settable)}{spelling_hint(name, settable)}"
                 fail(f"model.{name}", f"(from --set or the recipe) is not a setting: {advice}")
         chosen = {
             "variant": row.variant,

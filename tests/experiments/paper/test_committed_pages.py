@@ -7,8 +7,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from experiments.paper import __main__, answers, verdicts
-from experiments.paper.evidence_page import MARKED, fill, gather
+from experiments.paper.evidence_page import gather
 from experiments.paper.figures import DRAWN_FROM
+from mgk._core.markdown import MARKED, fill_marked_parts
 from tests.experiments.paper.test_evidence_page import record
 
 ROOT = Path(__file__).parents[3]
@@ -60,11 +61,11 @@ def test_equal_quality_at_equal_time_is_no_reason():
 
 def test_prose_stays_and_unknown_markers_are_errors():
     page = "# By hand\n<!-- made: rules -->\nold\n<!-- end -->\nand so on\n"
-    assert fill(page, {"rules": "new"}) == page.replace("old", "new")
+    assert fill_marked_parts(page, {"rules": "new"}) == page.replace("old", "new")
     with pytest.raises(ValueError, match="'rules'"):
-        fill(page, {"summary": "new"})
+        fill_marked_parts(page, {"summary": "new"})
     with pytest.raises(ValueError, match="no markers"):
-        fill("# By hand\n", {"rules": "new"})
+        fill_marked_parts("# By hand\n", {"rules": "new"})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,9 @@ def test_committed_pages_match_the_results(generated):
         # docs/upcycling.md and docs/distributed.md have markers of other generators, with tests of their own.
         names = {match["name"] for match in MARKED.finditer(page)}
         if names & generated.texts.keys():
-            assert fill(page, generated.texts) == page, f"run python -m experiments.paper --page {path.name}"
+            assert fill_marked_parts(page, generated.texts) == page, (
+                f"run python -m experiments.paper --page {path.name}"
+            )
     markers = {name: f"<!-- made: {name} -->" for name in generated.texts}
     assert all(any(marker in page for page in pages.values()) for marker in markers.values())
     evidence = pages[ROOT / "docs" / "evidence.md"]

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from experiments.paper import __main__, plan
 from experiments.paper.claims import cost as costs
 from experiments.paper.claims import heads, plateau, quality
+from experiments.paper.comparisons import compare
 from experiments.paper.evidence_page import gather
-from experiments.paper.intervals import compare
 from experiments.paper.recipe_results import read_recipe
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN
 from mgk.training import config, predictions, results

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.paper import verdicts
 from experiments.paper.claims import cost, quality
-from experiments.paper.intervals import Difference
+from experiments.paper.comparisons import Difference
 from experiments.paper.verdicts import FAILS, HOLDS, MISSING, OPEN, SO_FAR
 
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from mgk.hf.upcycling.algebra import NO_PLANES, Planes, merge_loss, merge_mean, merge_svd
-from mgk.hf.upcycling.budget import cache_width, choose_numbers, divisors
+from mgk.hf.upcycling.budget import cache_width, choose_head_counts, divisors
 from mgk.hf.upcycling.grouping import order_heads
 
 HEADS, DIM, TOKENS = 3, 4, 500
@@ -164,7 +164,7 @@ def test_no_exchange_of_two_heads_improves_overlapping_groups():
 def test_budget_is_used_up(cache):
     """Check that no reduction can be undone within the cache, and that fixed keys stay."""
     layers = [
-        SimpleNamespace(name=str(i), units=12, key_dim=4, value_dim=4 + 2 * i, fixed_keys="yes" if i == 2 else "")
+        SimpleNamespace(name=str(i), kv_heads=12, key_dim=4, value_dim=4 + 2 * i, fixed_keys="yes" if i == 2 else "")
         for i in range(3)
     ]
     losses = {
@@ -176,9 +176,9 @@ def test_budget_is_used_up(cache):
 
     if cache == 0.2:
         with pytest.raises(ValueError, match="is too small: the smallest possible cache is 0"):
-            choose_numbers(layers, cache, loss)
+            choose_head_counts(layers, cache, loss)
         return
-    numbers = choose_numbers(layers, cache, loss)
+    numbers = choose_head_counts(layers, cache, loss)
     full = sum(cache_width(layer, 12, 12) for layer in layers)
     width = sum(cache_width(layer, *numbers[layer.name]) for layer in layers)
     assert width <= cache * full

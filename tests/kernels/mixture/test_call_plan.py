@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import mgk
 from mgk import functional
-from mgk._core import call_keys
+from mgk._core import repeated_calls
 from mgk.kernels import jit_cache
 from mgk.kernels.mixture import call_plan, launch, launch_config
 from mgk.kernels.mixture.block_config import BlockConfig
@@ -84,7 +84,7 @@ def by_address(monkeypatch):
 
 
 def clear_caches():
-    call_keys._plans_by_key.clear()
+    repeated_calls._plans_by_key.clear()
     for cached in (launch_config.preprocess_spec, launch_config.forward_config, launch_config.backward_config):
         cached.cache_clear()
 
@@ -227,7 +227,7 @@ def test_inference_has_a_plan_of_its_own(by_address):
         assert not out.requires_grad
         assert attend(tensors, options).requires_grad
     assert torch.equal(out, attend(tensors, options))
-    assert len(call_keys._plans_by_key) == 2
+    assert len(repeated_calls._plans_by_key) == 2
 
 
 def unaligned(x):
@@ -263,9 +263,9 @@ def test_plans_are_made_for_aligned_tensors_only(by_address):
     by_address.runs_first = True
     tensors, options = inputs()
     attend([unaligned(x).requires_grad_() for x in tensors], options)
-    assert not call_keys._plans_by_key
+    assert not repeated_calls._plans_by_key
     out = attend(tensors, options)
-    (plan,) = call_keys._plans_by_key.values()
+    (plan,) = repeated_calls._plans_by_key.values()
     torch.autograd.grad(out, tensors, unaligned(out))
     assert not plan.backward_plans
     results(tensors, options)
@@ -361,7 +361,7 @@ def test_autocast_is_part_of_the_key():
 
 def test_handlers_and_settings_are_seen():
     tensors, options = inputs()
-    call_keys._plans_by_key.clear()
+    repeated_calls._plans_by_key.clear()
     attend(tensors, options)
     calls = []
 
@@ -372,12 +372,12 @@ def test_handlers_and_settings_are_seen():
     with functional.intercept_calls(handler):
         assert attend(tensors, options) == "result"
     assert len(calls) == 1
-    (plan,) = call_keys._plans_by_key.values()
+    (plan,) = repeated_calls._plans_by_key.values()
     with launch.small_call_limit(0):
         assert not plan.is_current()
         attend(tensors, options)
-    assert plan not in call_keys._plans_by_key.values()
-    call_keys._plans_by_key.clear()
+    assert plan not in repeated_calls._plans_by_key.values()
+    repeated_calls._plans_by_key.clear()
 
 
 def test_transforms_and_dispatch_modes_see_the_operator():
@@ -409,19 +409,19 @@ def test_activation_checkpointing(by_address):
 
 
 def test_number_of_plans_is_limited(monkeypatch):
-    monkeypatch.setattr(call_keys, "MAX_PLANS", 3)
-    call_keys._plans_by_key.clear()
+    monkeypatch.setattr(repeated_calls, "MAX_PLANS", 3)
+    repeated_calls._plans_by_key.clear()
     for n in range(2, 9):
         attend(inputs(N=n)[0], {})
-    assert 0 < len(call_keys._plans_by_key) <= 3
-    call_keys._plans_by_key.clear()
+    assert 0 < len(repeated_calls._plans_by_key) <= 3
+    repeated_calls._plans_by_key.clear()
 
 
 def test_layers_use_plans():
-    call_keys._plans_by_key.clear()
+    repeated_calls._plans_by_key.clear()
     layer = mgk.Attention(32, 2, variant="smgk", backend="triton").to(DEVICE, DTYPE)
     x = torch.randn(2, 9, 32, device=DEVICE, dtype=DTYPE)
     want = layer(x)
-    assert len(call_keys._plans_by_key) == 1
+    assert len(repeated_calls._plans_by_key) == 1
     assert torch.equal(layer(x), want)
-    call_keys._plans_by_key.clear()
+    repeated_calls._plans_by_key.clear()

@@ -1,4 +1,4 @@
-"""Numbers of heads of a layer, its projections, and the projection of its inputs to queries, keys and values."""
+"""Projections of an `Attention` layer: initialization, and application to the inputs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgk._core.layer_checks import check_dtype
+from mgk._core.operator_checks import check_query_keys_value
 from mgk._core.precision import autocast_inputs
-from mgk._core.validation import check_dtype, check_query_keys_value, fail, positive_integer
 from mgk.rotary import Rotary
-
-
-def count_heads(num_heads: int, num_kv_heads: int | None, num_key_heads: int | None) -> tuple[int, int]:
-    """Return the numbers of key and of value heads: divisors of num_heads, but not necessarily of each other."""
-    value_heads = num_heads if num_kv_heads is None else positive_integer("num_kv_heads", num_kv_heads)
-    key_heads = value_heads if num_key_heads is None else positive_integer("num_key_heads", num_key_heads)
-    for name, count in (("num_kv_heads", value_heads), ("num_key_heads", key_heads)):
-        if num_heads % count:
-            fail(name, f"= {count} must divide num_heads = {num_heads}")
-    return key_heads, value_heads
 
 
 def reset_projections(layer: Any) -> None:

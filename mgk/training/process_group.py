@@ -1,11 +1,10 @@
-"""Helpers for runs of several processes (DDP and FSDP)."""
+"""The process group of a run of several processes (DDP and FSDP): rank, presence and end."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-from torch import Tensor, nn
 
 
 def is_first_rank() -> bool:
@@ -23,11 +22,3 @@ def shutdown_distributed() -> None:
     if is_distributed():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-
-
-def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full state dict of a model; with FSDP, all ranks must call this together."""
-    # Imported here: DTensor takes longer to import than the rest of the package.
-    from mgk.distributed.checkpoint import gather_weights
-
-    return gather_weights(model)

@@ -15,15 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mgk._core.validation import fail
-from mgk.cli.app import DEFAULT_LOGGER, warn_if_gpu_recommended
-from mgk.training import config, profiling, report, results, sweep
+from mgk.training import config, profiling, report, results, sweep, trackers
 from mgk.training.cluster import ClusterOptions, execute_jobs
 from mgk.training.config import ModelSpec, Recipe
 from mgk.training.equal_time import EqualTimeSpec, record_steps, steps_of, with_steps
 from mgk.training.evaluate import count_parameters
 from mgk.training.job_queue import Job, JobQueue
 from mgk.training.runs import run_path
-from mgk.training.trainer import Run
+from mgk.training.trainer import Run, warn_if_gpu_recommended
 
 if TYPE_CHECKING:
     from mgk.tasks import Task
@@ -215,7 +214,7 @@ class Comparison:
             recipe_argument=self.recipe_argument,
             overrides=overrides,
             keep_checkpoints=None if self.keep_checkpoints == config.KEEP_CHECKPOINTS else self.keep_checkpoints,
-            logger=None if self.logger == DEFAULT_LOGGER else self.logger,
+            logger=None if self.logger == trackers.DEFAULT else self.logger,
         )
 
     def _execute_jobs(self, jobs: list[Job], minutes: float | None) -> None:

@@ -1,7 +1,8 @@
 """Attention layers of Transformers models with fewer key heads and value heads, as separate numbers.
 
-`resize_heads` replaces the key and value projections of a layer by smaller ones and makes the layer use an attention
-function of this package: those of Transformers require equal numbers of key heads and value heads.
+`find_projections` has the names of the projections of the supported architectures. `resize_heads` replaces the key and
+value projections of a layer by smaller ones and makes the layer use an attention function of this package: those of
+Transformers require equal numbers of key heads and value heads.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ def compare(results: RecipeResults, first: ModelSpec, second: ModelSpec) -> Diff
 
 
 def scores(scale: Scale, runs: list[TrainedRun], split: str) -> list[float]:
+    """Return the scores of the runs that have a value on a split."""
     return [scale.score(run.values[split]) for run in runs if split in run.values]
 
 

@@ -1,4 +1,4 @@
-"""Keys by which repeated operator calls are looked up, so that they are validated and configured once."""
+"""Lookup of repeated operator calls, which are validated and configured once, by a key of layouts and options."""
 
 from __future__ import annotations
 
