@@ -7,6 +7,43 @@ from torch import Tensor, nn
 
 from mgk._core.validation import fail, number, positive_integer
 
+# Elements of a tensor from which compiled code reads the rotations from a table.
+MIN_ELEMENTS_FOR_TABLE = 1 << 22
+# Since torch 2.7.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def rotations(positions: Tensor, pairs: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines of all angles, each [..., pairs] for positions [...]."""
+    steps = torch.arange(pairs, device=positions.device, dtype=dtype)
+    angles = positions.to(dtype).unsqueeze(-1) * base ** (-steps / max(pairs, 1))
+    return angles.cos(), angles.sin()
+
+
+# An operator that the compiler does not fuse.
+rotation_table = torch.library.custom_op("mgk::rotation_table", rotations, mutates_args=())
+
+
+@rotation_table.register_fake
+def _(positions: Tensor, pairs: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cosine = positions.new_empty((*positions.shape, pairs), dtype=dtype)
+    return cosine, torch.empty_like(cosine)
+
+
+def uses_table(x: Tensor) -> bool:
+    """Return whether to compute the rotations of x with `rotation_table`.
+
+    torch.compile fuses `rotations` into the kernel that rotates x, which then computes two powers, cosines and sines
+    for each element of x: ten times the instructions of the rotation itself, counted in the code for sm_90.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and x.is_cuda
+        and x.numel() >= MIN_ELEMENTS_FOR_TABLE
+        and not _is_exporting()
+        and not torch.onnx.is_in_onnx_export()
+    )
+
 
 class Rotary(nn.Module):
     """Rotary position embedding: rotates pairs of features by angles proportional to the position.
@@ -48,10 +85,11 @@ class Rotary(nn.Module):
         if x.shape[-1] // 2 != self.pairs:
             fail("x", f"has head dimension {x.shape[-1]}, but Rotary was made for {self.pairs} pairs of features")
         dtype = torch.promote_types(x.dtype, torch.float32)
-        steps = torch.arange(self.pairs, device=x.device, dtype=dtype)
-        angles = positions.to(dtype).unsqueeze(-1) * self.base ** (-steps / max(self.pairs, 1))  # [(B,) S, pairs]
+        compute = rotation_table if uses_table(x) else rotations
+        cosine, sine = compute(positions, self.pairs, self.base, dtype)  # [(B,) S, pairs]
         if positions.dim() == 2:
-            angles = angles.reshape(angles.shape[0], *(1,) * (x.dim() - 3), *angles.shape[1:])
-        cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            shape = (cosine.shape[0], *(1,) * (x.dim() - 3), *cosine.shape[1:])
+            cosine, sine = cosine.reshape(shape), sine.reshape(shape)
+        cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
         first, second, unpaired = x.split([self.pairs, self.pairs, x.shape[-1] - 2 * self.pairs], dim=-1)
         return torch.cat([first * cosine - second * sine, first * sine + second * cosine, unpaired], dim=-1)

@@ -8,6 +8,7 @@ and the column `weights` of the results is then "random". Results are appended t
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
 import sys
@@ -51,12 +52,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def decoders(plan: Plan, runs: Path) -> dict[Arm, Path | None]:
     """Return the language models that have a cache, with the directory of a finished run or None."""
     directories: dict[Arm, Path | None] = {}
+    models = set()
     for arm in plan.arms:
-        finished = finished_runs(arm.runs_folder(runs), arm.recipe, arm.model, PRESET)
-        has_cache = is_language_model(load_recipe(arm.recipe)) and arm.model.variant in VARIANTS
-        # Arms with other steps or training settings have the speed of their model.
-        if has_cache and arm.time_of is None and not arm.overrides:
+        recipe = load_recipe(arm.recipe)
+        has_cache = is_language_model(recipe) and arm.model.variant in VARIANTS
+        # Arms and recipes with other training settings have the speed of their model.
+        model = recipe.task, json.dumps(recipe.model, sort_keys=True), arm.model
+        if has_cache and arm.time_of is None and not arm.overrides and model not in models:
+            finished = finished_runs(arm.runs_folder(runs), recipe.name, arm.model, PRESET)
             directories[arm] = finished[0] if finished else None
+            models.add(model)
     return directories
 
 

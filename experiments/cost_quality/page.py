@@ -128,7 +128,11 @@ def _answers_table(answers: list[Answer]) -> str:
     lines = [["comparison", "first − second", "answer"]]
     for item in answers:
         text = "–" if item.interval is None else f"{format_interval(item.interval)} {item.unit}"
-        title = f"{item.question.title} (`{item.question.first}`, `{item.question.second}`)"
+        pair = item.question.first, item.question.second
+        # Arms of one recipe are named by their models alone.
+        is_one_recipe = len({arm.recipe for arm in pair}) == 1
+        names = [f"`{arm}`" + ("" if is_one_recipe else f" of {arm.recipe}") for arm in pair]
+        title = f"{item.question.title} ({', '.join(names)})"
         lines.append([title, text, item.words])
     return markdown_table(lines)
 

@@ -2,7 +2,7 @@
 
 The kernels of a step (operators on a CPU) are grouped by their names. GEMMs of the output layer have the names of all
 others and count as GEMM; "loss" has the softmax over the vocabulary and the selection of targets. Results are appended
-to RESULTS/cost-quality-profile.csv.
+to RESULTS/cost-quality-profile.csv; the longest kernels are only printed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mgk.training.trainer import Run
 
 RECIPE = "cost-quality-profile"
 OTHER = "other"
+NAME_LENGTH = 100  # printed characters of a kernel's name
 # Families and patterns of names, in the order in which they are tried. Names of kernels are those of Triton, cuDNN,
 # FlashAttention, cuBLAS, CUTLASS and the compiler; operators are those of ATen and of this package.
 FAMILIES = {
@@ -54,25 +55,49 @@ def family_of(name: str) -> str:
     return next((family for family, pattern in FAMILIES.items() if re.search(pattern, lowered)), OTHER)
 
 
-def milliseconds_by_family(events: Any, steps: int, *, is_cuda: bool) -> dict[str, float]:
-    """Sum the time of a profile's events by family, in ms per step.
+def kernel_milliseconds(events: Any, steps: int, *, is_cuda: bool) -> dict[str, float]:
+    """Return the time of each kernel of a profile in ms per step, the longest first.
 
     Args:
         events: Events of a profiler; on a GPU its kernels are counted, on a CPU the own time of its operators.
         steps: Number of profiled steps.
         is_cuda: Whether the steps ran on a GPU.
     """
-    times = dict.fromkeys([*FAMILIES, OTHER], 0.0)
+    times: dict[str, float] = {}
     for event in events:
         if is_cuda and event.device_type == torch.autograd.DeviceType.CUDA:
-            times[family_of(event.key)] += event.self_device_time_total / 1000 / steps
+            times[event.key] = times.get(event.key, 0.0) + event.self_device_time_total / 1000 / steps
         elif not is_cuda:
-            times[family_of(event.key)] += event.self_cpu_time_total / 1000 / steps
+            times[event.key] = times.get(event.key, 0.0) + event.self_cpu_time_total / 1000 / steps
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def milliseconds_by_family(kernels: dict[str, float]) -> dict[str, float]:
+    """Sum the times of kernels by family."""
+    times = dict.fromkeys([*FAMILIES, OTHER], 0.0)
+    for name, milliseconds in kernels.items():
+        times[family_of(name)] += milliseconds
     return times
 
 
-def profile_step(run: Run, task: Any, device: torch.device, steps: int) -> list[dict[str, Any]]:
-    """Profile training steps of a run, after warming up; return one result row per family."""
+def kernel_table(kernels: dict[str, float], count: int) -> str:
+    """Format the longest kernels: milliseconds, family and the start of the name."""
+    lines = [["ms per step", "family", "kernel"]]
+    for name, milliseconds in list(kernels.items())[:count]:
+        lines.append([f"{milliseconds:.2f}", family_of(name), f"`{name[:NAME_LENGTH]}`"])
+    return markdown_table(lines)
+
+
+def profile_step(run: Run, task: Any, device: torch.device, steps: int, shown: int = 0) -> list[dict[str, Any]]:
+    """Profile training steps of a run, after warming up; return one result row per family.
+
+    Args:
+        run: The run.
+        task: Its task.
+        device: Device to train on.
+        steps: Number of profiled steps.
+        shown: Number of kernels to print.
+    """
     profiler = StepProfiler(run, task, device)
     profiler.warm_up()
     profiler.module.train()
@@ -82,7 +107,10 @@ def profile_step(run: Run, task: Any, device: torch.device, steps: int) -> list[
             profiler.step(number)
         if is_cuda:
             torch.cuda.synchronize()
-    times = milliseconds_by_family(recorded.key_averages(), steps, is_cuda=is_cuda)
+    kernels = kernel_milliseconds(recorded.key_averages(), steps, is_cuda=is_cuda)
+    if shown:
+        print(f"{run.row}, longest kernels:\n\n{kernel_table(kernels, shown)}\n")
+    times = milliseconds_by_family(kernels)
     columns = result_columns(run, task, profiler.config)
     command = shlex.join(["python", "-m", "experiments.cost_quality.profile", *sys.argv[1:]])
     columns |= {"recipe": RECIPE, "task": run.recipe.name, "split": "train", "command": command}
@@ -110,6 +138,7 @@ def profile_models(
     recipe: Annotated[str, typer.Option(help="Recipe of the models.")] = "study",
     rows: Annotated[str, typer.Option(help="Models, separated by commas.")] = "softmax:8,smgk:8",
     steps: Annotated[int, typer.Option(min=1, help="Number of profiled steps.")] = 5,
+    kernels: Annotated[int, typer.Option(min=0, help="Number of kernels to print, the longest first.")] = 20,
     out: Annotated[Path, typer.Option("--results", help="Results directory.")] = Path("results"),
     data_dir: DataDir = None,
 ) -> None:
@@ -122,7 +151,7 @@ def profile_models(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measured = []
     for model in models:
-        measured.append(profile_step(Run(loaded, model, PRESET, 0, data, Path()), task, device, steps))
+        measured.append(profile_step(Run(loaded, model, PRESET, 0, data, Path()), task, device, steps, kernels))
         results.append(out / f"{RECIPE}.csv", measured[-1])
     print(table(measured))
 

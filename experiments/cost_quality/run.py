@@ -197,7 +197,8 @@ class StudyRunner:
             if time.monotonic() >= self.end:
                 return
             command = [recipe_name, "--rows", ",".join(models), "--results", str(self.out)]
-            command += ["--data-dir", str(self.data), "--jobs", str(self.max_running)]
+            # Models to time mostly compile, so that more of them than runs can share the machine.
+            command += ["--data-dir", str(self.data), "--jobs", str(max(self.max_running, resolve_max_running(None)))]
             command += [] if self.minutes is None else ["--minutes", f"{self.minutes:.2f}"]
             if commands.run_module(TIMING, command, self.cluster):
                 self.failed.append(f"python -m {TIMING} {' '.join(command)}")

@@ -43,15 +43,20 @@ def sliding_losses(
         fail("model", "must be in eval mode: call model.eval()")
     tokens = tokens.long()
     inputs, targets = tokens[:-1], tokens[1:]
-    first = model.hidden(inputs[None, :window])[0]
-    hidden = first.new_empty(len(inputs), first.shape[-1])
-    hidden[:window] = first
-    # Last positions of the windows after the first, and the first position that each window scores.
+    window = min(window, len(inputs))
+    # Last positions of the windows, and the first position that each window scores: the first window scores all.
     last_positions = list(range(window + stride - 1, len(inputs), stride))
-    if len(inputs) > window and (len(inputs) - window) % stride:
+    if (len(inputs) - window) % stride:
         last_positions.append(len(inputs) - 1)
-    ends = torch.tensor(last_positions, dtype=torch.long, device=tokens.device)
-    starts = torch.tensor([window, *(n + 1 for n in last_positions[:-1])], dtype=torch.long, device=tokens.device)
+    first_positions = [0, window, *(n + 1 for n in last_positions[:-1])][: 1 + len(last_positions)]
+    ends = torch.tensor([window - 1, *last_positions], device=tokens.device)
+    starts = torch.tensor(first_positions, device=tokens.device)
+    hidden = torch.empty(0)
+    if stride == 1:
+        first = model.hidden(inputs[None, :window])[0]
+        hidden = first.new_empty(len(inputs), first.shape[-1])
+        hidden[:window] = first
+        ends, starts = ends[1:], starts[1:]
     size = min(batch_size, len(ends))
     for begin in range(0, len(ends), max(1, size)):
         # The last batch repeats some windows, so that all batches have one shape and compile once.
@@ -60,9 +65,11 @@ def sliding_losses(
         positions = ends[batch, None] + torch.arange(1 - window, 1, device=tokens.device)
         if stride == 1:
             hidden[ends[batch]] = model.last_hidden(inputs[positions])
-        else:
-            # The last window may overlap the scored positions of the one before, which have more context there.
-            unscored = positions[:, -stride:] >= starts[batch, None]
-            states = model.hidden(inputs[positions])[:, -stride:]
-            hidden[positions[:, -stride:][unscored]] = states[unscored]
+            continue
+        states = model.hidden(inputs[positions])
+        if begin == 0:
+            hidden = states.new_empty(len(inputs), states.shape[-1])
+        # The last window may overlap the scored positions of the one before, which have more context there.
+        unscored = positions >= starts[batch, None]
+        hidden[positions[unscored]] = states[unscored]
     return model.table.losses(hidden, targets)

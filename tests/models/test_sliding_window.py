@@ -65,6 +65,17 @@ def test_stride_scores_each_position_once(length, batch_size):
     torch.testing.assert_close(actual, torch.tensor(expected), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("length", [11, 60])
+def test_stride_runs_batches_of_one_shape(length, monkeypatch):
+    """A batch of another shape, such as the first window alone, would be compiled separately."""
+    model, shapes = tiny(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda tokens: shapes.append(tuple(tokens.shape)) or hidden(tokens))
+    sliding_losses(model, torch.randint(50, (length,)), window=11, stride=4, batch_size=4)
+    assert set(shapes) == {(1, 10)} if length == 11 else {(4, 11)}
+    assert len(shapes) == (1 if length == 11 else 4)
+
+
 def test_invalid_windows_raise():
     model, tokens = tiny(), torch.randint(50, (20,))
     for settings, message in (

@@ -85,6 +85,8 @@ def test_random_weights_have_the_shapes_of_the_study():
     assert arm in arms
     assert not any(arm.overrides or arm.time_of for arm in arms)
     assert not {arm.model.variant for arm in arms} & {"diff", "mla"}
+    # Recipes with the models of an earlier one are not timed again.
+    assert {arm.recipe for arm in arms} == {"study", "study-m4"}
 
 
 def test_table_separates_numbers_of_key_and_value_heads():

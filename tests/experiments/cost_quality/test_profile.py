@@ -45,8 +45,15 @@ def test_kernels_are_counted_on_a_gpu():
     operator = SimpleNamespace(
         key="aten::mm", device_type=DeviceType.CPU, self_device_time_total=8, self_cpu_time_total=9
     )
-    times = profile.milliseconds_by_family([kernel, operator], 2, is_cuda=True)
-    assert times == {**dict.fromkeys([*profile.FAMILIES, "other"], 0.0), "GEMM": 1.5}
+    times = profile.kernel_milliseconds([kernel, operator], 2, is_cuda=True)
+    assert times == {"gemm": 1.5}
+    assert profile.milliseconds_by_family(times) == {**dict.fromkeys([*profile.FAMILIES, "other"], 0.0), "GEMM": 1.5}
+
+
+def test_longest_kernels_are_first():
+    events = [SimpleNamespace(key=name, self_cpu_time_total=us) for name, us in [("aten::mul", 1000), ("gemm", 5000)]]
+    table = profile.kernel_table(profile.kernel_milliseconds(events, 1, is_cuda=False), 1)
+    assert table.splitlines()[2:] == ["| 5.00 | GEMM | `gemm` |"]
 
 
 def test_command_profiles_a_tiny_recipe(tmp_path, monkeypatch):
@@ -63,5 +70,6 @@ def test_command_profiles_a_tiny_recipe(tmp_path, monkeypatch):
     assert {row["recipe"] for row in rows} == {"cost-quality-profile"}
     # Every family is found in the names of a CPU.
     assert all(float(row["value"]) > 0 for row in rows), [(row["variant"], row["metric"], row["value"]) for row in rows]
+    assert "softmax:2, longest kernels:" in result.output
     lines = [line for line in result.output.splitlines() if line.startswith("| `")]
     assert [line.split(" | ")[0] for line in lines] == ["| `softmax:2`", "| `smgk:2/1/2`"]

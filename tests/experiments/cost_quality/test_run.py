@@ -93,6 +93,17 @@ def test_stages_are_timed_first_and_run_seed_by_seed(runner):
     )  # fmt: skip
 
 
+def test_more_models_than_runs_are_timed_at_a_time(runner, tmp_path, monkeypatch):
+    """Models to time mostly compile: --jobs 2 limits the training runs only."""
+    commands = []
+    monkeypatch.setattr(run, "resolve_max_running", lambda option: option or 4)
+    monkeypatch.setattr(run.commands, "run_module", lambda module, arguments, _: commands.append(arguments) or 0)
+    plan = Plan((listops_stage("first", **{"softmax:8": 1}),), (), "test")
+    for jobs in (2, 6):
+        run.run(plan, tmp_path, tmp_path / "runs", tmp_path, jobs, None, lambda *_: None)
+    assert [arguments[arguments.index("--jobs") + 1] for arguments in commands] == ["4", "6"]
+
+
 def test_arms_are_timed_although_the_time_limit_interrupts_their_training(runner):
     runner.is_interrupted = True
     stages = [listops_stage("first", **{"softmax:8": 1}), listops_stage("second", **{"mgk:4": 1})]

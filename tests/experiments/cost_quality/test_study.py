@@ -317,6 +317,12 @@ def test_page_answers_the_questions(study):
     assert row[4:8] == ["55.0", f"{1900 * 55 / 60000:.1f}", "1.0", "16,384 |"]
 
 
+def test_questions_about_two_recipes_name_them(tmp_path):
+    text = page.write_page(load_plan(), [], tmp_path)
+    assert "| Four Gaussians against two (`smgk:8` of study-m4, `smgk:8` of study) | – | no runs yet |" in text
+    assert "| Two Gaussians against one (`smgk:8`, `gaussian:8`) | – | no runs yet |" in text
+
+
 def test_section_of_the_page_of_evidence(study):
     plan = load_plan()
     empty = page.evidence_section(plan, [], study, "figures/study.png")
