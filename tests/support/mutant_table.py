@@ -88,7 +88,7 @@ MUTANTS = [
            "tau = tau.repeat(query.shape[1] // tau.shape[0]).view(1, -1, 1)", SAFE),
     # Rotary positions and caches.
     Mutant("mgk/rotary.py", "first * cosine - second * sine", "first * cosine + second * sine", ROTARY),
-    Mutant("mgk/rotary.py", "-steps / max(self.pairs, 1)", "-steps / (self.pairs + 1)", ROTARY),
+    Mutant("mgk/rotary.py", "-steps / max(pairs, 1)", "-steps / (pairs + 1)", ROTARY),
     Mutant("mgk/cache.py", "self.length = self._check_length(length)", "self.length = min(self.length, length)", CACHE),
     Mutant("mgk/cache.py", "self.length + new_tokens > self.max_length", "self.length > self.max_length", CACHE),
     Mutant("mgk/cache.py", "torch.arange(self.length, self.length + x.shape[1],", "torch.arange(0, x.shape[1],", CACHE),
