@@ -56,6 +56,7 @@ def gather(results: Path) -> Evidence:
         "shapes": front_page.shapes(rows),
         "groups": group_table.table(rows),
         "host": front_page.host_time(rows),
+        "cpu": front_page.cpu_times(rows),
         "decoder-steps": front_page.decoder_steps(rows),
         "inference": front_page.inference(experiments[-1], rows),
         "summary": summary(experiments, analyses, rows),

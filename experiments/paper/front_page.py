@@ -202,6 +202,24 @@ def host_time(rows: Rows) -> str:
     return f"{markdown_table(lines)}\n\n{versions}"
 
 
+def cpu_times(rows: Rows) -> str:
+    """Format the times on a CPU relative to SDPA (benchmarks/cpu.py), the latest of each shape."""
+    measured = [row for row in rows if (row["recipe"], row["metric"]) == ("benchmark-cpu", "time_ratio_to_sdpa")]
+    if not measured:
+        return verdicts.MISSING_SENTENCE
+    latest = files.latest(measured, ("variant", "length", "causal", "pass"))
+    ratios = {(row["variant"], row["length"], row["causal"], row["pass"]): float(row["value"]) for row in latest}
+    names = {"smgk": "sMGK", "mgk": "MGK"}
+    columns = [(variant, causal) for variant in names for causal in ("False", "True")]
+    titles = [f"{names[variant]}{', causal' if causal == 'True' else ''}" for variant, causal in columns]
+    lines = [["length", *titles]]
+    for length in dict.fromkeys(row["length"] for row in latest):
+        cells = [[ratios.get((variant, length, causal, name)) for name in PASSES] for variant, causal in columns]
+        lines.append([f"{int(length):,}", *(" / ".join(map(format_number, cell)) for cell in cells)])
+    commits = ", ".join(sorted({row["commit"] for row in latest}))
+    return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}, {latest[-1]['cpu']}."
+
+
 def decoder_steps(rows: Rows) -> str:
     """Format the training step of the study's decoder, timed in isolation."""
     latest = [row for row in _decoders(rows) if row["metric"] == STEP_TIME]

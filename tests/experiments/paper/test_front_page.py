@@ -36,3 +36,28 @@ def test_decoder_steps_are_relative_to_softmax_with_the_same_heads():
 
 def test_decoder_steps_without_measurements():
     assert front_page.decoder_steps([]) == verdicts.MISSING_SENTENCE
+
+
+def test_cpu_times_are_the_latest_of_each_shape():
+    def ratio(variant, length, value, causal="False", name="forward", **more):
+        return {
+            "recipe": "benchmark-cpu", "metric": "time_ratio_to_sdpa", "variant": variant, "length": length,
+            "causal": causal, "pass": name, "value": value, "commit": "abc", "cpu": "a CPU", **more,
+        }  # fmt: skip
+
+    rows = [
+        ratio("smgk", "256", "3.0"),
+        ratio("smgk", "256", "1.125", commit="def"),
+        ratio("smgk", "256", "0.5", name="forward+backward"),
+        ratio("mgk", "1024", "1.2", causal="True"),
+        ratio("mgk", "1024", "9.0", metric="time_ms"),
+    ]
+    assert front_page.cpu_times(rows).splitlines() == [
+        "| length | sMGK | sMGK, causal | MGK | MGK, causal |",
+        "| --- | --- | --- | --- | --- |",
+        "| 256 | 1.12 / 0.50 | – / – | – / – | – / – |",
+        "| 1,024 | – / – | – / – | – / – | 1.20 / – |",
+        "",
+        "Commits of the measurements: abc, def, a CPU.",
+    ]
+    assert front_page.cpu_times([]) == verdicts.MISSING_SENTENCE
