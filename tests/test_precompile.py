@@ -1,5 +1,6 @@
 """`mgk.warmup`: kernels are compiled before the call, for the GPU or for an architecture that is not present."""
 
+import gc
 import logging
 from types import SimpleNamespace
 
@@ -132,28 +133,51 @@ def test_kernels_are_compiled_in_threads_and_once(caplog, monkeypatch, tmp_path)
     assert mgk.warmup(*arguments, backward=False, arch=80, threads=1).kernels == result.kernels
 
 
-@pytest.mark.slow
-def test_parser_errors_of_threads_are_retried(monkeypatch, tmp_path):
-    """Python up to 3.11 raises them at random if several threads parse: python/cpython#106905."""
+@pytest.fixture
+def fail_to_parse(monkeypatch, tmp_path):
+    """Return a function that makes the parser fail, in a kernel or in a function that a kernel calls."""
     from triton.runtime.jit import JITFunction
 
-    errors = [SystemError("AST constructor recursion depth mismatch (before=33, after=202)"), RecursionError()]
     parse = JITFunction.parse
-
-    def failing(self):
-        if errors:
-            raise errors.pop()
-        return parse(self)
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(jit_cache, "_compiled", {})
-    monkeypatch.setattr(JITFunction, "parse", failing)
+
+    def fail(function, errors):
+        def failing(self):
+            if errors and self.__name__ == function:
+                raise errors.pop()
+            return parse(self)
+
+        monkeypatch.setattr(JITFunction, "parse", failing)
+
+    return fail
+
+
+def decode_inputs(width):
+    """Return the arguments of a call that decodes, of a width of no other test: Triton keeps kernels of a process."""
     _, key, value, shift = smgk_inputs(64)
-    # The width of no other test: Triton keeps kernels of a process.
-    arguments = ("smgk_attention", meta(2, 4, 1, 48), key[..., :48], value[..., :48], shift[..., :48])
-    result = mgk.warmup(*arguments, backward=False, arch=90, threads=2)
+    return ("smgk_attention", meta(2, 4, 1, width), key[..., :width], value[..., :width], shift[..., :width])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "width"), [("decode_row", 48), ("walk_keys", 40)], ids=["kernel", "callee"])
+def test_parser_errors_of_threads_are_retried(function, width, fail_to_parse):
+    """Python up to 3.11 raises them at random if several threads parse: python/cpython#106905."""
+    errors = [SystemError("AST constructor recursion depth mismatch (before=33, after=202)"), RecursionError()]
+    fail_to_parse(function, errors)
+    result = mgk.warmup(*decode_inputs(width), backward=False, arch=90, threads=2)
     assert result.kernels == ("decode_row", "decode_merge")
     assert not errors
+    assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_kernels_compile_after_a_compilation_that_failed(fail_to_parse):
+    fail_to_parse("decode_row", [ValueError("not a parser error")])
+    with pytest.raises(ValueError, match="not a parser error"):
+        mgk.warmup(*decode_inputs(56), backward=False, arch=90, threads=2)
+    assert gc.isenabled()
+    assert "decode_row" in mgk.warmup(*decode_inputs(24), backward=False, arch=90, threads=2).kernels
 
 
 def test_fast_compilations_are_not_logged(caplog, monkeypatch):

@@ -6,8 +6,10 @@
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -326,7 +328,8 @@ def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> l
     kernels = {}
     with _compiler_threads(threads, device):
         for (path, cache_key), (spec, tensors, floats) in missing.items():
-            kernels[path, cache_key] = compile_kernel(spec, path, tensors, floats)
+            # This thread parses too: the keys of Triton's cache contain the functions that a kernel calls.
+            kernels[path, cache_key] = _retry_parser_errors(compile_kernel, spec, path, tensors, floats)
     for cache_key, kernel in kernels.items():
         if kernel is not None:
             _compiled[cache_key] = kernel.result() if hasattr(kernel, "result") else kernel
@@ -342,11 +345,7 @@ def compile_kernels(launches: Sequence[Launch], threads: int | None = None) -> l
 
 
 class _CompilerPool(concurrent.futures.ThreadPoolExecutor):
-    """Threads for Triton's compiler, which compile again if `ast.parse` failed because it runs in several of them.
-
-    Up to Python 3.11, the garbage collector can run within `ast.parse` and let other threads run, and all threads share
-    one counter of its recursion: https://github.com/python/cpython/issues/106905.
-    """
+    """Threads for Triton's compiler, which compile again if `ast.parse` failed because it runs in several of them."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a function in a thread."""
@@ -355,9 +354,36 @@ class _CompilerPool(concurrent.futures.ThreadPoolExecutor):
 
 def _retry_parser_errors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for _ in range(PARSER_RETRIES):
-        with contextlib.suppress(SystemError, RecursionError):
+        try:
             return fn(*args, **kwargs)
+        except Exception as error:
+            if not _is_parser_error(error):
+                raise
     return fn(*args, **kwargs)
+
+
+def _is_parser_error(error: BaseException | None) -> bool:
+    """Return whether Python's parser failed, also in a function that a kernel calls: Triton wraps those errors."""
+    while error is not None and not isinstance(error, SystemError | RecursionError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+@contextlib.contextmanager
+def _collector_disabled() -> Iterator[None]:
+    """Disable the garbage collector in Python up to 3.11.
+
+    There it can run within `ast.parse` and let other threads run, and all threads share one counter of the recursion of
+    `ast.parse`, which then fails: https://github.com/python/cpython/issues/106905.
+    """
+    disable = sys.version_info < (3, 12) and gc.isenabled()
+    if disable:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if disable:
+            gc.enable()
 
 
 def _compiler_threads(threads: int, device: int) -> contextlib.AbstractContextManager[Any]:
@@ -366,7 +392,10 @@ def _compiler_threads(threads: int, device: int) -> contextlib.AbstractContextMa
     if threads > 1 and AsyncCompileMode is not None and _async_compile.active_mode.get() is None:
         # The target of a thread is that of its current device.
         select_device: Any = (torch.cuda.set_device, (device,)) if torch.cuda.is_initialized() else (None, ())
+        stack.enter_context(_collector_disabled())
         pool = stack.enter_context(_CompilerPool(threads, "mgk-compile", *select_device))
+        # A compilation that fails leaves the mode active, and later ones would use threads that have ended.
+        stack.callback(_async_compile.active_mode.set, None)
         stack.enter_context(AsyncCompileMode(pool))
     return stack
 
