@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from mgk._core.validation import fail, number, positive_integer
 
-# Elements of a tensor from which compiled code reads the rotations from a table.
+# Devices and elements of a tensor from which compiled code reads the rotations from a table.
+TABLE_DEVICES = frozenset({"cuda"})
 MIN_ELEMENTS_FOR_TABLE = 1 << 22
 # Since torch 2.7.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -34,15 +35,15 @@ def uses_table(x: Tensor) -> bool:
     """Return whether to compute the rotations of x with `rotation_table`.
 
     torch.compile fuses `rotations` into the kernel that rotates x, which then computes two powers, cosines and sines
-    for each element of x: ten times the instructions of the rotation itself, counted in the code for sm_90.
+    for each element of x: 18 of the 64 ms of a training step of the study's decoder on an H200.
     """
-    return (
-        torch.compiler.is_compiling()
-        and x.is_cuda
-        and x.numel() >= MIN_ELEMENTS_FOR_TABLE
-        and not _is_exporting()
-        and not torch.onnx.is_in_onnx_export()
-    )
+    if not torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
+        return False
+    # In Dynamo of torch 2.11 is_exporting() is True for all compiled code, so Dynamo is not asked. A strict export,
+    # which uses Dynamo, has the operator and needs `import mgk` where it is loaded.
+    if not torch.compiler.is_dynamo_compiling() and _is_exporting():
+        return False
+    return x.device.type in TABLE_DEVICES and x.numel() >= MIN_ELEMENTS_FOR_TABLE
 
 
 class Rotary(nn.Module):

@@ -1,7 +1,10 @@
-"""Dtypes of the rotary embedding."""
+"""Dtypes of the rotary embedding, and its table in compiled code."""
+
+import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from mgk import Rotary, rotary
 
@@ -38,7 +41,8 @@ def test_compiled_code_reads_the_rotations_of_large_tensors_from_a_table(shape, 
     positions = torch.arange(15).view(shape)[..., :5]
     embed = Rotary(8)
     compiled = torch.compile(lambda x: embed(x, positions), backend=backend, fullgraph=True)
-    monkeypatch.setattr(rotary, "uses_table", lambda x: torch.compiler.is_compiling() and x.numel() > 200)
+    monkeypatch.setattr(rotary, "TABLE_DEVICES", {"cpu"})
+    monkeypatch.setattr(rotary, "MIN_ELEMENTS_FOR_TABLE", 200)
     for heads, calls in [(1, 0), (2, 1)]:
         x = torch.randn(3, heads, 5, 8, requires_grad=True)
         probe = torch.randn_like(x)
@@ -50,6 +54,25 @@ def test_compiled_code_reads_the_rotations_of_large_tensors_from_a_table(shape, 
         assert counts.pop() == calls
 
 
-def test_tables_are_for_compiled_code_on_a_gpu():
-    assert not rotary.uses_table(torch.empty(rotary.MIN_ELEMENTS_FOR_TABLE, device="meta"))
+def test_exported_and_uncompiled_code_has_no_table(monkeypatch):
+    monkeypatch.setattr(rotary, "TABLE_DEVICES", {"cpu"})
+    monkeypatch.setattr(rotary, "MIN_ELEMENTS_FOR_TABLE", 1)
+    x, positions = torch.randn(1, 2, 5, 8), torch.arange(5)
+    assert not rotary.uses_table(x)
+    exported = torch.export.export(Rotary(8), (x, positions), strict=False)
+    assert not [node for node in exported.graph.nodes if "mgk" in str(node.target)]
+    torch.testing.assert_close(exported.module()(x, positions), Rotary(8)(x, positions))
+
+
+def test_the_operator_of_the_table_is_registered_correctly():
     torch.library.opcheck(rotary.rotation_table, (torch.arange(5), 4, 10000.0, torch.float32))
+
+
+@pytest.mark.gpu
+def test_compiled_rotation_on_a_gpu_computes_no_angles():
+    """The kernel that rotates a large tensor has no powers, cosines and sines."""
+    embed, positions = Rotary(64), torch.arange(1024, device="cuda")
+    x = torch.randn(64, 1, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    _, code = run_and_get_code(torch.compile(embed), x, positions)
+    assert "mgk.rotation_table" in "".join(code)
+    assert not re.search(r"libdevice\.(pow|cos|sin)|tl_math\.(cos|sin)", "".join(code))

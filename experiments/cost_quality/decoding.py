@@ -152,7 +152,7 @@ def result_rows(arm: Arm, model: LanguageModel, length: int, values: dict[str, f
         "command": shlex.join(["python", "-m", "experiments.cost_quality.decoding", *sys.argv[1:]]),
         **results.environment(),
     }
-    return [{**columns, "metric": metric, "value": f"{value:.6g}"} for metric, value in values.items()]
+    return [{**columns, "metric": metric, "value": f"{value:.12g}"} for metric, value in values.items()]
 
 
 def table(rows: Rows) -> str:
@@ -167,9 +167,10 @@ def table(rows: Rows) -> str:
         values.setdefault(key, {})[row["metric"]] = float(row["value"])
     if not values:
         return ""
-    lines = [["recipe", "model", "tokens", "prefill, tokens/s", "decoding, tokens/s", "cache, bytes", "device"]]
+    lines = [["recipe", "model", "tokens", "prefill, tokens/s", "decoding, tokens/s", "cache, MB", "device"]]
     for (task, name, length, gpu), by_metric in values.items():
-        cells = [f"{by_metric[metric]:,.0f}" if metric in by_metric else "–" for metric in (PREFILL, DECODE, CACHE)]
+        cells = [f"{by_metric[metric]:,.0f}" if metric in by_metric else "–" for metric in (PREFILL, DECODE)]
+        cells.append(f"{by_metric[CACHE] / 1e6:,.1f}" if CACHE in by_metric else "–")
         lines.append([task, f"`{name}`", f"{int(length):,}", *cells, gpu])
     return markdown_table(lines)
 

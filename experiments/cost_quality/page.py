@@ -8,6 +8,7 @@ from pathlib import Path
 from experiments.cost_quality.decoding import table as decoding_table
 from experiments.cost_quality.picture import plotted_recipe
 from experiments.cost_quality.plan import Arm, Plan
+from experiments.cost_quality.profile import latest_table as profile_table
 from experiments.cost_quality.summary import Answer, ArmSummary, answer, family_spread, summarize
 from experiments.result_rows import Rows
 from experiments.statistics import EQUIVALENCE, Interval, mean_interval
@@ -26,11 +27,19 @@ def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
     ]
     if rates := _selection_table(plan, summaries):
         parts.append(f"\n## Selection of settings\n\n{rates}")
+    if questions := _open_questions(plan, summaries, folder):
+        parts.append(f"\n## Open questions\n\n{questions}")
+    if (times := decoding_table(rows)) and not plan.option:
+        parts.append(f"\n## Prefill and decoding\n\nOne sequence, with that many tokens in the cache.\n\n{times}")
+    if (times := profile_table(rows)) and not plan.option:
+        parts.append(f"\n## Kernels of a training step\n\nMilliseconds of the kernels, by family.\n\n{times}")
     return "\n".join(parts) + "\n"
 
 
 def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
     """Return the study's part of the page of evidence: the number of runs, the answers, the picture and the arms.
+
+    The page of the study has the rules, the open questions, and the other tables.
 
     Args:
         plan: The plan of the study.
@@ -44,12 +53,14 @@ def evidence_section(plan: Plan, rows: Rows, folder: Path, picture: str) -> str:
             f"**The study has no results yet**: 0 of {sum(plan.arms.values())} planned runs are finished, and its "
             f"{len(plan.questions)} questions are open."
         )
-    parts = [f"{_count_runs(plan, summaries)}.", *_rules(plan), _answers(plan, summaries, folder)]
+    parts = [f"{_count_runs(plan, summaries)}.", _answers(plan, summaries, folder)]
     if plotted_recipe(summaries) is not None:
         parts.append(f"![Perplexity against training time, cache and parameters]({picture})")
     parts += [_arms_table(plan, summaries, recipe) for recipe in judged_recipes(summaries)[:1]]
-    parts += [_selection_table(plan, summaries), decoding_table(rows)]
-    return "\n\n".join(filter(None, parts))
+    parts.append(
+        "Rules, open questions, learning rates, prefill and decoding: [the page of the study](cost-quality.md)."
+    )
+    return "\n\n".join(parts)
 
 
 def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> str:
@@ -109,13 +120,26 @@ def _rules(plan: Plan) -> list[str]:
 
 
 def _answers(plan: Plan, summaries: dict[Arm, ArmSummary], folder: Path) -> str:
-    """Format the answers to the primary questions, then to the others."""
+    """Format the answers to the primary questions, then to the others that have runs, and count the open ones."""
     answers = [answer(question, plan, summaries, folder) for question in plan.questions]
     primary = [item for item in answers if item.question.is_primary]
     others = [item for item in answers if not item.question.is_primary]
     if not primary:
         return _answers_table(others)
-    return f"Primary questions:\n\n{_answers_table(primary)}\n\nOther questions:\n\n{_answers_table(others)}"
+    answered = [item for item in others if item.interval is not None]
+    parts = [f"Primary questions:\n\n{_answers_table(primary)}"]
+    parts += [f"Other questions:\n\n{_answers_table(answered)}"] if answered else []
+    if count := len(others) - len(answered):
+        parts.append(f"{count} other questions have no runs yet.")
+    return "\n\n".join(parts)
+
+
+def _open_questions(plan: Plan, summaries: dict[Arm, ArmSummary], folder: Path) -> str:
+    """List the questions that have no runs, if the table of answers omits them; "" without any."""
+    if not plan.primary_questions:
+        return ""
+    answers = [answer(question, plan, summaries, folder) for question in plan.questions]
+    return "\n".join(f"- {_question_title(item)}" for item in answers if item.interval is None)
 
 
 def format_interval(interval: Interval) -> str:
@@ -128,13 +152,16 @@ def _answers_table(answers: list[Answer]) -> str:
     lines = [["comparison", "first − second", "answer"]]
     for item in answers:
         text = "–" if item.interval is None else f"{format_interval(item.interval)} {item.unit}"
-        pair = item.question.first, item.question.second
-        # Arms of one recipe are named by their models alone.
-        is_one_recipe = len({arm.recipe for arm in pair}) == 1
-        names = [f"`{arm}`" + ("" if is_one_recipe else f" of {arm.recipe}") for arm in pair]
-        title = f"{item.question.title} ({', '.join(names)})"
-        lines.append([title, text, item.words])
+        lines.append([_question_title(item), text, item.words])
     return markdown_table(lines)
+
+
+def _question_title(item: Answer) -> str:
+    """Return the title of a question with its two arms; arms of one recipe are named by their models alone."""
+    pair = item.question.first, item.question.second
+    is_one_recipe = len({arm.recipe for arm in pair}) == 1
+    names = [f"`{arm}`" + ("" if is_one_recipe else f" of {arm.recipe}") for arm in pair]
+    return f"{item.question.title} ({', '.join(names)})"
 
 
 def _arms_table(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> str:

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from experiments.commands import add_plugin
 from experiments.cost_quality.plan import PRESET
-from experiments.result_rows import model_of
+from experiments.result_rows import Rows, model_of
 from mgk import tasks
 from mgk._core.markdown import markdown_table
 from mgk.cli import run_app
@@ -131,6 +131,19 @@ def table(rows: list[list[dict[str, Any]]]) -> str:
             ]
         )
     return markdown_table(lines)
+
+
+def latest_table(rows: Rows) -> str:
+    """Format the latest profile of each model, with its commit; "" without any."""
+    profiles = [row for row in rows if row.get("recipe") == RECIPE]
+    latest = results.latest(profiles, ("variant", "heads", "kv_heads", "key_heads", "gpu", "metric"))
+    by_model: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in latest:
+        by_model.setdefault((str(model_of(row)), row["gpu"], row["commit"]), []).append(row)
+    if not by_model:
+        return ""
+    commits = ", ".join(f"`{name}` on {gpu or 'a CPU'} at {commit}" for name, gpu, commit in by_model)
+    return f"{table(list(by_model.values()))}\n\nMeasured: {commits}."
 
 
 @app.command()

@@ -7,6 +7,7 @@ RESULTS/RECIPE.csv.
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -55,8 +56,9 @@ def timing(
         profiles = (
             [profiling.profile_run(group[0], task, device)] if alone else profiling.profile_many(group, task, device)
         )
+        command = shlex.join(["python", "-m", "experiments.cost_quality.timing", *sys.argv[1:]])
         for profile in profiles:
-            results.append(file, profile)
+            results.append(file, [{**row, "command": command} for row in profile])
 
 
 def main() -> None:

@@ -225,22 +225,29 @@ def decoder_steps(rows: Rows) -> str:
     latest = [row for row in _decoders(rows) if row["metric"] == STEP_TIME]
     if not latest:
         return verdicts.MISSING_SENTENCE
-    times = {_decoder_name(row): float(row["value"]) for row in latest}
-    lines = [["model", "training step, ms", "relative to softmax with the same heads", "peak memory, MB"]]
+    # Ratios compare measurements of one commit only.
+    times = {
+        (_decoder_name(row), row["commit"]): float(row["value"])
+        for row in _timed_decoders(rows)
+        if row["metric"] == STEP_TIME
+    }
+    lines = [["model", "training step, ms", "relative to softmax with the same heads", "peak memory, MB", "commit"]]
     for row in latest:
-        name = _decoder_name(row)
-        softmax = times.get(_decoder_name({**row, "variant": "softmax"}))
-        share = "–" if softmax is None else f"{times[name] / softmax:.3f}"
-        lines.append([name, f"{times[name]:.1f}", share, f"{int(row['peak_mem_mb']):,}"])
-    commits = ", ".join(sorted({row["commit"] for row in latest}))
-    return f"{markdown_table(lines)}\n\nCommits of the measurements: {commits}."
+        softmax = times.get((_decoder_name({**row, "variant": "softmax"}), row["commit"]))
+        share = "–" if softmax is None else f"{float(row['value']) / softmax:.3f}"
+        cells = [_decoder_name(row), f"{float(row['value']):.1f}", share, f"{int(row['peak_mem_mb']):,}"]
+        lines.append([*cells, row["commit"]])
+    return markdown_table(lines)
+
+
+def _timed_decoders(rows: Rows) -> Rows:
+    """Return all times in isolation of the study's decoder."""
+    return [row for row in rows if row["recipe"] == "study" and row["metric"] in SOLO_METRICS and "H200" in row["gpu"]]
 
 
 def _decoders(rows: Rows) -> Rows:
     """Return the latest times in isolation of the study's decoder."""
-    measured = [row for row in rows if row["recipe"] == "study" and row["metric"] in SOLO_METRICS]
-    measured = [row for row in measured if "H200" in row["gpu"]]
-    return files.latest(measured, ["metric", "variant", "heads", "kv_heads", "key_heads"])
+    return files.latest(_timed_decoders(rows), ["metric", "variant", "heads", "kv_heads", "key_heads"])
 
 
 def _decoder_name(row: Row) -> str:

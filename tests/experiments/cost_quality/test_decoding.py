@@ -93,12 +93,12 @@ def test_table_separates_numbers_of_key_and_value_heads():
     numbers = {"softmax:8": (8, ""), "softmax:8/1": (1, ""), "softmax:8/1/8": (8, 1), "softmax:8/1/4": (4, 1)}
     common = {"recipe": decoding.RECIPE, "task": "t", "variant": "softmax", "heads": "8", "length": "4", "gpu": "cpu"}
     rows = [
-        {**common, "kv_heads": str(values), "key_heads": str(keys), "metric": decoding.CACHE, "value": str(index)}
+        {**common, "kv_heads": str(values), "key_heads": str(keys), "metric": decoding.CACHE, "value": f"{index}00000"}
         for index, (values, keys) in enumerate(numbers.values(), 1)
     ]
     lines = decoding.table(rows).splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == [f"`{name}`" for name in numbers]
-    assert [line.split(" | ")[5] for line in lines] == ["1", "2", "3", "4"]
+    assert [line.split(" | ")[5] for line in lines] == ["0.1", "0.2", "0.3", "0.4"]
 
 
 def test_table_without_rows():

@@ -73,3 +73,22 @@ def test_command_profiles_a_tiny_recipe(tmp_path, monkeypatch):
     assert "softmax:2, longest kernels:" in result.output
     lines = [line for line in result.output.splitlines() if line.startswith("| `")]
     assert [line.split(" | ")[0] for line in lines] == ["| `softmax:2`", "| `smgk:2/1/2`"]
+
+
+def test_table_has_the_latest_profile_of_each_model():
+    def rows(variant, commit, first, gpu="NVIDIA H200"):
+        families = [*profile.FAMILIES, profile.OTHER]
+        common = {"recipe": profile.RECIPE, "variant": variant, "heads": "8", "kv_heads": "8", "key_heads": ""}
+        return [
+            {**common, "gpu": gpu, "commit": commit, "metric": family, "value": str(first if index == 0 else 1)}
+            for index, family in enumerate(families)
+        ]
+
+    lines = profile.latest_table([*rows("softmax", "a", 9), *rows("smgk", "a", 5), *rows("softmax", "b", 3)]).split(
+        "\n"
+    )
+    assert [line.split(" | ")[:2] for line in lines if line.startswith("| `")] == [
+        ["| `softmax:8`", "3.00 (38 %)"], ["| `smgk:8`", "5.00 (50 %)"],
+    ]  # fmt: skip
+    assert lines[-1] == "Measured: `softmax:8` on NVIDIA H200 at b, `smgk:8` on NVIDIA H200 at a."
+    assert profile.latest_table([]) == ""

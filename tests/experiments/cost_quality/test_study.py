@@ -97,11 +97,11 @@ def test_runs_that_select_settings_are_judged_on_their_own_split(tmp_path):
     assert "| study | steps=600, lr=5e-4 | `softmax:8` | `dev` | 1 | 40.00 |  |" in text
     assert "2.72" not in text  # exp(1), on the judged split
     assert "| `softmax:8` (steps=600" not in text
-    chosen = dataclasses.replace(arm, overrides=("steps=600", "lr=1e-3"))
+    chosen = dataclasses.replace(arm, overrides=("steps=600", "lr=2e-3"))
     rows = [
         result_row(recipe.with_settings(list(chosen.overrides)), arm.model, 0, "best_perplexity", 40.0, split="dev")
     ]
-    assert "| 40.00 | yes |" in page.evidence_section(plan, rows, tmp_path, "")
+    assert "| 40.00 | yes |" in page.write_page(plan, rows, tmp_path)
 
 
 def test_an_arm_that_selects_settings_is_not_judged(tmp_path):
@@ -310,7 +310,9 @@ def test_page_answers_the_questions(study):
     assert "−1.9" in equal or "−2.0" in equal
     one = answers["One Gaussian against softmax (`gaussian:8`, `softmax:8`)"]
     assert one.endswith("| equal within 0.5 % |")
-    assert answers["sMGK against softmax, half of all heads (`smgk:4`, `softmax:4`)"].endswith("| no runs yet |")
+    assert answers["Half the key heads with mixture (`smgk:8/4`, `softmax:8`)"].endswith("| – | no runs yet |")
+    assert f"{len(plan.questions) - 6} other questions have no runs yet." in text
+    assert "\n- sMGK against softmax, half of all heads (`smgk:4`, `softmax:4`)\n" in text
     row = answers["`smgk:8`"].split(" | ")
     assert row[1] == "5"
     assert row[3] == "20.09"  # the geometric mean
@@ -319,8 +321,8 @@ def test_page_answers_the_questions(study):
 
 def test_questions_about_two_recipes_name_them(tmp_path):
     text = page.write_page(load_plan(), [], tmp_path)
-    assert "| Four Gaussians against two (`smgk:8` of study-m4, `smgk:8` of study) | – | no runs yet |" in text
-    assert "| Two Gaussians against one (`smgk:8`, `gaussian:8`) | – | no runs yet |" in text
+    assert "\n- Four Gaussians against two (`smgk:8` of study-m4, `smgk:8` of study)\n" in text
+    assert "\n- Two Gaussians against one (`smgk:8`, `gaussian:8`)\n" in text
 
 
 def test_section_of_the_page_of_evidence(study):

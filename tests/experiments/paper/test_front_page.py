@@ -18,19 +18,18 @@ def test_decoder_steps_are_relative_to_softmax_with_the_same_heads():
         row("smgk", "8", "70.0"),
     ]
     rows += [
+        row("softmax", "8", "48.0", commit="def"),
         row("smgk", "8", "60.0", commit="def"),
         row("mgk", "2", "90.0"),
         row("smgk", "8", "1.0", gpu="NVIDIA A100"),
     ]
     lines = front_page.decoder_steps(rows).splitlines()
     assert lines[2:] == [
-        "| softmax, 8 heads | 50.0 | 1.000 | 1,200 |",
-        "| softmax, 8 heads, 4 key and value heads | 40.0 | 1.000 | 1,200 |",
-        "| smgk, 8 heads, 4 key and value heads | 44.0 | 1.100 | 1,200 |",
-        "| smgk, 8 heads | 60.0 | 1.200 | 1,200 |",
-        "| mgk, 8 heads, 2 key and value heads | 90.0 | – | 1,200 |",
-        "",
-        "Commits of the measurements: abc, def.",
+        "| softmax, 8 heads | 48.0 | 1.000 | 1,200 | def |",
+        "| softmax, 8 heads, 4 key and value heads | 40.0 | 1.000 | 1,200 | abc |",
+        "| smgk, 8 heads, 4 key and value heads | 44.0 | 1.100 | 1,200 | abc |",
+        "| smgk, 8 heads | 60.0 | 1.250 | 1,200 | def |",
+        "| mgk, 8 heads, 2 key and value heads | 90.0 | – | 1,200 | abc |",
     ]
 
 
