@@ -23,6 +23,8 @@ from mgk._core.validation import fail, positive_integer
 
 # Maximum number of logits in memory.
 MAX_LOGITS = 1 << 27
+# Numbers of classes with compiled code of their own; others share code for any number.
+MAX_COMPILED_CLASSES = 4
 # GEMMs are fast if rows of 16-bit numbers start at multiples of 16 bytes.
 ALIGNMENT = 64
 # For larger vocabularies the GEMM with the one-hot matrix is slower than the scatter.
@@ -268,9 +270,31 @@ def _logits_gradient(logits: Tensor, lse: Tensor, target: Tensor, grad: Tensor) 
     return ((probability - is_target.to(lse.dtype)) * grad.unsqueeze(-1)).to(logits.dtype)
 
 
+_compiled_classes: set[int] = set()  # numbers of classes with code of their own
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(logits: Tensor, *columns: Tensor) -> Any:
+        _compile_for_classes(logits)
+        return compiled(logits, *columns)
+
+    return call
+
+
+def _compile_for_classes(logits: Tensor) -> None:
+    """Let the compiler generate code for this number of classes, but for any number of rows.
+
+    With a symbolic number of classes, each element is located by a 64-bit division: 93 instead of 27 instructions per
+    element of `_logits_gradient` (sm_90). Only the first few numbers have code of their own: torch.compile stops
+    compiling a function after eight variants.
+    """
+    num_classes = logits.shape[-1]
+    if num_classes in _compiled_classes or len(_compiled_classes) < MAX_COMPILED_CLASSES:
+        _compiled_classes.add(num_classes)
+        torch._dynamo.mark_static(logits, logits.dim() - 1)
 
 
 def _compile_on_gpu(x: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:

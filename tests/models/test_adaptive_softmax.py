@@ -1,9 +1,11 @@
 """The adaptive softmax agrees with its definition."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from mgk.models import adaptive_softmax
 from mgk.models.adaptive_softmax import TiedEmbedding, _OneHotEmbedding, round_capacity
@@ -132,3 +134,19 @@ def test_one_hot_embedding_gradient():
     assert actual[3].abs().max() == 0
     compiled = torch.compile(lambda *args: _OneHotEmbedding.apply(*args), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(tokens, weight), weight, upstream)[0], expected)
+
+
+def test_code_is_compiled_for_few_numbers_of_classes_and_any_number_of_rows(monkeypatch):
+    """A third number of classes shares its code with all later ones."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(adaptive_softmax, "_compiled_classes", set())
+    monkeypatch.setattr(adaptive_softmax, "MAX_COMPILED_CLASSES", 2)
+    torch._dynamo.reset()
+    compiled = adaptive_softmax._compiled.__wrapped__(adaptive_softmax._logits_gradient)
+    for rows, classes, compilations in [(8, 64, 1), (5, 64, 1), (8, 96, 2), (7, 80, 3), (6, 112, 3), (9, 64, 3)]:
+        columns = torch.randn(rows), torch.randint(classes, (rows,)), torch.randn(rows)
+        logits = torch.randn(rows, classes)
+        expected = adaptive_softmax._logits_gradient(logits, *columns)
+        torch.testing.assert_close(compiled(logits, *columns), expected)
+        assert counter.frame_count == compilations, (rows, classes)
