@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mgk._core.calls import LinearCall, MixtureCall, Packed
 from mgk._core.linear_features import check_state_features
@@ -55,8 +56,10 @@ DECODE_ROWS = 16
 DECODE_HEADS = 32
 # The decode kernel indexes the batch by the grid's last axis.
 MAX_BATCH = 65_535
-# The linear kernels index the heads of all batch entries by the grid's second axis.
+# The linear kernels index the heads of all batch entries by the grid's second axis, the mixture kernels those of one.
 MAX_HEADS = 65_535
+# The kernels multiply a component's index by the stride, an integer of 32 bits if the stride fits.
+MAX_COMPONENT_OFFSET = 2**31 - 1
 # Major compute capabilities of B200 and Thor, whose tensor cores use a separate memory, and the first Triton with which
 # the mixture kernels were compiled for them (`make compile-check`).
 TENSOR_MEMORY, TENSOR_MEMORY_TRITON = (10, 11), (3, 7)
@@ -100,6 +103,11 @@ def _unsupported_platform_reason(call: MixtureCall | LinearCall) -> str | None:
     if NO_TRITON is not None:
         return NO_TRITON
     query = call.query
+    if torch.jit.is_tracing():
+        return "torch.jit.trace cannot record the kernels"
+    # The compiler replaces the operators of such tensors before any kernel is launched.
+    if not torch.compiler.is_compiling() and any(map(is_traceable_wrapper_subclass, _tensors(call))):
+        return "DTensors and other tensor subclasses without storage of their own are not supported"
     if query.device.type == "cuda" and torch.version.hip is None:
         major, minor = device_capability(query.get_device())
         if (0, 0) < (major, minor) < FIRST_CAPABILITY:
@@ -115,6 +123,10 @@ def _unsupported_platform_reason(call: MixtureCall | LinearCall) -> str | None:
     return None
 
 
+def _tensors(call: MixtureCall | LinearCall) -> list[Tensor]:
+    return [x for x in (call.query, call.keys, call.value, call.shift) if x is not None]
+
+
 def mixture_unsupported_reason(call: MixtureCall) -> str | None:
     """Return why the mixture kernels do not support the call, or None."""
     reason = _unsupported_platform_reason(call)
@@ -125,6 +137,8 @@ def mixture_unsupported_reason(call: MixtureCall) -> str | None:
         return f"head dimensions above {MAX_WIDTH} are not supported"
     if call.components > MAX_COMPONENTS:
         return f"more than {MAX_COMPONENTS} components are not supported"
+    if query.shape[1] > MAX_HEADS:
+        return f"more than {MAX_HEADS:,} heads are not supported"
     if isinstance(call.scale, Tensor) and (call.scale.shape[0] > 1 or call.scale.shape[3] > 1):
         return "a scale per batch entry or per position is not supported"
     if call.num_valid_keys is not None and not uses_decode_kernel(call):
@@ -194,7 +208,8 @@ def run_mixture(call: MixtureCall) -> tuple[Tensor, Tensor | None, None]:
 
 def mixture_args(call: MixtureCall) -> MixtureArgs:
     """Return the arguments of the kernels for a call; a mask of keys becomes part of the log prior."""
-    query, keys, value = map(_ensure_last_dim_contiguous, (call.query, call.keys, call.value))
+    query, value = map(_ensure_last_dim_contiguous, (call.query, call.value))
+    keys = _ensure_small_component_offsets(call.keys)
     bias, mask = None if call.hard else call.log_prior, call.attn_mask
     constant = _constant_log_prior(call)
     if mask is not None and _is_key_only_mask(mask, call):
@@ -227,7 +242,7 @@ def plan_mixture(call: MixtureCall, prior_shape: tuple[int, ...] | None) -> Call
     # Hard assignment ignores the prior, but its gradient is 0, not None.
     if call.hard and call.log_prior is not None:
         return None
-    if any(x.stride(-1) != 1 for x in (call.query, call.keys, call.value)):
+    if any(x.stride(-1) != 1 for x in (call.query, call.keys, call.value)) or _has_large_component_offsets(call.keys):
         return None
     needs_gradients = _needs_gradients(call)
     if (not needs_gradients and _fits_decode_kernel(call)) or not (call.shift is None or call.shift.is_contiguous()):
@@ -241,7 +256,8 @@ def run_linear(call: LinearCall) -> tuple[Tensor, tuple[Tensor, Tensor] | None, 
     """Return the output [B, H, L, E], the state (Z, z) or None, and None for the weights."""
     from mgk.kernels.linear import ops
 
-    query, keys, value = map(_ensure_last_dim_contiguous, (call.query, call.keys, call.value))
+    query, value = map(_ensure_last_dim_contiguous, (call.query, call.value))
+    keys = _ensure_small_component_offsets(call.keys)
     width, columns = query.shape[-1], value.shape[-1]
     shift = None if call.shift is None else call.shift.contiguous()
     initial = None
@@ -315,7 +331,7 @@ def count_components(call: MixtureCall, real_queries: Tensor | None = None) -> t
     """
     from mgk.kernels.mixture import em_counts
 
-    query, keys = _ensure_last_dim_contiguous(call.query), _ensure_last_dim_contiguous(call.keys)
+    query, keys = _ensure_last_dim_contiguous(call.query), _ensure_small_component_offsets(call.keys)
     scale, scale_t, tau, tau_t = _split_scale_and_tau(call)
     mask, attendable = call.attn_mask, None
     # A key-only mask is applied to the result: joined with `real_queries` it would take L·S elements.
@@ -363,6 +379,15 @@ def _contiguous_offsets(packed: Packed | None) -> tuple[Tensor | None, Tensor | 
 
 def _ensure_last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _has_large_component_offsets(keys: Tensor) -> bool:
+    return keys.dim() == 5 and (keys.shape[2] - 1) * keys.stride(2) > MAX_COMPONENT_OFFSET
+
+
+def _ensure_small_component_offsets(keys: Tensor) -> Tensor:
+    """Return keys [B, HK, M, S, D] whose components the kernels can locate with 32 bits, copied if necessary."""
+    return keys.contiguous() if _has_large_component_offsets(keys) else _ensure_last_dim_contiguous(keys)
 
 
 def _fold_mask_into_bias(bias: Tensor | None, mask: Tensor) -> Tensor:

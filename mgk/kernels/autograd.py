@@ -26,6 +26,10 @@ def raise_no_double_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("This backend does not support second derivatives: use backend='eager'.")
 
 
+def _is_batched(x: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 class _NotDifferentiable(torch.autograd.Function):
     """Identity on gradients that raises when it is differentiated; second derivatives would otherwise be 0."""
 
@@ -40,6 +44,11 @@ def no_double_backward(backward: Callable[..., tuple[Tensor | None, ...]]) -> Ca
     """Return a backward function of an autograd.Function whose gradients raise when they are differentiated."""
 
     def guarded_backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # The forward pass was outside of the transform, so the kernels would read batched gradients by address.
+        if any(_is_batched(x) for x in grads if x is not None):
+            raise RuntimeError(
+                "This backend does not support batched gradients (is_grads_batched, vectorize): use backend='eager'."
+            )
         # Without create_graph no second derivatives are possible.
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)

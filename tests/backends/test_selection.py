@@ -1,5 +1,6 @@
 """Selection of the backend, and interception of operator calls."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 import mgk
 from mgk._core.calls import linear_call, mixture_call
-from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS, select_backend
+from mgk.backends import LINEAR_BACKENDS, MIXTURE_BACKENDS, select_backend, triton
+from mgk.backends.triton import mixture_unsupported_reason
 from mgk.functional import intercept_calls
 
 QUERY, KEYS, VALUE = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 5, 4), torch.randn(1, 2, 5, 4)
@@ -45,6 +47,55 @@ def test_auto_selects_the_first_supported_backend(name):
     assert [*all_reasons] == [other for other in names if other != expected]
     # Without `explain`, the reasons end with the selected backend.
     assert list(reasons.items()) == list(all_reasons.items())[: names.index(expected)]
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without storage, like a DTensor."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, *_):
+        return cls(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+def test_calls_that_the_kernels_cannot_run(monkeypatch):
+    """Such calls would read at address 0, launch an invalid grid, or record kernels in a trace."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def reason(*tensors):
+        return mixture_unsupported_reason(mixture_call(*tensors))
+
+    assert reason(QUERY, KEYS, VALUE) is None
+    wrapped = mixture_unsupported_reason(dataclasses.replace(CALLS["mixture"][0], value=Wrapper(VALUE)))
+    assert "tensor subclasses without storage of their own are not supported" in wrapped
+    many = torch.empty(1, 65_536, 1, 4)
+    assert reason(many, many[:, :1, None], many[:, :1]) == "more than 65,535 heads are not supported"
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    assert reason(QUERY, KEYS, VALUE) == "torch.jit.trace cannot record the kernels"
+
+
+def test_keys_with_large_offsets_of_components_are_copied(monkeypatch):
+    keys = torch.stack([torch.randn(1, 2, 5, 4) for _ in range(3)]).movedim(0, 2)
+    assert triton._ensure_small_component_offsets(keys) is keys
+    monkeypatch.setattr(triton, "MAX_COMPONENT_OFFSET", 79)
+    copy = triton._ensure_small_component_offsets(keys)  # the last component starts at 80
+    assert copy.is_contiguous()
+    assert torch.equal(copy, keys)
+    assert triton._ensure_small_component_offsets(copy) is copy
+    assert triton.plan_mixture(mixture_call(QUERY, keys, VALUE), None) is None
 
 
 def test_named_backend_is_selected_or_raises():

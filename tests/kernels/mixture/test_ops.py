@@ -235,3 +235,12 @@ def test_softmax_decoding_uses_the_kernels(monkeypatch):
     assert {chosen(torch.float32), chosen(rows=2), chosen(keys=1), chosen(heads=1)} == {"plain"}
     with torch.enable_grad():
         assert chosen(query=torch.randn(2, 3, 1, 8, requires_grad=True)) == "plain"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_batched_gradients_are_refused(dtype):
+    """fp16 calls have a plan, fp32 calls none."""
+    x = [torch.randn(1, 2, 20, 16, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(3)]
+    out = mgk.smgk_attention(*x, torch.randn(2, 2, 16, device=DEVICE), backend="triton")
+    with pytest.raises(RuntimeError, match=r"does not support batched gradients .* use backend='eager'"):
+        torch.autograd.grad(out, x, torch.ones(3, *out.shape, device=DEVICE, dtype=dtype), is_grads_batched=True)
