@@ -162,10 +162,18 @@ class Comparison:
         candidates = list(dict.fromkeys([*base_models(self.models), *timed_models(self.models)]))
         metrics = sweep.SOLO_METRICS if self.alone else sweep.SOLO_TRAINING_METRICS
         rows = read_results(self.out, self.recipe)
+        # The step times of a row of equal time and of its reference are compared, so they are measured together.
+        unmatched = {
+            model
+            for spec in equal_time_rows(self.models)
+            if steps_of(rows, self.recipe, spec, self.preset, self.setups) is None
+            for model in spec.timed_models
+        }
         untimed = [
             self.first_runs[model]
             for model in candidates
-            if not sweep.is_timed(rows, self.recipe, model, self.preset, self.setups[model], metrics)
+            if model in unmatched
+            or not sweep.is_timed(rows, self.recipe, model, self.preset, self.setups[model], metrics)
         ]
         for profile in _profile(untimed, self.task, self.max_running, deadline):
             results.append(self.result_file, profile)
@@ -175,7 +183,8 @@ class Comparison:
         rows, specs = read_results(self.out, self.recipe), equal_time_rows(self.models)
         recipes = equal_time_recipes(rows, self.recipe, specs, self.preset, self.setups)
         for spec, recipe in recipes.items():
-            record_steps(self.result_file, rows, self.recipe, spec, self.preset, recipe.training.steps)
+            setup = self.setups[spec.model]
+            record_steps(self.result_file, rows, self.recipe, spec, self.preset, setup, recipe.training.steps)
             self.setups[spec] = self._first_run(recipe, spec.model).setup(self.task)
             print(f"{spec}: {recipe.training.steps:,} steps in the training time of {spec.time_of}", file=sys.stderr)
         missing = ", ".join(str(spec) for spec in specs if spec not in recipes)
@@ -225,8 +234,10 @@ class Comparison:
         self.unfinished = queue.unfinished
 
     def _has_scores(self) -> bool:
-        metric = sweep.metric_format(self.recipe).metric
-        return any(row["metric"] == metric for row in read_results(self.out, self.recipe))
+        """Return whether the results have a score of a row of this comparison."""
+        metric, setups = sweep.metric_format(self.recipe).metric, set(self.setups.values())
+        rows = read_results(self.out, self.recipe)
+        return any(row["metric"] == metric and row.get("setup") in setups for row in rows)
 
 
 def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> Iterator[list[dict[str, Any]]]:

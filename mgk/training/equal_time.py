@@ -72,7 +72,10 @@ class EqualTimeSpec(ModelSpec):
 def steps_of(
     rows: Rows, recipe: Recipe, spec: EqualTimeSpec, preset: str, setups: Mapping[ModelSpec, str]
 ) -> int | None:
-    """Return the steps of a row: the recorded number, otherwise from the step times; None if one was not measured.
+    """Return the steps of a row: the recorded number, otherwise from the step times.
+
+    The step times are the latest that were measured for both models with the same commit, on the same device. The
+    result is None without such a pair.
 
     Args:
         rows: Rows of results files.
@@ -87,10 +90,24 @@ def steps_of(
     recorded = [row for row in model if row["metric"] == STEPS and row["split"] == f"time={spec.time_of}"]
     if recorded:
         return int(recorded[0]["value"])
-    times = [results.latest_value(timed, STEP_TIME) for timed in (reference, model)]
-    if times[0] is None or times[1] is None:
+    timed = [row for row in model if row["metric"] == STEP_TIME]
+    common = {_origin(row) for row in reference if row["metric"] == STEP_TIME} & set(map(_origin, timed))
+    pairs = [row for row in timed if _origin(row) in common]
+    if not pairs:
         return None
-    return max(1, round(recipe.training.steps * times[0] / times[1]))
+    origin = _origin(max(pairs, key=lambda row: row["date"]))
+    reference_ms, model_ms = (
+        results.latest_value([row for row in rows_of_model if _origin(row) == origin], STEP_TIME)
+        for rows_of_model in (reference, model)
+    )
+    if reference_ms is None or model_ms is None:
+        return None
+    return max(1, round(recipe.training.steps * reference_ms / model_ms))
+
+
+def _origin(row: Mapping[str, str]) -> tuple[str | None, ...]:
+    """Return the device and the versions with which a row was measured."""
+    return row.get("gpu"), row.get("torch"), row.get("commit")
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
@@ -98,7 +115,9 @@ def with_steps(recipe: Recipe, steps: int) -> Recipe:
     return recipe.with_settings([f"steps={steps}"])
 
 
-def record_steps(file: Path, rows: Rows, recipe: Recipe, spec: EqualTimeSpec, preset: str, steps: int) -> None:
+def record_steps(
+    file: Path, rows: Rows, recipe: Recipe, spec: EqualTimeSpec, preset: str, setup: str, steps: int
+) -> None:
     """Append the number of steps of a row to a results file, unless it is recorded.
 
     Args:
@@ -107,9 +126,11 @@ def record_steps(file: Path, rows: Rows, recipe: Recipe, spec: EqualTimeSpec, pr
         recipe: Recipe with its own number of steps.
         spec: The row.
         preset: Preset of the models.
+        setup: Setup hash of the row's model with the recipe's steps.
         steps: The number of steps.
     """
-    timed = [row for row in filter_rows(rows, recipe, spec.model, preset, None) if row["metric"] in (STEP_TIME, STEPS)]
+    own_rows = filter_rows(rows, recipe, spec.model, preset, None, setup)
+    timed = [row for row in own_rows if row["metric"] in (STEP_TIME, STEPS)]
     split = f"time={spec.time_of}"
     if timed and not any(row["metric"] == STEPS and row["split"] == split for row in timed):
         results.append(file, [{**timed[-1], "split": split, "metric": STEPS, "value": steps}])

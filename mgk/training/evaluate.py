@@ -126,9 +126,7 @@ def evaluate_run(run: Run, task: Any, module: TrainingModule, callback: Checkpoi
     # Reuse the network compiled for training, unless FSDP has sharded its weights.
     trained = None if module.device_mesh is not None else module.objective
     objective = load_objective(run.files.best_model, settings, task, run.data_dir, callback.device, trained=trained)
-    # The first window includes compilation and warm-up.
-    windows = callback.step_ms[1:] or callback.step_ms
-    step_ms = statistics.median(windows) if windows else float("nan")
+    step_ms = statistics.median(callback.step_ms) if callback.step_ms else float("nan")
     columns = result_columns(run, task, config)
     columns.update(step_ms=f"{step_ms:.3f}", peak_mem_mb=f"{memory:.0f}")
     metric = objective.metric

@@ -23,6 +23,8 @@ from mgk.training.signals import STOP_AT_END_OF_INPUT
 
 # Seconds between two status messages if stderr is not a terminal.
 STATUS_INTERVAL = 30
+# Exit status of `mgk train` after SIGTERM, and of a process that SIGTERM ended.
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)
 # Seconds between a second interrupt and SIGKILL.
 KILL_TIMEOUT = 5.0
 # Options of Popen that keep a Ctrl-C in the terminal from a process.
@@ -131,6 +133,13 @@ class JobQueue:
         self.failed += [job for job in ended if job.has_failed and not job.ran_out_of_memory]
         return ended
 
+    def sort_stopped(self) -> None:
+        """After `stop`, keep the stopped jobs in `running`; others have ended by themselves meanwhile."""
+        stopped = [job for job in self.running if job.process is not None and job.process.returncode in STOPPED]
+        self.running = [job for job in self.running if job not in stopped]
+        self.collect_ended()
+        self.running += stopped
+
     def stop(self) -> None:
         """Terminate the running jobs, which save a checkpoint first, and wait for them.
 
@@ -213,21 +222,21 @@ def run_jobs(jobs: list[Job], max_running: int, minutes: float | None = None) ->
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     queue = JobQueue(list(jobs), _job_environment(max_running))
-    started = last_status = time.time()
+    started = last_status = time.monotonic()
     deadline = math.inf if minutes is None else started + 60 * minutes
     with console.status("") if console.is_terminal else nullcontext() as status:
         try:
-            while queue.unfinished and time.time() < deadline:
+            while queue.unfinished and time.monotonic() < deadline:
                 queue.start_jobs(max_running)
                 time.sleep(0.5)
                 if status is not None:
                     counts = f"{len(queue.waiting) + len(queue.retries)} waiting, {len(queue.running)} training"
                     status.update(Text(f"{counts}\n{_format_status(queue.running)}"))
-                elif time.time() - last_status > STATUS_INTERVAL:
-                    last_status = time.time()
+                elif time.monotonic() - last_status > STATUS_INTERVAL:
+                    last_status = time.monotonic()
                     console.print(_format_status(queue.running))
                 for job in queue.collect_ended():
-                    done, seconds = len(jobs) - len(queue.unfinished), time.time() - started
+                    done, seconds = len(jobs) - len(queue.unfinished), time.monotonic() - started
                     console.print(f"[{done}/{len(jobs)}] {job.name}: {_format_outcome(job)} ({seconds:.0f} s in total)")
         except BaseException:
             try:
@@ -236,6 +245,7 @@ def run_jobs(jobs: list[Job], max_running: int, minutes: float | None = None) ->
                 console.print("Stopped. Run the same command again to continue from the saved checkpoints.")
             raise
         _stop(queue, console)
+        queue.sort_stopped()
     return queue
 
 

@@ -200,15 +200,17 @@ def latest(rows: Iterable[dict[str, str]], key: Sequence[str]) -> list[dict[str,
 def latest_value(rows: Iterable[dict[str, str]], metric: str) -> float | None:
     """Return the latest value of a metric, or None if it was not measured.
 
-    The value is the median over the seeds that were measured on the last date with the last commit of that date.
+    The value is the median over the seeds that were measured on the last date, with the last commit and device of that
+    date.
     """
     measurements = [row for row in rows if row["metric"] == metric]
     if not measurements:
         return None
     last_date = max(row["date"] for row in measurements)
     same_date = [row for row in measurements if row["date"] == last_date]
-    same_commit = [row for row in same_date if row["commit"] == same_date[-1]["commit"]]
-    return statistics.median(float(row["value"]) for row in latest(same_commit, ["seed"]))
+    last = same_date[-1]
+    same = [row for row in same_date if (row["commit"], row.get("gpu")) == (last["commit"], last.get("gpu"))]
+    return statistics.median(float(row["value"]) for row in latest(same, ["seed"]))
 
 
 def curve_file(results: Path, recipe: str, spec: ModelSpec, preset: str, seed: int, setup: str | None = None) -> Path:

@@ -60,16 +60,34 @@ def test_steps_follow_from_the_step_times_and_stay_once_recorded(tmp_path):
     rows = results.read([file])
     assert steps_of(rows, RECIPE, ROW, "paper", {}) == round(1.5 * steps)
     assert steps_of(rows, RECIPE, ROW, "paper", {ROW.model: "other"}) is None
-    record_steps(file, rows, RECIPE, ROW, "paper", round(1.5 * steps))
+    record_steps(file, rows, RECIPE, ROW, "paper", "other", 1)
+    assert results.read([file]) == rows  # no results of this setup
+    record_steps(file, rows, RECIPE, ROW, "paper", "a", round(1.5 * steps))
     # A later timing changes nothing, and the number is recorded once.
     results.append(file, timed(2, 5))
     rows = results.read([file])
     assert steps_of(rows, RECIPE, ROW, "paper", {}) == round(1.5 * steps)
-    record_steps(file, rows, RECIPE, ROW, "paper", 1)
+    record_steps(file, rows, RECIPE, ROW, "paper", "a", 1)
     assert results.read([file]) == rows
     # Another reference has another number.
     other = EqualTimeSpec.parse("softmax:4/2@time=mgk:2")
     assert steps_of(rows, RECIPE, other, "paper", {}) is None
+
+
+def test_steps_follow_from_times_of_one_commit_on_one_device():
+    def measured(softmax, smgk, **origin):
+        return [{**row, **origin} for row in timed(softmax, smgk)]
+
+    def ratio(rows):
+        steps = steps_of(rows, RECIPE, ROW, "paper", {})
+        return None if steps is None else steps / RECIPE.training.steps
+
+    first = measured(2, 3, gpu="H200", commit="a", date="2026-01-01")
+    later = measured(4, 8, gpu="A100", commit="b", date="2026-01-02")
+    assert ratio([*first, *later]) == 2
+    # smgk alone was timed once more.
+    assert ratio([*first, later[1]]) == 1.5
+    assert ratio([first[0], later[1]]) is None
 
 
 def test_table_has_the_steps_of_each_row(tmp_path):

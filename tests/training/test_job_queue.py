@@ -79,6 +79,23 @@ def test_jobs_run_in_sessions_of_their_own(tmp_path):
     assert not run_jobs(jobs, max_running=1).failed
 
 
+# Ends by itself on SIGTERM: seed 0 succeeds, seed 1 fails, and seed 2 was stopped.
+ENDS_AT_STOP = """
+import signal, sys, time
+seed = int(sys.argv[sys.argv.index("--seed") + 1])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit((0, 3, 128 + signal.SIGTERM)[seed]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_jobs_that_end_while_others_are_stopped_are_finished_or_failed(tmp_path):
+    jobs = [make_job(tmp_path / str(seed), seed, ENDS_AT_STOP) for seed in range(3)]
+    queue = run_jobs(jobs, max_running=3, minutes=3 / 60)
+    assert [job.seed for job in queue.failed] == [1]
+    assert [job.seed for job in queue.unfinished] == [2]
+
+
 def test_time_limit_terminates_running_jobs_and_leaves_others_waiting(tmp_path):
     script = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(60)"
     jobs = [make_job(tmp_path / str(seed), seed, script) for seed in range(3)]

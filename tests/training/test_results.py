@@ -35,6 +35,8 @@ def test_latest_value_is_of_the_last_date_and_its_last_commit():
         row(50, date="2026-11-01", commit="d"),
     ]
     assert results.latest_value(rows, "step_ms") == 35
+    same_day = [row(9000, commit="c", gpu=""), row(68, commit="c", gpu="NVIDIA H200")]
+    assert results.latest_value(same_day, "step_ms") == 68
     assert results.latest_value(rows, "memory") is None
 
 
