@@ -52,12 +52,12 @@ def study(
 ) -> None:
     """Run the study of cost and quality, and write its page from the results."""
     from experiments.cost_quality.page import write_page
-    from experiments.cost_quality.picture import DPI, PICTURE, draw, plotted_recipe
+    from experiments.cost_quality.picture import pictures
     from experiments.cost_quality.plan import PLAN, load_plan
     from experiments.cost_quality.run import run as run_plan
     from experiments.cost_quality.summary import summarize
     from experiments.result_rows import read_results
-    from mgk._core.io import replacing, write_atomically
+    from mgk._core.io import write_atomically
 
     if minutes is not None:
         number("--minutes", minutes, 0, above=True)
@@ -84,13 +84,10 @@ def study(
         raise ValueError(f"--results {results} has no run of the plan: add --run")
     page.parent.mkdir(parents=True, exist_ok=True)
     text = write_page(loaded, rows, results)
-    recipe = plotted_recipe(summaries)
-    if recipe is not None:
-        folder = figures or page.parent / "figures"
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / f"{PICTURE}.png") as temporary:
-            draw(loaded, summaries, recipe).savefig(temporary, format="png", dpi=DPI)
-        text += f"\n![Perplexity against cost]({os.path.relpath(folder, page.parent)}/{PICTURE}.png)\n"
+    folder = figures or page.parent / "figures"
+    for picture in pictures(loaded, summaries):
+        path = picture.write(folder)
+        text += f"\n![Perplexity against cost]({os.path.relpath(path, page.parent)})\n"
     write_atomically(page, text)
     print(page)
     if failed:

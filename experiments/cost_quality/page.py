@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 
 from experiments.cost_quality.decoding import table as decoding_table
@@ -14,6 +15,15 @@ from experiments.result_rows import Rows
 from experiments.statistics import EQUIVALENCE, Interval, mean_interval
 from mgk._core.markdown import format_number, format_signed, markdown_table
 from mgk.training.config import load_recipe
+
+DECODING_NOTE = (
+    "One sequence in plain calls, with that many tokens in the cache; a decoding step is a CUDA graph. Median of five\n"
+    "repetitions. A model without a finished run has random weights, which changes neither speed nor cache."
+)
+PROFILE_NOTE = (
+    "Milliseconds of the kernels, by family; [the longest kernels](../results/cost-quality-profile.md). "
+    '"Other" has norms,\nactivations and residuals.'
+)
 
 
 def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
@@ -30,9 +40,9 @@ def write_page(plan: Plan, rows: Rows, folder: Path) -> str:
     if questions := _open_questions(plan, summaries, folder):
         parts.append(f"\n## Open questions\n\n{questions}")
     if (times := decoding_table(rows)) and not plan.option:
-        parts.append(f"\n## Prefill and decoding\n\nOne sequence, with that many tokens in the cache.\n\n{times}")
+        parts.append(f"\n## Prefill and decoding\n\n{DECODING_NOTE}\n\n{times}")
     if (times := profile_table(rows)) and not plan.option:
-        parts.append(f"\n## Kernels of a training step\n\nMilliseconds of the kernels, by family.\n\n{times}")
+        parts.append(f"\n## Kernels of a training step\n\n{PROFILE_NOTE}\n\n{times}")
     return "\n".join(parts) + "\n"
 
 
@@ -73,6 +83,23 @@ def words_of(plan: Plan, rows: Rows, folder: Path, first: str, second: str) -> s
     return ""
 
 
+def front_sentence(plan: Plan, rows: Rows, folder: Path) -> str:
+    """Return the answers to the first two primary questions for the README: at equal steps and at equal time."""
+    summaries = summarize(plan, rows)
+    results = [answer(question, plan, summaries, folder) for question in plan.primary_questions[:2]]
+    differences, words = zip(*((_format_difference(item), item.words) for item in results), strict=True)
+    if len(set(words)) == 1:
+        words = ("", f": {words[0]}")
+    else:
+        words = tuple(f" ({text})" for text in words)
+    return textwrap.fill(
+        "In a modern decoder (RoPE, length 1,024), the difference in perplexity of sMGK "
+        f"from softmax is {differences[0]} after equal steps{words[0]} and {differences[1]} after equal training "
+        f"time{words[1]}.",
+        120,
+    )
+
+
 def judged_recipes(summaries: dict[Arm, ArmSummary]) -> list[str]:
     """Return the recipes of arms that are judged, in the order of the plan."""
     return list(dict.fromkeys(arm.recipe for arm, summary in summaries.items() if not summary.is_selection))
@@ -80,7 +107,7 @@ def judged_recipes(summaries: dict[Arm, ArmSummary]) -> list[str]:
 
 def _introduction(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[str]:
     return [
-        f"{len(plan.arms)} arms; {_count_runs(plan, summaries)}. This page is written from the "
+        f"{len(plan.arms)} arms (models with settings); {_count_runs(plan, summaries)}. This page is written from the "
         f"results by\n`python -m experiments.cost_quality{plan.option}`.\n",
         "The interval of a difference is a 95 % interval over seeds and text. The deviation over seeds is pooled over\n"
         "the arms (models) of a recipe. The deviation over text is that of blocks of 4,096 tokens of\n"
@@ -96,6 +123,8 @@ def _count_runs(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
     finished = sum(min(len(summary.values), plan.arms[arm]) for arm, summary in summaries.items())
     added = sum(len(summary.values) for summary in summaries.values()) - finished
     text = f"{finished} of {sum(plan.arms.values())} planned runs have results"
+    if selecting := sum(len(summary.values) for summary in summaries.values() if summary.is_selection):
+        text += f" ({selecting} of them select settings and are not judged)"
     return f"{text}, and {added} added seeds" if added else text
 
 
@@ -151,9 +180,12 @@ def format_interval(interval: Interval) -> str:
 def _answers_table(answers: list[Answer]) -> str:
     lines = [["comparison", "first − second", "answer"]]
     for item in answers:
-        text = "–" if item.interval is None else f"{format_interval(item.interval)} {item.unit}"
-        lines.append([_question_title(item), text, item.words])
+        lines.append([_question_title(item), _format_difference(item), item.words])
     return markdown_table(lines)
+
+
+def _format_difference(item: Answer) -> str:
+    return "–" if item.interval is None else f"{format_interval(item.interval)} {item.unit}"
 
 
 def _question_title(item: Answer) -> str:
@@ -168,7 +200,9 @@ def _arms_table(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> st
     family = [summary for arm, summary in summaries.items() if arm.recipe == recipe and not summary.is_selection]
     spread = family_spread(plan, summaries, recipe)
     quality = ["perplexity", "segments"] if family[0].is_language_model else ["accuracy, %"]
-    lines = [["arm", "seeds", *quality, "step, ms", "training, minutes", "parameters, M", "cache, bytes per token"]]
+    lines = [
+        ["arm", "seeds", *quality, "step alone, ms", "steps × step, minutes", "parameters, M", "cache, bytes per token"]
+    ]
     for summary in family:
         interval = mean_interval(list(summary.values.values()), spread)
         factor = summary.quality if summary.is_language_model else 100
@@ -192,11 +226,18 @@ def _arms_table(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> st
 def _selection_table(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
     """Format the arms that select settings, on the split that selects; "" without any."""
     lines = [["recipe", "settings", "arm", "split", "seeds", "quality", "recipe's settings"]]
+    selecting: list[tuple[ArmSummary, bool]] = []
     for arm, summary in summaries.items():
         if summary.is_selection:
             base = load_recipe(arm.recipe)
             chosen = base.with_settings([f"steps={summary.recipe.training.steps}"]) == summary.recipe
+            selecting.append((summary, chosen))
             quality = f"{summary.quality:.2f}" + ("" if summary.is_language_model else " %")
             cells = [arm.recipe, ", ".join(arm.overrides), f"`{arm}`", f"`{plan.selection_split(arm)}`"]
             lines.append([*cells, str(len(summary.values)), quality, "yes" if chosen else ""])
-    return markdown_table(lines) if len(lines) > 1 else ""
+    if len(lines) == 1:
+        return ""
+    rates = {summary.recipe.training.lr: chosen for summary, chosen in selecting}
+    at_edge = any(chosen and rate in (min(rates), max(rates)) for rate, chosen in rates.items()) and len(rates) > 1
+    note = "\n\nThe selected rate is at the edge of those tried; rates beyond it were not." if at_edge else ""
+    return f"{markdown_table(lines)}{note}"

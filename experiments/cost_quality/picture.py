@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from experiments.cost_quality.plan import Arm, Plan
 from experiments.cost_quality.summary import ArmSummary, family_spread
+from experiments.pictures import Picture
 from experiments.statistics import Spread, mean_interval
 from mgk._core.palette import colour_of, name_of
 
@@ -23,7 +24,7 @@ FONT = 9  # points
 SIDE_BY_SIDE = " (arms of equal size side by side)"
 # Panels of the picture: title and value.
 PANELS: tuple[tuple[str, Callable[[ArmSummary], float | None]], ...] = (
-    ("training time, minutes", lambda summary: summary.minutes),
+    ("training time (steps × step alone), minutes", lambda summary: summary.minutes),
     (f"cache, KiB per token{SIDE_BY_SIDE}", lambda summary: (summary.cache_bytes or 0) / 1024),
     (f"parameters, millions{SIDE_BY_SIDE}", lambda summary: summary.params / 1e6),
 )
@@ -90,6 +91,14 @@ def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]
         if not front or value < front[-1][1]:
             front.append((cost, value))
     return front
+
+
+def pictures(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[Picture]:
+    """Return the picture of the study; none if too few of its language models have results."""
+    recipe = plotted_recipe(summaries)
+    if recipe is None:
+        return []
+    return [Picture(PICTURE, picture_data(summaries, recipe), lambda _: draw(plan, summaries, recipe), DPI)]
 
 
 def draw(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> Figure:

@@ -199,6 +199,8 @@ def _check_arms(stages: tuple[Stage, ...], path: Path) -> set[Arm]:
     for arm in selecting & judged:
         fail("arm", f"{arm} of {arm.recipe} selects settings in one stage of {path} and is judged in another")
     for arm in selecting | judged:
+        if arm.time_of is not None and arm.overrides:
+            fail("arm", f"{arm} of {arm.recipe} has the training time of another arm, which excludes `sets`")
         # The number of steps of a time-matched arm follows from the step times of both models.
         for model in () if arm.time_of is None else (arm.model, arm.time_of):
             if Arm(arm.recipe, model) not in judged:

@@ -2,7 +2,7 @@
 
 The kernels of a step (operators on a CPU) are grouped by their names. GEMMs of the output layer have the names of all
 others and count as GEMM; "loss" has the softmax over the vocabulary and the selection of targets. Results are appended
-to RESULTS/cost-quality-profile.csv; the longest kernels are only printed.
+to RESULTS/cost-quality-profile.csv; RESULTS/cost-quality-profile.md has the longest kernels of the last profile.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from experiments.commands import add_plugin
 from experiments.cost_quality.plan import PRESET
 from experiments.result_rows import Rows, model_of
 from mgk import tasks
+from mgk._core.io import write_atomically
 from mgk._core.markdown import markdown_table
 from mgk.cli import run_app
 from mgk.cli.app import DataDir, check_output_directory, resolve_data_dir
@@ -37,13 +38,14 @@ NAME_LENGTH = 100  # printed characters of a kernel's name
 # Families and patterns of names, in the order in which they are tried. Names of kernels are those of Triton, cuDNN,
 # FlashAttention, cuBLAS, CUTLASS and the compiler; operators are those of ATen and of this package.
 FAMILIES = {
-    "attention backward": r"mixture_backward|factored_mixture_backward|sdpa_mixture_backward|linear_attention_backward"
-    r"|(flash|fmha|sdpa|attention).*(bwd|bprop|backward)",
-    "attention forward": r"mixture_forward|factored_mixture|sdpa_mixture|mgk::linear_attention|flash|fmha|sdpa"
-    r"|scaled_dot_product",
+    "attention backward": r"mixture_backward|add_parts|query_terms|factored_mixture_backward"
+    r"|sdpa_mixture_backward|linear_attention_backward|(flash|fmha|sdpa|attention).*(bwd|bprop|backward)",
+    "attention forward": r"mixture_forward|prepare_keys|factored_mixture|sdpa_mixture|mgk::linear_attention"
+    r"|flash|fmha|sdpa|scaled_dot_product",
     "optimizer": r"multi_tensor_apply|adam|_foreach|fused_sgd",
     "GEMM": r"gemm|nvjet|cutlass|cublas|splitk|aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)\b",
-    "loss": r"log_?softmax|logsumexp|nll|cross_entropy",
+    "loss": r"log_?softmax|logsumexp|nll|cross_entropy|arange_eq_exp",
+    "rotary embedding": r"rotation_table|_(cos|sin)_|aten::(cos|sin)\b",
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -88,15 +90,17 @@ def kernel_table(kernels: dict[str, float], count: int) -> str:
     return markdown_table(lines)
 
 
-def profile_step(run: Run, task: Any, device: torch.device, steps: int, shown: int = 0) -> list[dict[str, Any]]:
-    """Profile training steps of a run, after warming up; return one result row per family.
+def profile_step(
+    run: Run, task: Any, device: torch.device, steps: int, shown: int = 0
+) -> tuple[list[dict[str, Any]], str]:
+    """Profile training steps of a run, after warming up; return one result row per family, and the longest kernels.
 
     Args:
         run: The run.
         task: Its task.
         device: Device to train on.
         steps: Number of profiled steps.
-        shown: Number of kernels to print.
+        shown: Number of kernels to describe.
     """
     profiler = StepProfiler(run, task, device)
     profiler.warm_up()
@@ -108,25 +112,27 @@ def profile_step(run: Run, task: Any, device: torch.device, steps: int, shown: i
         if is_cuda:
             torch.cuda.synchronize()
     kernels = kernel_milliseconds(recorded.key_averages(), steps, is_cuda=is_cuda)
-    if shown:
-        print(f"{run.row}, longest kernels:\n\n{kernel_table(kernels, shown)}\n")
     times = milliseconds_by_family(kernels)
     columns = result_columns(run, task, profiler.config)
     command = shlex.join(["python", "-m", "experiments.cost_quality.profile", *sys.argv[1:]])
     columns |= {"recipe": RECIPE, "task": run.recipe.name, "split": "train", "command": command}
-    return [{**columns, "metric": f"{family}, ms per step", "value": f"{ms:.4f}"} for family, ms in times.items()]
+    rows = [{**columns, "metric": f"{family}, ms per step", "value": f"{ms:.4f}"} for family, ms in times.items()]
+    return rows, f"`{run.row}` of {run.recipe.name}, commit {columns['commit']}:\n\n{kernel_table(kernels, shown)}\n"
 
 
 def table(rows: list[list[dict[str, Any]]]) -> str:
     """Format the rows of each model: milliseconds, and their share of the step."""
-    lines = [["model", *FAMILIES, OTHER, "sum, ms"]]
+    lines = [["recipe", "model", *FAMILIES, OTHER, "sum, ms"]]
     for rows_of_model in rows:
-        times = [float(row["value"]) for row in rows_of_model]
-        total = sum(times) or 1.0
+        by_family = {row["metric"].partition(",")[0]: float(row["value"]) for row in rows_of_model}
+        # A profile from before a family was added has none of it.
+        times = [by_family.get(family) for family in (*FAMILIES, OTHER)]
+        total = sum(by_family.values()) or 1.0
         lines.append(
             [
+                rows_of_model[0]["task"],
                 f"`{model_of(rows_of_model[0])}`",
-                *(f"{ms:.2f} ({100 * ms / total:.0f} %)" for ms in times),
+                *("–" if ms is None else f"{ms:.2f} ({100 * ms / total:.0f} %)" for ms in times),
                 f"{total:.2f}",
             ]
         )
@@ -136,13 +142,15 @@ def table(rows: list[list[dict[str, Any]]]) -> str:
 def latest_table(rows: Rows) -> str:
     """Format the latest profile of each model, with its commit; "" without any."""
     profiles = [row for row in rows if row.get("recipe") == RECIPE]
-    latest = results.latest(profiles, ("variant", "heads", "kv_heads", "key_heads", "gpu", "metric"))
+    latest = results.latest(profiles, ("task", "variant", "heads", "kv_heads", "key_heads", "gpu", "metric"))
     by_model: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in latest:
-        by_model.setdefault((str(model_of(row)), row["gpu"], row["commit"]), []).append(row)
+        by_model.setdefault((row["task"], str(model_of(row)), row["gpu"], row["commit"]), []).append(row)
     if not by_model:
         return ""
-    commits = ", ".join(f"`{name}` on {gpu or 'a CPU'} at {commit}" for name, gpu, commit in by_model)
+    commits = ", ".join(
+        f"`{name}` of {recipe} on {gpu or 'a CPU'} at {commit}" for recipe, name, gpu, commit in by_model
+    )
     return f"{table(list(by_model.values()))}\n\nMeasured: {commits}."
 
 
@@ -151,7 +159,7 @@ def profile_models(
     recipe: Annotated[str, typer.Option(help="Recipe of the models.")] = "study",
     rows: Annotated[str, typer.Option(help="Models, separated by commas.")] = "softmax:8,smgk:8",
     steps: Annotated[int, typer.Option(min=1, help="Number of profiled steps.")] = 5,
-    kernels: Annotated[int, typer.Option(min=0, help="Number of kernels to print, the longest first.")] = 20,
+    kernels: Annotated[int, typer.Option(min=0, help="Number of kernels to list, the longest first.")] = 20,
     out: Annotated[Path, typer.Option("--results", help="Results directory.")] = Path("results"),
     data_dir: DataDir = None,
 ) -> None:
@@ -162,10 +170,15 @@ def profile_models(
     task = tasks.get_task(loaded.task)
     prepare_data(task, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = []
+    measured, descriptions = [], []
     for model in models:
-        measured.append(profile_step(Run(loaded, model, PRESET, 0, data, Path()), task, device, steps, kernels))
-        results.append(out / f"{RECIPE}.csv", measured[-1])
+        values, description = profile_step(Run(loaded, model, PRESET, 0, data, Path()), task, device, steps, kernels)
+        results.append(out / f"{RECIPE}.csv", values)
+        print(description)
+        measured.append(values)
+        descriptions.append(description)
+    if kernels:
+        write_atomically(out / f"{RECIPE}.md", "\n".join(["# Longest kernels of a training step\n", *descriptions]))
     print(table(measured))
 
 

@@ -68,12 +68,14 @@ def missing_jobs(
         if arm.equal_time is not None:
             # Recorded once, so that a later timing does not change the number of steps.
             base = load_recipe(arm.recipe).with_settings(list(arm.overrides))
-            record_steps(out / f"{base.name}.csv", rows, base, arm.equal_time, PRESET, recipe.training.steps)
+            base_setup = setup_of(Arm(arm.recipe, arm.model), base, data)
+            file = out / f"{base.name}.csv"
+            record_steps(file, rows, base, arm.equal_time, PRESET, base_setup, recipe.training.steps)
         setup = setup_of(arm, recipe, data)
         jobs[arm] = [
             train_job(
                 recipe,
-                arm.model,
+                arm.equal_time or arm.model,
                 seed,
                 preset=PRESET,
                 data_dir=data,
@@ -184,14 +186,18 @@ class StudyRunner:
         return {arm: seeds for arm, seeds in arms.items() if arm in available}
 
     def _time_arms(self, arms: Iterable[Arm]) -> None:
-        """Time the models of arms that have no step time with the recipe's current settings."""
+        """Time the models of arms that have no step time with the recipe's current settings.
+
+        Both models of an arm of equal time are timed if their step times were not measured together.
+        """
         rows = read_results(self.out)
         untimed: dict[str, dict[str, None]] = {}
         for arm in arms:
             recipe = load_recipe(arm.recipe)
+            is_unmatched = arm.equal_time is not None and resolve(arm, rows, self.data) is None
             for model in timed_models(arm):
                 setup = setup_of(Arm(arm.recipe, model), recipe, self.data)
-                if not is_timed(rows, recipe, model, PRESET, setup):
+                if is_unmatched or not is_timed(rows, recipe, model, PRESET, setup):
                     untimed.setdefault(arm.recipe, {})[str(model)] = None
         for recipe_name, models in untimed.items():
             if time.monotonic() >= self.end:

@@ -175,26 +175,35 @@ class Answer:
         interval: First arm minus second arm; None without runs.
         unit: "%" or "points".
         unknown: Reason why the half-width is unknown, "" if it is known.
+        log_interval: The interval of a language model in hundredths of a nat, which decides: unlike per cent, it does
+            not depend on which arm is the first. None for accuracy.
     """
 
     question: Question
     interval: Interval | None
     unit: str
     unknown: str = ""
+    log_interval: Interval | None = None
+
+    @property
+    def deciding_interval(self) -> Interval | None:
+        """The interval that the rules are applied to."""
+        return self.log_interval or self.interval
 
     @property
     def words(self) -> str:
         """The answer in words, by the rules of `experiments.statistics`."""
-        if self.interval is None:
+        interval = self.deciding_interval
+        if interval is None:
             return "no runs yet"
-        if math.isnan(self.interval.half_width):
-            return f"undecided: {self.unknown}"
-        if self.interval.is_within(EQUIVALENCE):
+        if math.isnan(interval.half_width):
+            return f"undecided ({self.unknown})"
+        if interval.is_within(EQUIVALENCE):
             return f"equal within {EQUIVALENCE:g} {self.unit}"
-        if not self.interval.excludes_zero:
+        if not interval.excludes_zero:
             return "undecided"
         lower_is_better = self.unit != "points"
-        return "better" if (self.interval.difference < 0) == lower_is_better else "worse"
+        return "better" if (interval.difference < 0) == lower_is_better else "worse"
 
 
 def answer(question: Question, plan: Plan, summaries: dict[Arm, ArmSummary], folder: Path) -> Answer:
@@ -209,11 +218,13 @@ def answer(question: Question, plan: Plan, summaries: dict[Arm, ArmSummary], fol
         (read_blocks(first, plan, folder), read_blocks(second, plan, folder)),
     )
     unknown = unknown_error(plan, summaries, (first, second), folder) if math.isnan(interval.half_width) else ""
-    # A difference of d nats changes the perplexity by the factor exp(d); below 5 % both agree to a fortieth.
+    hundredths = Interval(100 * interval.difference, 100 * interval.half_width)
     if first.is_language_model:
-        percent = Interval(100 * math.expm1(interval.difference), 100 * interval.half_width)
-        return Answer(question, percent, "%", unknown)
-    return Answer(question, Interval(100 * interval.difference, 100 * interval.half_width), "points", unknown)
+        # A difference of d nats changes the perplexity by the factor exp(d).
+        factor = math.exp(interval.difference)
+        percent = Interval(100 * math.expm1(interval.difference), factor * hundredths.half_width)
+        return Answer(question, percent, "%", unknown, hundredths)
+    return Answer(question, hundredths, "points", unknown)
 
 
 def unknown_error(
@@ -246,7 +257,7 @@ def next_seeds(plan: Plan, stage: Stage, rows: Rows, folder: Path) -> dict[Arm, 
     summaries = summarize(plan, rows)
     counts = [len(summaries[arm].values) if arm in summaries else 0 for arm in stage.arms]
     is_complete = all(count >= plan.arms.get(arm, 1) for arm, count in zip(stage.arms, counts, strict=True))
-    intervals = [answer(question, plan, summaries, folder).interval for question in plan.primary_questions]
+    intervals = [answer(question, plan, summaries, folder).deciding_interval for question in plan.primary_questions]
     widths = [math.nan if interval is None else interval.half_width for interval in intervals]
     # Seeds do not help if an interval is unknown.
     if not is_complete or any(map(math.isnan, widths)) or max(widths) <= (stage.until_half_width or math.inf):

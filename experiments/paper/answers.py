@@ -232,13 +232,15 @@ def first_sentence(equal_time: str) -> str:
     }
     if equal_time.startswith("equal"):
         return f"Mixture keys do not pay at equal training time: the decoders are {equal_time} of perplexity."
-    return answers.get(equal_time, f"Mixture keys at equal training time against softmax attention: {equal_time}.")
+    reason = equal_time.removeprefix(verdicts.OPEN)
+    open_ = f"Whether mixture keys are better than softmax attention at equal training time is undecided{reason}."
+    return answers.get(equal_time, open_)
 
 
-def verdict_at_equal_time(equal_time: str) -> str:
-    """Return the verdict on mixture keys at equal training time: equal quality is no reason to use them."""
+def verdict_of_study(words: str) -> str:
+    """Return the verdict of an answer of the study: equal quality is no reason to use mixture keys."""
     verdict_of = {"better": verdicts.HOLDS, "worse": verdicts.FAILS, "equal": verdicts.FAILS}
-    return verdict_of.get(equal_time.partition(" ")[0], verdicts.OPEN)
+    return verdict_of.get(words.partition(" ")[0], verdicts.OPEN)
 
 
 class Advice(NamedTuple):
@@ -300,30 +302,36 @@ def _operator_advice(rows: Rows) -> list[Advice]:
         return []
     forward, both, softmax_forward, softmax_both = times
     sentence = (
-        f"Time is all that you want to save: the operator with half the heads takes {forward:.2f} and {both:.2f} of "
+        f"You only want to save time: the operator with half the heads takes {forward:.2f} and {both:.2f} of "
         f"softmax's time (forward; with gradients), softmax with half the heads {softmax_forward:.2f} and "
         f"{softmax_both:.2f}."
     )
     return [Advice(verdicts.FAILS if softmax_forward < forward else verdicts.OPEN, sentence)]
 
 
-def advice(experiments: list[ExperimentResults], rows: Rows, equal_time: str) -> str:
+def advice(experiments: list[ExperimentResults], rows: Rows, equal_steps: str, equal_time: str) -> str:
     """Sort the uses by the verdicts: use it, do not use it, undecided.
 
     Args:
         experiments: Experiments with their results.
         rows: Rows of all results files, for the times.
-        equal_time: Answer of the study to the comparison at equal training time, "" without runs.
+        equal_steps: Answer of the study to the comparison at equal heads and steps, "" without runs.
+        equal_time: Its answer at equal training time.
     """
     text, listops = (find(experiments, recipe) for recipe in (TEXT, LISTOPS))
     at_equal_time = Advice(
-        verdict_at_equal_time(equal_time),
+        verdict_of_study(equal_time),
         f"You compare at equal training time instead of equal steps: {equal_time or 'no run of the study yet'}.",
+    )
+    modern = Advice(
+        verdict_of_study(equal_steps),
+        f"You train a modern decoder (RoPE, RMSNorm, SwiGLU): {equal_steps or 'no run of the study yet'} with the same "
+        "heads and steps.",
     )
     titles = {verdicts.HOLDS: "Use it when", verdicts.FAILS: "Do not use it when", verdicts.OPEN: "Not decided yet"}
     uses: dict[str, list[str]] = {title: [] for title in titles.values()}
     for item in (
-        *_language_model_advice(text, rows), *_control_advice(listops), *_operator_advice(rows), at_equal_time,
+        *_language_model_advice(text, rows), *_control_advice(listops), *_operator_advice(rows), modern, at_equal_time,
     ):  # fmt: skip
         verdict = verdicts.HOLDS if item.verdict == verdicts.SO_FAR else item.verdict
         uses[titles.get(verdict, titles[verdicts.OPEN])].append(wrap(f"- {item.sentence}", indent="  "))

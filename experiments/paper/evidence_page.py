@@ -8,16 +8,16 @@ from pathlib import Path
 
 from experiments.cost_quality import page as study_page
 from experiments.cost_quality import picture as study_picture
-from experiments.cost_quality.plan import Arm, Plan, load_plan
-from experiments.cost_quality.summary import ArmSummary, summarize
+from experiments.cost_quality.plan import load_plan
+from experiments.cost_quality.summary import summarize
 from experiments.paper import answers, figures, front_page, group_table, lra_averages, plan, speed_table, verdicts
 from experiments.paper.claims import cost as costs
 from experiments.paper.claims import heads, plateau, quality
 from experiments.paper.claims.quality import ExperimentResults
-from experiments.paper.figures import Picture
 from experiments.paper.peerread import probe_table
 from experiments.paper.recipe_results import read_recipe, split_by_settings
 from experiments.paper.text import wrap
+from experiments.pictures import Picture
 from experiments.result_rows import Rows, read_results
 from mgk._core.markdown import format_number, format_signed, markdown_table
 
@@ -40,13 +40,14 @@ def gather(results: Path) -> Evidence:
     analyses = {folder.name: heads.read(folder) for folder in folders}
     analyses = {name: models for name, models in analyses.items() if heads.judge(models)}
     study = load_plan()
-    summaries = summarize(study, rows)
+    equal_steps = study_page.words_of(study, rows, results, "smgk:8", "softmax:8")
     equal_time = study_page.words_of(study, rows, results, "smgk:8", "softmax:8@time=smgk:8")
     texts = {
+        "modern": study_page.front_sentence(study, rows, results),
         "first": answers.first_sentence(equal_time),
         "answers": answers.table(experiments, analyses, rows),
         "study": study_page.evidence_section(study, rows, results, f"figures/{study_picture.PICTURE}.png"),
-        "advice": answers.advice(experiments, rows, equal_time),
+        "advice": answers.advice(experiments, rows, equal_steps, equal_time),
         "rules": verdicts.rules(),
         "headline": headline(experiments[0], rows),
         "gain": front_page.language_model(experiments[-1], rows),
@@ -79,17 +80,8 @@ def gather(results: Path) -> Evidence:
         "queue": plan.table(rows, results),
     }
     pictures = [figures.differences(experiments), figures.endpoints(experiments), figures.curves(experiments, results)]
-    pictures += _study_pictures(study, summaries)
+    pictures += study_picture.pictures(study, summarize(study, rows))
     return Evidence(texts, pictures, excluded)
-
-
-def _study_pictures(plan: Plan, summaries: dict[Arm, ArmSummary]) -> list[Picture]:
-    """Return the picture of the study of cost and quality, if enough of its language models have results."""
-    recipe = study_picture.plotted_recipe(summaries)
-    if recipe is None:
-        return []
-    data = study_picture.picture_data(summaries, recipe)
-    return [Picture(study_picture.PICTURE, data, lambda _: study_picture.draw(plan, summaries, recipe))]
 
 
 def _describe_excluded(names: list[str]) -> list[str]:

@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.paper import verdicts
 from experiments.paper.claims.quality import ExperimentResults, judge_half, judge_same, paper_difference
 from experiments.paper.recipe_results import PRESET, SCALES, STANDS_FOR
+from experiments.pictures import Picture
 from mgk._core.palette import colour_of
 from mgk.analysis.report.curves import read_metrics
-from mgk.analysis.report.drawing import End, label_ends, save_png
+from mgk.analysis.report.drawing import End, label_ends
 from mgk.training.config import ModelSpec
 from mgk.training.results import curve_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# PNG metadata field with a digest of the plotted numbers; a test compares it with the results.
-DRAWN_FROM = "Drawn from"
 # Marker of a difference by its verdict: filled, crossed or, if undecided, open.
 VERDICT_MARKERS = {verdicts.HOLDS: "o", verdicts.FAILS: "X"}
 MIN_MODELS = 3  # of a panel of final results
 PANELS_PER_LINE = 3
 CURVES_PER_LINE = 2
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure: its numbers and the function that draws them."""
-
-    name: str
-    data: Any
-    draw: Callable[[Any], Figure]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.data, sort_keys=True).encode()).hexdigest()[:16]
-
-    def write(self, folder: Path) -> Path:
-        from matplotlib import pyplot
-
-        figure, path = self.draw(self.data), folder / f"{self.name}.png"
-        folder.mkdir(parents=True, exist_ok=True)
-        save_png(figure, path, dpi=130, metadata={DRAWN_FROM: self.digest})
-        pyplot.close(figure)
-        return path
 
 
 def curves(experiments: list[ExperimentResults], results: Path) -> Picture:

@@ -158,7 +158,7 @@ def section(folder: Path) -> str:
     """Return the section from a results directory: one part per model of a recipe."""
     rows = [row for row in results.read([folder / f"{RECIPE}.csv"]) if row["recipe"] == RECIPE]
     if not rows:
-        return "No runs yet."
+        return "No merge has been measured yet."
     study_rows = read_results(folder)
     parts: list[str] = []
     for name, heads, split in dict.fromkeys((row["task"], row["heads"], row["split"]) for row in rows if row["method"]):

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.paper.figures import Picture
+from experiments.pictures import Picture
 from experiments.result_rows import Rows
 from experiments.upcycle import decoder_page
 from experiments.upcycle.arms import BUDGETS, HEAD_DIM, HEADS, LAYERS, NUMBERS, STEPS, Arm, plan

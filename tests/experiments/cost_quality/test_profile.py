@@ -70,25 +70,35 @@ def test_command_profiles_a_tiny_recipe(tmp_path, monkeypatch):
     assert {row["recipe"] for row in rows} == {"cost-quality-profile"}
     # Every family is found in the names of a CPU.
     assert all(float(row["value"]) > 0 for row in rows), [(row["variant"], row["metric"], row["value"]) for row in rows]
-    assert "softmax:2, longest kernels:" in result.output
-    lines = [line for line in result.output.splitlines() if line.startswith("| `")]
-    assert [line.split(" | ")[0] for line in lines] == ["| `softmax:2`", "| `smgk:2/1/2`"]
+    longest = (tmp_path / "out" / "cost-quality-profile.md").read_text(encoding="utf-8")
+    assert longest.startswith("# Longest kernels of a training step\n\n`softmax:2` of tiny, commit ")
+    assert "\n`smgk:2/1/2` of tiny, commit " in longest
+    lines = [line for line in result.output.splitlines() if line.startswith("| tiny")]
+    assert [line.split(" | ")[1] for line in lines] == ["`softmax:2`", "`smgk:2/1/2`"]
 
 
-def test_table_has_the_latest_profile_of_each_model():
-    def rows(variant, commit, first, gpu="NVIDIA H200"):
-        families = [*profile.FAMILIES, profile.OTHER]
-        common = {"recipe": profile.RECIPE, "variant": variant, "heads": "8", "kv_heads": "8", "key_heads": ""}
+def test_table_has_the_latest_profile_of_each_model_and_recipe():
+    families = [*profile.FAMILIES, profile.OTHER]
+
+    def rows(variant, commit, first, task="study"):
+        common = {"recipe": profile.RECIPE, "task": task, "variant": variant, "commit": commit, "gpu": "NVIDIA H200"}
+        common |= {"heads": "8", "kv_heads": "8", "key_heads": ""}
+        values = [first, *[1] * (len(families) - 1)]
         return [
-            {**common, "gpu": gpu, "commit": commit, "metric": family, "value": str(first if index == 0 else 1)}
-            for index, family in enumerate(families)
+            {**common, "metric": f"{family}, ms per step", "value": str(value)}
+            for family, value in zip(families, values, strict=True)
         ]
 
-    lines = profile.latest_table([*rows("softmax", "a", 9), *rows("smgk", "a", 5), *rows("softmax", "b", 3)]).split(
-        "\n"
-    )
-    assert [line.split(" | ")[:2] for line in lines if line.startswith("| `")] == [
-        ["| `softmax:8`", "3.00 (38 %)"], ["| `smgk:8`", "5.00 (50 %)"],
+    old = [row for row in rows("smgk", "a", 6) if not row["metric"].startswith("rotary")]
+    lines = profile.latest_table(
+        [*rows("softmax", "a", 9), *old, *rows("softmax", "b", 4), *rows("smgk", "b", 1, "study-8")]
+    ).split("\n")
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| study")]
+    assert [line[:3] for line in cells] == [
+        ["study", "`softmax:8`", "4.00 (40 %)"], ["study", "`smgk:8`", "6.00 (55 %)"],
+        ["study-8", "`smgk:8`", "1.00 (14 %)"],
     ]  # fmt: skip
-    assert lines[-1] == "Measured: `softmax:8` on NVIDIA H200 at b, `smgk:8` on NVIDIA H200 at a."
+    rotary = 2 + families.index("rotary embedding")
+    assert [line[rotary] for line in cells] == ["1.00 (10 %)", "–", "1.00 (14 %)"]
+    assert "`smgk:8` of study on NVIDIA H200 at a, " in lines[-1]
     assert profile.latest_table([]) == ""

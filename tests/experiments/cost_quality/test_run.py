@@ -86,8 +86,8 @@ def test_stages_are_timed_first_and_run_seed_by_seed(runner):
         [],
         [
             "time softmax:8", "time smgk:4",
-            "softmax:8 0", "smgk:4 0", "softmax:8 0 at equal time",
-            "softmax:8 1", "smgk:4 1", "softmax:8 1 at equal time",
+            "softmax:8 0", "smgk:4 0", "softmax:8@time=smgk:4 0 at equal time",
+            "softmax:8 1", "smgk:4 1", "softmax:8@time=smgk:4 1 at equal time",
             "time mgk:4", "mgk:4 0", "softmax:8 0",
         ],
     )  # fmt: skip

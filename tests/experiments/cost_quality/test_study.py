@@ -265,10 +265,10 @@ def test_missing_losses_are_named(study):
         [path] = study.glob(f"answers/study/smgk-8-paper-s{seed}-*.npz")
         path.unlink()
     lost = "results/answers lacks the losses per block of text of `smgk:8` (seed 1, 3)"
-    assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == f"undecided: {lost}"
+    assert page.words_of(plan, rows, study, "smgk:8", "softmax:8") == f"undecided ({lost})"
     single = [row for row in rows if row["seed"] == "0"]
     words = page.words_of(plan, single, study, "smgk:8", "softmax:8")
-    assert words == "undecided: the error over seeds is unknown with one seed per arm"
+    assert words == "undecided (the error over seeds is unknown with one seed per arm)"
 
 
 def test_cache_bytes():
@@ -368,3 +368,25 @@ def test_every_judged_arm_is_part_of_a_question():
     # softmax:10 gives the step time of softmax:10@time=smgk:8.
     assert others == [("study", "softmax:10"), ("image", "gaussian:4"), ("image-patches", "gaussian:4")]
     assert len({(question.first, question.second) for question in plan.questions}) == len(plan.questions)
+
+
+def test_an_arm_of_equal_time_has_no_settings_of_its_own(tmp_path):
+    text = (ROOT / "experiments/cost_quality/plan.yaml").read_text()
+    text = text.replace('arms: {"softmax:8": 1, "smgk:8": 1}', 'arms: {"softmax:8": 1, "smgk:8@time=softmax:8": 1}')
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ValueError, match="smgk:8@time=softmax:8 of study has the training time of another arm"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("difference", "half_width", "words"),
+    [(2.0, 2.01, "undecided"), (5.0, 4.95, "worse"), (0.3, 0.19, "equal within 0.5 %"), (0.3, 0.21, "worse")],
+)
+def test_answers_do_not_depend_on_the_order_of_the_arms(difference, half_width, words):
+    """Per cent are not symmetric: +5 % of the first is -4.8 % of the second."""
+    opposite = {"worse": "better"}
+    for sign, expected in ((1, words), (-1, opposite.get(words, words))):
+        nats = statistics.Interval(sign * difference, half_width)
+        factor = math.exp(nats.difference / 100)
+        percent = statistics.Interval(100 * math.expm1(nats.difference / 100), factor * half_width)
+        assert summary.Answer(None, percent, "%", "", nats).words == expected

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from experiments.paper import __main__, answers, verdicts
 from experiments.paper.evidence_page import gather
-from experiments.paper.figures import DRAWN_FROM
+from experiments.pictures import DRAWN_FROM
 from mgk._core.markdown import MARKED, fill_marked_parts
 from tests.experiments.paper.test_evidence_page import record
 
@@ -45,7 +45,7 @@ def test_answers_and_advice_follow_from_the_runs(tmp_path):
         ("better", "is better than softmax"),
         ("worse", "do not pay at equal training time"),
         ("equal within 0.5 %", "do not pay at equal training time: the decoders are equal within 0.5 % of perplexity."),
-        ("no difference found", "softmax attention: no difference found."),
+        ("undecided (no blocks)", "at equal training time is undecided (no blocks)."),
     ],
 )
 def test_first_sentence_has_the_answer_at_equal_time(words, sentence):
@@ -53,8 +53,8 @@ def test_first_sentence_has_the_answer_at_equal_time(words, sentence):
 
 
 def test_equal_quality_at_equal_time_is_no_reason():
-    words = ("better", "worse", "equal within 0.5 %", "undecided", "undecided: no blocks", "")
-    assert [answers.verdict_at_equal_time(text) for text in words] == [
+    words = ("better", "worse", "equal within 0.5 %", "undecided", "undecided (no blocks)", "")
+    assert [answers.verdict_of_study(text) for text in words] == [
         verdicts.HOLDS, verdicts.FAILS, verdicts.FAILS, verdicts.OPEN, verdicts.OPEN, verdicts.OPEN,
     ]  # fmt: skip
 

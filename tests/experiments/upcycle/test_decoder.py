@@ -114,8 +114,8 @@ def test_plan():
         "softmax:8/4",
     ]
     after = decoder_arms.training_after(recipe).training
-    assert (after.steps, after.warmup, after.lr) == (95, 9, pytest.approx(3e-4))
-    assert replace(after, steps=1900, warmup=150, lr=1e-3) == recipe.training
+    assert (after.steps, after.warmup, after.lr) == (95, 9, pytest.approx(6e-4))
+    assert replace(after, steps=1900, warmup=150, lr=2e-3) == recipe.training
     arms = decoder_arms.plan_arms(recipe, MODEL)
     assert len(arms) == len(set(arms)) == 2 + 3 * 3 + 3 * 2
     assert {(arm.method, arm.steps) for arm in arms} == {
@@ -257,7 +257,7 @@ def is_trained_svd(row):
 
 def test_page(finished, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "INDEPENDENT_BLOCK", 512)  # the test set of the tiny text has 1,800 tokens
-    assert decoder_page.section(trained / "out") == "No runs yet."
+    assert decoder_page.section(trained / "out") == "No merge has been measured yet."
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     assert run_command(folder, "--no-measure").exception is None

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from PIL import Image
 
-from experiments.paper.figures import DRAWN_FROM
+from experiments.pictures import DRAWN_FROM
 from experiments.upcycle import arms, page
 from mgk.training import results
 
