@@ -44,21 +44,10 @@ def timing(
     file = out / f"{loaded.name}.csv"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     task = tasks.get_task(loaded.task)
-    size = jobs if device.type == "cuda" else 1
     runs = [Run(loaded, ModelSpec.parse(text), PRESET, 0, data, Path()) for text in rows.split(",")]
-    for start in range(0, len(runs), size):
-        group = runs[start : start + size]
-        if time.monotonic() >= end:
-            print(f"no time left to time {', '.join(str(run.row) for run in runs[start:])}", file=sys.stderr)
-            return
-        print(f"timing {', '.join(str(run.row) for run in group)} of {loaded.name} in isolation", file=sys.stderr)
-        alone = len(group) == 1
-        profiles = (
-            [profiling.profile_run(group[0], task, device)] if alone else profiling.profile_many(group, task, device)
-        )
-        command = shlex.join(["python", "-m", "experiments.cost_quality.timing", *sys.argv[1:]])
-        for profile in profiles:
-            results.append(file, [{**row, "command": command} for row in profile])
+    command = shlex.join(["python", "-m", "experiments.cost_quality.timing", *sys.argv[1:]])
+    for profile in profiling.profile_in_groups(runs, task, device, jobs, end):
+        results.append(file, [{**row, "command": command} for row in profile])
 
 
 def main() -> None:

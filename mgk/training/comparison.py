@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,8 @@ class Comparison:
             if model in unmatched
             or not sweep.is_timed(rows, self.recipe, model, self.preset, self.setups[model], metrics)
         ]
-        for profile in _profile(untimed, self.task, self.max_running, deadline):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for profile in profiling.profile_in_groups(untimed, self.task, device, self.max_running, deadline):
             results.append(self.result_file, profile)
 
     def _train_equal_time_rows(self, deadline: float) -> dict[EqualTimeSpec, Recipe]:
@@ -238,27 +239,6 @@ class Comparison:
         metric, setups = sweep.metric_format(self.recipe).metric, set(self.setups.values())
         rows = read_results(self.out, self.recipe)
         return any(row["metric"] == metric and row.get("setup") in setups for row in rows)
-
-
-def _profile(runs: list[Run], task: Task, max_running: int, deadline: float) -> Iterator[list[dict[str, Any]]]:
-    """Yield the result rows of each profiled run. No profile starts after `deadline`.
-
-    On a GPU, up to `max_running` runs warm up at the same time.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = max_running if device.type == "cuda" else 1
-    for start in range(0, len(runs), size):
-        if time.monotonic() >= deadline:
-            names = ", ".join(str(run.row) for run in runs[start:])
-            print(f"time limit reached before timing {names}; the same command continues there", file=sys.stderr)
-            return
-        group = runs[start : start + size]
-        names = ", ".join(str(run.row) for run in group)
-        print(f"timing {names} in isolation, {profiling.TOTAL_STEPS} steps (--no-alone skips this)", file=sys.stderr)
-        if size > 1:
-            yield from profiling.profile_many(group, task, device)
-        else:
-            yield profiling.profile_run(group[0], task, device)
 
 
 def read_results(out: Path, recipe: Recipe) -> list[dict[str, str]]:

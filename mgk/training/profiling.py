@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
@@ -112,6 +113,32 @@ def profile_run(run: Run, task: Any, device: torch.device) -> list[dict[str, Any
     profiler = StepProfiler(run, task, device)
     profiler.warm_up()
     return profiler.measure()
+
+
+def profile_in_groups(
+    runs: Sequence[Run], task: Any, device: torch.device, size: int, deadline: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the result rows of each run, and print the names of the models on stderr. No group starts after `deadline`.
+
+    Each run has a process of its own, also without a GPU: the peak memory of a process includes its earlier models.
+
+    Args:
+        runs: Runs to profile.
+        task: Task of all runs.
+        device: Device to measure on.
+        size: Number of runs that warm up at the same time on a GPU.
+        deadline: Time on the monotonic clock.
+    """
+    size = size if device.type == "cuda" else 1
+    for start in range(0, len(runs), size):
+        if time.monotonic() >= deadline:
+            names = ", ".join(str(run.row) for run in runs[start:])
+            print(f"time limit reached before timing {names}; the same command continues there", file=sys.stderr)
+            return
+        group = runs[start : start + size]
+        names = ", ".join(str(run.row) for run in group)
+        print(f"timing {names} of {group[0].recipe.name} in isolation, {TOTAL_STEPS} steps", file=sys.stderr)
+        yield from profile_many(group, task, device)
 
 
 def profile_many(runs: Sequence[Run], task: Any, device: torch.device) -> Iterator[list[dict[str, Any]]]:

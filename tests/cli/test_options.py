@@ -29,8 +29,8 @@ def calls(monkeypatch, tmp_path):
         calls.update(jobs=jobs, cluster=options, minutes=minutes)
         return JobQueue([])
 
-    def profile_run(run, task, device):
-        calls["timed"].append(str(run.row))
+    def profile_many(runs, task, device):
+        calls["timed"] += [str(run.row) for run in runs]
         return []
 
     def write_report(recipe, models, preset, out, setups, recipes):
@@ -51,7 +51,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr("mgk.training.cluster.run_jobs", run_jobs)
     monkeypatch.setattr("mgk.training.cluster.run_on_slurm", run_on_slurm)
     monkeypatch.setattr("mgk.training.cluster.check_cluster", lambda name, options: None)
-    monkeypatch.setattr("mgk.training.profiling.profile_run", profile_run)
+    monkeypatch.setattr("mgk.training.profiling.profile_many", profile_many)
     monkeypatch.setattr("mgk.training.comparison.write_report", write_report)
     monkeypatch.setattr("mgk.models.generation.generate", generate)
     monkeypatch.setattr("mgk.training.runs.load_language_model", load)

@@ -81,3 +81,17 @@ def test_worker_process_does_not_run_the_command_again(monkeypatch, name, runs):
     monkeypatch.setattr("mgk.cli.main", lambda: calls.append(name))
     runpy.run_module("mgk.__main__", run_name=name)
     assert len(calls) == runs
+
+
+def test_groups_have_a_process_per_run_and_end_at_the_deadline(tmp_path, monkeypatch, capsys):
+    """On a CPU models are measured one after another, each in a process: its peak memory is that of its process."""
+    runs = [tiny_training.run(str(tmp_path), lr=lr) for lr in (1e-3, 2e-3, 3e-3)]
+    groups, clock = [], iter([0.0, 1.0, 5.0])
+    monkeypatch.setattr(profiling, "profile_many", lambda group, *_: groups.append(len(group)) or [[]])
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: next(clock))
+    assert list(profiling.profile_in_groups(runs, None, torch.device("cpu"), 2, 5.0)) == [[], []]
+    assert groups == [1, 1]
+    assert "time limit reached before timing" in capsys.readouterr().err
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: 0.0)
+    assert list(profiling.profile_in_groups(runs, None, torch.device("cuda"), 2, 5.0)) == [[], []]
+    assert groups == [1, 1, 2, 1]

@@ -266,5 +266,5 @@ def test_command_times_models_that_were_not_trained(tmp_path):
         arm = Arm.parse(recipe, name)
         assert is_timed(rows, load_recipe(recipe), arm.model, PRESET, run.setup_of(arm, load_recipe(recipe), tmp_path))
     late = CliRunner().invoke(timing.app, [recipe, *options, "--minutes", "0"])
-    assert "no time left to time softmax:1, smgk:1" in late.output
+    assert "time limit reached before timing softmax:1, smgk:1" in late.output
     assert results.read([out / "tiny.csv"]) == rows
