@@ -67,9 +67,15 @@ class Marker(NamedTuple):
 
 
 def plotted_recipe(summaries: dict[Arm, ArmSummary]) -> str | None:
-    """Return the recipe of the picture, the first of a language model; None if fewer than MIN_ARMS have results."""
-    recipes = [arm.recipe for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides]
-    return recipes[0] if recipes and recipes.count(recipes[0]) >= MIN_ARMS else None
+    """Return the recipe of the picture, the first of a language model.
+
+    The result is None if fewer than MIN_ARMS have results, or if all have one seed: without intervals, the Pareto front
+    would be one of noise.
+    """
+    arms = {arm: summary for arm, summary in summaries.items() if summary.is_language_model and not arm.overrides}
+    recipe = next((arm.recipe for arm in arms), None)
+    seeds = [len(summary.values) for arm, summary in arms.items() if arm.recipe == recipe]
+    return recipe if len(seeds) >= MIN_ARMS and max(seeds) > 1 else None
 
 
 def _plotted_arms(summaries: dict[Arm, ArmSummary], recipe: str) -> list[ArmSummary]:

@@ -87,6 +87,8 @@ def test_few_arms_have_no_picture(rows):
     two = [row for row in rows if (row["variant"], row["heads"]) in (("gaussian", "8"),)]
     assert picture.plotted_recipe(summary.summarize(plan, two)) is None
     assert "](figures/study.png)" not in page.evidence_section(plan, two, plan_folder(), "figures/study.png")
+    # With one seed of each arm the picture has no intervals.
+    assert picture.plotted_recipe(summary.summarize(plan, [row for row in rows if str(row["seed"]) == "0"])) is None
 
 
 def plan_folder():
