@@ -93,7 +93,7 @@ def walk_keys(
         )
         if DROPOUT:
             b_g = tl.where(
-                dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_g / (1.0 - dropout_p), 0.0
+                dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], dropout_p), b_g / (1.0 - dropout_p), 0.0
             )
         b_g -= delta[:, None]
         use_factors = LEADS or (SHIFTED and not EXACT)

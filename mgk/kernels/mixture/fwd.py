@@ -153,7 +153,7 @@ def walk_keys(
             m = m_new
         l += tl.sum(b_p, 1)
         if DROPOUT:
-            b_p = tl.where(dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], S, dropout_p), b_p, 0.0)
+            b_p = tl.where(dropout_mask(seed, i_bh, o_i[:, None], o_n[None, :], dropout_p), b_p, 0.0)
         b_v = load_tile(v_src, i_b, i_v, 0, start_k, n, 0, stride_vs, S, BN, E, BE, False, MASKED, TMA)
         acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, l, m

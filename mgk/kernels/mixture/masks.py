@@ -47,6 +47,11 @@ def mask_tile(
 
 
 @triton.jit
-def dropout_mask(seed, i_bh, o_i, o_j, S, dropout_p):
-    """Return which weights dropout keeps: one draw per (batch and head, i, j), independent of the tiling."""
-    return tl.rand(seed + i_bh, o_i * S + o_j) >= dropout_p
+def dropout_mask(seed, i_bh, o_i, o_j, dropout_p):
+    """Return which weights dropout keeps: one draw per (batch and head, i, j), independent of the tiling.
+
+    The indices are separate counters of the generator: i * S + j would exceed 32 bits.
+    """
+    row, column = tl.broadcast(o_i, o_j)
+    bits, _, _, _ = tl.philox(seed, column, row, row * 0 + i_bh, row * 0)
+    return tl.uint_to_uniform_float(bits) >= dropout_p

@@ -124,7 +124,7 @@ def walk_queries(
         )
         delta = load_row_vectors(rows_src, o_row, m, stride_rows, L, 2 * ALL - 1, 2 * ALL, BM, MASKED, TMA_ROWS)
         if DROPOUT:
-            m_keep = dropout_mask(seed, i_bh, o_i[None, :], o_j[:, None], S, dropout_p)
+            m_keep = dropout_mask(seed, i_bh, o_i[None, :], o_j[:, None], dropout_p)
             b_g = tl.where(m_keep, b_g / (1.0 - dropout_p), 0.0)
         b_g -= delta[0]
         if COMPONENT_GEMM:
