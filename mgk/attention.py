@@ -15,7 +15,7 @@ from mgk._core.attention_projections import project_inputs, reset_projections
 from mgk._core.calls import AttentionArgs, LinearCall, MixtureCall, Packed
 from mgk._core.em import EMStatistics
 from mgk._core.from_softmax import from_softmax
-from mgk._core.head_shards import local_tensor
+from mgk._core.head_shards import HeadShards, local_tensor
 from mgk._core.heads import count_heads
 from mgk._core.key_projections import KEYS, KeyProjection, mix_keys
 from mgk._core.layer_checks import (
@@ -73,6 +73,8 @@ class Attention(nn.Module):
         >>> mgk.Attention(512, 4, head_dim=64, is_causal=True)(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
     """
+
+    head_shards: HeadShards | None = None  # of tensor parallelism
 
     def __init__(
         self,
@@ -237,6 +239,8 @@ class Attention(nn.Module):
             output, weights = self._attend_linear(q, k, v, key_positions, args)
         else:
             output, weights = self._attend_mixture(q, k, v, key_positions, args, is_self)
+        if weights is not None and self.head_shards is not None:
+            weights = self.head_shards.gather_heads(weights)
         output = self.out(output.transpose(1, 2).flatten(2))
         return (output, weights) if args.need_weights else output
 
@@ -327,7 +331,7 @@ class Attention(nn.Module):
         padding = args.key_padding_mask
         if padding is not None:
             total = length if cache is None else cache.length + length
-            padding = check_padding_mask(padding, query.shape[0], total, query)[:, -length:]
+            padding = check_padding_mask(padding, query.shape[0], total, query)[:, total - length :]
         log_prior, shift = self.prior(length, positions), self.keys.shift
         if args.key_bias is not None:
             # Softmax attention adds it to the logits; here its exponential multiplies the key features, as π does.

@@ -32,6 +32,21 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
+class _GatherHeads(torch.autograd.Function):
+    """Concatenation of the heads [B, heads, ...] of all ranks, which all ranks use alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: HeadShards) -> Tensor:
+        ctx.rows = shards.index * x.shape[1], x.shape[1]
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(shards.count)]
+        dist.all_gather(parts, x.contiguous(), group=shards.group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(1, *ctx.rows), None
+
+
 @dataclass(frozen=True)
 class HeadShards:
     """The part of the heads that a rank has: part `index` of `count` equal parts."""
@@ -44,6 +59,14 @@ class HeadShards:
         """Return a parameter that all heads share; its gradient is summed over the parts."""
         result: Tensor = _SumGradient.apply(x, self.group)
         return result
+
+    def gather_heads(self, x: Tensor) -> Tensor:
+        """Return a tensor [B, heads of this rank, ...] with the heads of all ranks."""
+        result: Tensor = _GatherHeads.apply(x, self)
+        return result
+
+    def __deepcopy__(self, memo: Any) -> HeadShards:
+        return self  # process groups cannot be copied
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum statistics [heads of this rank, ...] over all ranks that have the same heads."""

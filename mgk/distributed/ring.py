@@ -226,7 +226,8 @@ class RingAttention(torch.autograd.Function):
         needed = {name for name, is_needed in zip(names, ctx.needs_input_grad[5:], strict=True) if is_needed}
         zeros = {name: torch.zeros_like(tensors[name], dtype=compute_dtype(tensors[name].dtype)) for name in needed}
         # Gradients of the current block, to which every rank adds before it sends them on.
-        travelling_gradients = {name: zeros.pop(name) for name in needed & travelling}
+        # In the order of `names`: that of a set differs between processes, and the tensors are sent in this order.
+        travelling_gradients = {name: zeros.pop(name) for name in names if name in needed & travelling}
         gradients = zeros
         block = {name: tensors[name] for name in names if name in travelling}
         gradient_exchange = None

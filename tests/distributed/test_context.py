@@ -1,5 +1,9 @@
 """Context parallelism: outputs and all gradients of 2 and 4 ranks equal those of one process."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,3 +187,42 @@ def test_shard_and_positions_agree(tmp_path):
         close(context_parallel(layer, mesh)(torch.ones(1, 8, context_cases.EMBED, dtype=F64)), expected)
     finally:
         dist.destroy_process_group()
+
+
+# One rank: its number and the directory of the rendezvous are arguments.
+GRADIENTS_OF_A_RANK = """
+import sys, torch, torch.distributed as dist, mgk
+from torch.distributed.device_mesh import init_device_mesh
+from mgk.distributed import shard, sharded_attention
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+whole = [x.requires_grad_() for x in torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)]
+shift, probe = torch.randn(2, 2, 4).double(), torch.randn(1, 2, 8, 4).double()
+(mgk.smgk_attention(*whole, shift, is_causal=True) * probe).sum().backward()
+parts = [shard(x.detach(), mesh, 2).requires_grad_() for x in whole]
+output = sharded_attention(mgk.smgk_attention, *parts, shift, mesh=mesh, is_causal=True)
+(output * shard(probe, mesh, 2)).sum().backward()
+for part, x in zip(parts, whole, strict=True):
+    torch.testing.assert_close(part.grad, shard(x.grad, mesh, 2))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_do_not_depend_on_the_hash_seed_of_a_process(tmp_path):
+    """Strings of a set have another order in each process; gradients of keys and values travelled in this order."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GRADIENTS_OF_A_RANK, str(rank), str(tmp_path)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, seed in enumerate(("0", "2"))
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)

@@ -1,5 +1,7 @@
 """Tensor parallelism: outputs and all gradients of 2 and 4 ranks equal those of one process."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,6 +142,25 @@ def compare_two_dimensions(mesh):
     return errors | {f"fsdp × tp {name}": error for name, error in gradient_errors(many, one).items()}
 
 
+def compare_weights(mesh):
+    """Return the errors of attention weights with all heads and of their gradients, and of a copied layer."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    one = mgk.MultiheadAttention(16, 4, batch_first=True).double()
+    many = tensor_parallel(copy.deepcopy(one), mesh)
+    probe, errors = torch.randn(2, 4, 6, 6, dtype=torch.float64), {}
+    for name, layer in (("one", one), ("many", many), ("copy", copy.deepcopy(many))):
+        output, weights = layer(x, x, x, average_attn_weights=False)
+        (weights * probe).sum().backward()
+        gradient = full(layer.attention.query.weight.grad)
+        found = output, weights, gradient, layer(x, x, x)[1]
+        if name == "one":
+            expected = found
+        else:
+            errors |= {f"{name} {n}": error_of(a, b) for n, (a, b) in enumerate(zip(found, expected, strict=True))}
+    return errors
+
+
 def refusals(mesh):
     """Return the messages of layers whose heads cannot be sharded."""
     options = {
@@ -166,7 +187,7 @@ def refusals(mesh):
 
 def work(rank, ranks):
     mesh = init_device_mesh("cpu", (ranks,))
-    errors = compare_layers(mesh) | compare_models(mesh)
+    errors = compare_layers(mesh) | compare_models(mesh) | compare_weights(mesh)
     if ranks == 4:
         errors |= compare_two_dimensions(init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "tp")))
     return errors, refusals(mesh)
