@@ -51,6 +51,9 @@ class FAVOR(nn.Module):
         similarity: ``"dot"`` (Eq. 8), or ``"gaussian"``: the key features are multiplied by exp(-scale/2 ‖k‖²), which
             gives the kernel of Eq. 9 up to a factor per query that the normalization removes.
 
+    Features are divided by their maximum, which the normalization removes too. Linear attention without it (preset
+    ``"ref-lra"``) keeps these factors: outputs then have another scale for each query.
+
     Examples:
         >>> attention = mgk.Attention(64, 2, variant="mlk", feature_map=mgk.FAVOR(head_dim=32, num_features=64))
         >>> attention(torch.randn(1, 10, 64)).shape

@@ -363,3 +363,14 @@ def test_cache_of_a_dynamically_quantized_layer(variant):
         actual = torch.cat([layer(x[:, :5], cache=cache), layer(x[:, 5:], cache=cache)], dim=1)
     # The quantization of activations depends on the range of the call.
     torch.testing.assert_close(actual, expected, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["linear", "mlk", "smgk"])
+def test_no_new_tokens_with_a_padding_mask(variant):
+    layer = Attention(16, 2, variant=variant, is_causal=True).eval()
+    cache, x = layer.make_cache(2, 6), torch.randn(2, 5, 16)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    with torch.no_grad():
+        layer(x, cache=cache, key_padding_mask=padding)
+        assert layer(x[:, :0], cache=cache, key_padding_mask=padding).shape == (2, 0, 16)
+    assert cache.length == 5

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk._core.calls import AttentionArgs
-from mgk._core.layer_checks import check_tokens
+from mgk._core.layer_checks import check_positions, check_tokens
 from mgk._core.validation import fail, flag, one_of, positive_integer
 from mgk.attention import Attention
 from mgk.cache import Cache
@@ -286,6 +286,8 @@ class LanguageModel(nn.Module):
         if POSITIONS[self.config.positions].added:
             if position_ids is None:
                 position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            # Before the sum, which would broadcast x to the shape of wrong positions.
+            check_positions(position_ids, x)
             x = x + sinusoids(position_ids, self.config.embed_dim).to(x.dtype)
         return self.dropout(x)
 

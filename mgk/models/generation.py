@@ -97,6 +97,8 @@ def generate(
     positive_integer("max_tokens", max_tokens)
     if len(prompt) == 0:
         fail("prompt", "must have at least one token")
+    if model.training:
+        fail("model", "must be in eval mode, because dropout would change the tokens: call model.eval()")
     context, device = model.config.max_length, model.table.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.make_caches(1, context)

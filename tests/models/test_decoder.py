@@ -163,3 +163,16 @@ def test_all_groups_share_one_compilation(variant, monkeypatch):
     torch.compiler.reset()
     assert len(graphs) == 1
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("form", ["paper", "modern"])
+def test_positions_of_another_shape_are_refused(form, tokens):
+    """Sinusoidal positions would be added to the embedding by broadcasting."""
+    model = tiny(form).eval()
+    caches = model.make_caches(len(tokens), 12)
+    with torch.no_grad():
+        model(tokens[:, :5], caches=caches)
+        for positions in (torch.arange(6), torch.arange(6).expand(len(tokens), 6)):
+            with pytest.raises(ValueError, match=r"position_ids must have shape \[L\] or \[B, L\]"):
+                model(tokens[:, 5:6], caches=caches, position_ids=positions)
+    assert caches[0].length == 5

@@ -230,3 +230,8 @@ def test_captured_generation_equals_eager(monkeypatch):
     captured = list(generate(model, [1, 2, 3], max_tokens=3 * MAX_LENGTH, sampling=Sampling(temperature=0)))
     monkeypatch.setattr(DecodingStep, "__call__", lambda self, tokens: scores(self.model, tokens, self.caches))
     assert list(generate(model, [1, 2, 3], max_tokens=3 * MAX_LENGTH, sampling=Sampling(temperature=0))) == captured
+
+
+def test_generation_in_training_mode_is_refused():
+    with pytest.raises(ValueError, match=r"model must be in eval mode.*call model\.eval\(\)"):
+        next(generate(tiny("smgk", "cpu", torch.float32).train(), [1, 2], max_tokens=1))
