@@ -185,6 +185,8 @@ def from_text(
         raise ValueError(f"--text needs a tokenizer, and {name} has none: pass token ids with --ids")
     samples: list[dict[str, Any]] = []
     tokens: list[list[str]] = []
+    if length is not None:
+        length = min(length, tokenizer.model_max_length)
     for text in texts:
         ids = tokenizer(text, truncation=length is not None, max_length=length)["input_ids"]
         if len(ids) < min_length:

@@ -297,14 +297,14 @@ def _analyze_transformers_model(
     from mgk.analysis.flops import estimate_head_cost
     from mgk.analysis.inputs import MIN_LENGTH, read_ids, to_device
     from mgk.analysis.report.html import AnalyzedModel
+    from mgk.hf.upcycling.fidelity import max_positions
 
     if not (options.texts or options.ids or options.images):
         fail("--hf", "requires an input: --text, --ids or --images")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trust = {"trust_remote_code": options.trust_remote_code}
     model = hf_models.load(name, device, **trust)
-    max_positions = getattr(model.config, "max_position_embeddings", None)
-    length = min(limit for limit in (options.length, max_positions, 1 << 30) if limit is not None)
+    length = min(limit for limit in (options.length, max_positions(model), 1 << 30) if limit is not None)
     tokens: list[str] = []
     if options.texts:
         min_length = options.length or MIN_LENGTH

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from mgk._core.validation import positive_integer
+from mgk._core.validation import fail, positive_integer
 from mgk.attention import Attention
 from mgk.functional import mgk_attention
 from mgk.hf.attention_interface import with_attention
@@ -94,6 +94,7 @@ def resize_heads(module: nn.Module, key_heads: int, value_heads: int, key_dim: i
         value_dim: Dimension of a value.
     """
     key_width, value_width = key_heads * key_dim, value_heads * value_dim
+    module.resized_heads = key_heads, value_heads  # type: ignore[assignment]
     if isinstance(module, Attention):
         module.num_key_heads = module.keys.heads = key_heads
         module.num_kv_heads = value_heads
@@ -128,6 +129,18 @@ def restore_heads(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         resize_heads(model.base_model.get_submodule(name), key_heads, value_heads, key_dim, value_dim)
 
 
+def check_head_counts(module: nn.Module, key: Tensor, value: Tensor) -> None:
+    """Raise a ValueError if a layer has reshaped its keys [B, Hk, S, D] or values to other numbers of heads.
+
+    Some layers reshape with a fixed number of heads and -1 for the length, which then mixes positions.
+    """
+    counts = getattr(module, "resized_heads", None)
+    heads = key.shape[1], value.shape[1]
+    # With tensor parallelism a rank has an equal part of both.
+    if counts is not None and (counts[0] * heads[1] != counts[1] * heads[0] or counts[0] % heads[0]):
+        fail("model", f"reshapes {counts[0]} key and {counts[1]} value heads to {heads[0]} and {heads[1]}")
+
+
 def attend(
     module: nn.Module,
     query: Tensor,  # [B, H, L, D]
@@ -141,6 +154,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax attention: return [B, L, H, E] and, if the model runs `eager`, the weights."""
     check_supported(module, extras)
+    check_head_counts(module, key, value)
     config = shared_config(module)
     mask, causal = resolve_mask(module, config, query, attention_mask, is_causal)
     need_weights = config._attn_implementation == "eager"

@@ -31,6 +31,8 @@ def divisors(number: int) -> list[int]:
 
 def cache_width(layer: MergeableLayer, key_heads: int, value_heads: int) -> int:
     """Return the number of cached elements per token of a layer."""
+    if not layer.is_cached:
+        return 0
     return key_heads * layer.key_dim + value_heads * layer.value_dim
 
 
@@ -43,7 +45,7 @@ def choose_head_counts(layers: Sequence[MergeableLayer], cache: float, loss: Los
     unchanged.
 
     Args:
-        layers: The layers.
+        layers: The layers. Those that are not cached keep their heads.
         cache: Share of the present size of the cache, between 0 and 1.
         loss: Function that measures the loss.
 
@@ -67,7 +69,7 @@ def choose_head_counts(layers: Sequence[MergeableLayer], cache: float, loss: Los
         return losses[key]
 
     def possible_changes() -> Iterator[_Change]:
-        for layer in layers:
+        for layer in filter(lambda layer: layer.is_cached, layers):
             for part, dim in ((KEYS, layer.key_dim), (VALUES, layer.value_dim)):
                 if part == KEYS and layer.fixed_keys:
                     continue

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mgk._core.validation import fail
-from mgk.hf.upcycling.fidelity import is_language_model
+from mgk.hf.upcycling.fidelity import is_language_model, max_positions
 
 Batch = dict[str, Any]
 # Share of the samples that is held out to measure the fidelity.
@@ -83,9 +83,7 @@ def make_calibration(
 def _tokenize(model: PreTrainedModel, texts: Sequence[str], tokenizer: Any, length: int) -> list[list[int]]:
     """Return token ids: one sample per text for encoders, and blocks of `length` tokens for language models."""
     texts = [text for text in texts if text.strip()]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    # The positions of RoBERTa start after its padding token: they suffice for the tokenizer's limit, which is lower.
-    length = min(length, positions, getattr(tokenizer, "model_max_length", length))
+    length = min(length, max_positions(model) or length, getattr(tokenizer, "model_max_length", length))
     if not texts:
         return []
     is_stream = is_language_model(model)

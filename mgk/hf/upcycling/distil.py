@@ -50,7 +50,8 @@ def distil(
     """Train a merged model to compute the hidden states, and logits or embeddings, of the original.
 
     Dropout is off. The order of the batches depends on the seed alone, so that an interrupted distillation continues
-    with the same result.
+    with the same result. A model in half precision is trained in fp32, because small steps would be lost, and rounded
+    at the end.
 
     Args:
         teacher: The original model.
@@ -68,11 +69,14 @@ def distil(
     Returns:
         The losses, one entry per LOG_EVERY steps.
     """
+    dtypes = {name: tensor.dtype for name, tensor in student.state_dict().items()}
+    if student.dtype in (torch.float16, torch.bfloat16):
+        student.float()
     parameters = _trainable_parameters(student, layers, trainable)
     optimizer = _make_optimizer(student, parameters, learning_rate)
     rates = [group["lr"] for group in optimizer.param_groups]
     folder = None if state is None else Path(state)
-    fingerprint = _fingerprint(settings, student, batches)
+    fingerprint = "" if folder is None else _fingerprint(settings, teacher, student, batches)
     done, log = (0, []) if folder is None else _load_state(folder, fingerprint, parameters, optimizer)
     order = _batch_order(len(batches), steps, seed)
     requires_grad = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
@@ -89,23 +93,39 @@ def distil(
             batch = batches[order[step]]
             with torch.no_grad():
                 expected = run_model(teacher, batch)
-            hidden_loss, output_loss = _losses(run_model(student, batch), expected)
+            hidden_loss, output_loss = _losses(run_model(student, _with_dtype(batch, student.dtype)), expected)
             optimizer.zero_grad(set_to_none=True)
             (hidden_loss + output_loss).backward()
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), MAX_NORM)
             optimizer.step()
             if step % LOG_EVERY == 0 or step + 1 == steps:
                 log.append({"step": step, "hidden": hidden_loss.item(), "output": output_loss.item()})
+                if not math.isfinite(log[-1]["hidden"] + log[-1]["output"]):
+                    fail("learning_rate", f"= {learning_rate:g} is too large: the loss is not finite at step {step}")
             if folder is not None and (step + 1) % SAVE_EVERY == 0:
                 _save_state(folder, fingerprint, parameters, optimizer, step + 1, log)
             progress("distilling", step + 1, steps)
     finally:
         optimizer.zero_grad(set_to_none=True)
+        _restore_dtypes(student, dtypes)
         teacher.train(modes[0])
         student.train(modes[1])
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(requires_grad[name])
     return log
+
+
+def _with_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _restore_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.dtype != dtypes[name]:
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 def _losses(actual: Outputs, expected: Outputs) -> tuple[Tensor, Tensor]:
@@ -166,14 +186,21 @@ def _batch_order(count: int, steps: int, seed: int) -> list[int]:
     return order[:steps]
 
 
-def _fingerprint(settings: dict[str, Any], student: nn.Module, batches: Sequence[Batch]) -> str:
-    """Return a hash of the settings, the shapes of the model and the training tokens."""
+def _fingerprint(settings: dict[str, Any], teacher: nn.Module, student: nn.Module, batches: Sequence[Batch]) -> str:
+    """Return a hash of the settings, the original model, the shapes of the merged one and the training inputs."""
+
+    def content(tensor: Tensor) -> bytes:
+        # As bytes, because NumPy has no bf16.
+        return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(str([(name, list(tensor.shape)) for name, tensor in student.state_dict().items()]).encode())
+    for name, tensor in teacher.state_dict().items():
+        digest.update(name.encode() + content(tensor))
     for batch in batches:
         for name, value in batch.items():
             if isinstance(value, Tensor):
-                digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+                digest.update(name.encode() + content(value))
     return digest.hexdigest()[:16]
 
 

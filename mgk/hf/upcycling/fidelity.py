@@ -32,8 +32,10 @@ class Outputs:
 
     def embedding(self) -> Tensor:
         """Return the mean of the last hidden states over the tokens, with norm 1, [B, width]."""
-        keep = self.mask.unsqueeze(-1).to(self.hidden[-1].dtype)
-        return F.normalize((self.hidden[-1] * keep).sum(1) / keep.sum(1).clamp(min=1), dim=-1)
+        hidden = self.hidden[-1]
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        keep = self.mask.unsqueeze(-1).to(hidden.dtype)
+        return F.normalize((hidden * keep).sum(1) / keep.sum(1).clamp(min=1), dim=-1)
 
 
 def run_model(model: PreTrainedModel, batch: Mapping[str, Any]) -> Outputs:
@@ -46,6 +48,20 @@ def run_model(model: PreTrainedModel, batch: Mapping[str, Any]) -> Outputs:
         mask = torch.ones(hidden[-1].shape[:2], device=hidden[-1].device)
     has_token_logits = logits is not None and logits.dim() == 3 and logits.shape[:2] == mask.shape
     return Outputs(tuple(hidden), logits if has_token_logits else None, mask.bool())
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions of a model, None if it has no limit."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    # The positions of RoBERTa and its relatives start after that of the padding token.
+    offsets = [
+        module.padding_idx + 1
+        for module in model.modules()
+        if isinstance(getattr(module, "padding_idx", None), int) and hasattr(module, "position_embeddings")
+    ]
+    return int(positions) - max(offsets, default=0)
 
 
 def is_language_model(model: PreTrainedModel) -> bool:

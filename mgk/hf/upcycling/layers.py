@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mgk._core.eval_mode import eval_mode
 from mgk._core.validation import fail
 from mgk.hf.attention_interface import replace_layer_attention
 from mgk.hf.mixture_keys import UNSUPPORTED
@@ -34,6 +35,7 @@ class MergeableLayer:
         value_dim: Dimension E of a value.
         planes: Dimensions of queries and keys that a rotary embedding rotates.
         fixed_keys: Reason why the keys cannot be merged, or "".
+        is_cached: Whether generation caches its keys and values; it does not in an encoder with a decoder.
     """
 
     name: str
@@ -45,6 +47,7 @@ class MergeableLayer:
     value_dim: int
     planes: Planes
     fixed_keys: str
+    is_cached: bool = True
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -79,11 +82,13 @@ def find_layers(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Mergea
     if not calls:
         fail("model", f"is a {type(model).__name__}, none of whose layers uses Transformers' AttentionInterface")
     names = {module: name for name, module in model.base_model.named_modules()}
-    return [
+    uncached = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
+    layers = [
         _describe_layer(names[module], module, parents.get(module), calls[module])
         for module in names
         if module in calls
     ]
+    return [replace(layer, is_cached=layer.module not in uncached) for layer in layers]
 
 
 def _record_calls(
@@ -132,7 +137,8 @@ def _record_calls(
             ]
             hooks.append(projections.output.register_forward_pre_hook(store_input))
     try:
-        with replace_layer_attention(model, PROBE, probe), torch.no_grad():
+        # In training mode, layer dropout would leave layers out.
+        with replace_layer_attention(model, PROBE, probe), eval_mode(model):
             model(**batch)
     finally:
         for hook in hooks:

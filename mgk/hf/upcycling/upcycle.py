@@ -291,7 +291,7 @@ def _check_runs(student: PreTrainedModel, batch: Batch) -> None:
     try:
         with eval_mode(student):
             student(**batch)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         name = getattr(student, "original_class", type(student)).__name__
         raise ValueError(f"model is a {name}, whose attention layers fix the number of key heads: {reason}") from error

@@ -164,7 +164,9 @@ def test_no_exchange_of_two_heads_improves_overlapping_groups():
 def test_budget_is_used_up(cache):
     """Check that no reduction can be undone within the cache, and that fixed keys stay."""
     layers = [
-        SimpleNamespace(name=str(i), kv_heads=12, key_dim=4, value_dim=4 + 2 * i, fixed_keys="yes" if i == 2 else "")
+        SimpleNamespace(
+            name=str(i), kv_heads=12, key_dim=4, value_dim=4 + 2 * i, fixed_keys="yes" if i == 2 else "", is_cached=True
+        )
         for i in range(3)
     ]
     losses = {

@@ -117,3 +117,28 @@ def test_gradient_checkpointing_has_the_same_gradients(model, batches):
         gradients.append({name: parameter.grad.clone() for name, parameter in merged.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_models_in_half_precision_are_trained_in_fp32(model, batches, dtype):
+    """AdamW in fp16 divides by a second moment that underflows."""
+    settings = {**SETTINGS, "distil_steps": 40, "method": "mean"}
+    merged, report = upcycle(model.to(dtype), **settings, calibration=batches)
+    assert {parameter.dtype for parameter in merged.parameters()} == {dtype}
+    assert all(bool(parameter.isfinite().all()) for parameter in merged.parameters())
+    assert report.fidelity["distilled"]["hidden_error"] < report.fidelity["merged"]["hidden_error"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(model, batches):
+    with pytest.raises(ValueError, match="learning_rate = 1e\\+30 is too large: the loss is not finite at step"):
+        upcycle(model, **{**SETTINGS, "learning_rate": 1e30}, calibration=batches)
+
+
+def test_state_of_another_model_of_the_same_shape_is_refused(model, batches, tmp_path, monkeypatch):
+    monkeypatch.setattr(distil, "SAVE_EVERY", 2)
+    with pytest.raises(Interrupted):
+        upcycle(model, **SETTINGS, calibration=batches, state=tmp_path, progress=interrupt)
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="holds the distillation of another model"):
+        upcycle(model, **SETTINGS, calibration=batches, state=tmp_path)
