@@ -67,6 +67,11 @@ def make_calibration(
         return Calibration(batches[:-held_out], batches[-held_out:])
     if not all(isinstance(item, str) for item in items):
         fail("calibration", "must be texts, or inputs of the model as dictionaries of tensors")
+    if model.main_input_name != "input_ids":
+        fail(
+            "calibration",
+            f"is text, but a {type(model).__name__} needs {model.main_input_name}: call mgk.hf.upcycle with its inputs",
+        )
     if tokenizer is None:
         fail("tokenizer", "is required for calibration texts")
     rows = _tokenize(model, items, tokenizer, length)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from mgk._core.eval_mode import eval_mode
+from mgk._core.validation import fail
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Outputs:
 def run_model(model: PreTrainedModel, batch: Mapping[str, Any]) -> Outputs:
     """Return the hidden states and logits of a model."""
     output = model(**batch, output_hidden_states=True)
-    hidden = getattr(output, "hidden_states", None) or output.decoder_hidden_states
+    hidden = getattr(output, "hidden_states", None) or getattr(output, "decoder_hidden_states", None)
+    if hidden is None:
+        fail("model", f"is a {type(model).__name__}, which returns no hidden states: upcycle its parts one by one")
     logits = getattr(output, "logits", None)
     mask = batch.get("attention_mask")
     if mask is None or mask.shape != hidden[-1].shape[:2]:

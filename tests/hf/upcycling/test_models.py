@@ -1,12 +1,14 @@
 """Models whose layers cannot be merged, are easily missed, or have limits of their own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
 from mgk.hf import upcycle  # noqa: E402
-from mgk.hf.upcycling.fidelity import max_positions  # noqa: E402
+from mgk.hf.upcycling.fidelity import max_positions, run_model  # noqa: E402
 from tests.hf.upcycling.test_upcycle import MODELS, calibration  # noqa: E402
 from tests.support.hf_models import make, small  # noqa: E402
 
@@ -76,3 +78,18 @@ def test_positions_of_models_that_number_them_after_the_padding_token():
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         model(input_ids=torch.full((1, 33), 5))
     assert max_positions(MODELS["bert"]()) == MODELS["bert"]().config.max_position_embeddings
+
+
+def test_models_without_text_or_hidden_states_are_refused():
+    vision = make_vision()
+    with pytest.raises(ValueError, match=r"is text, but a ViTModel needs pixel_values: call mgk.hf.upcycle with its"):
+        upcycle(vision, num_key_heads=1, calibration=["a text", "another"])
+    model = MODELS["bert"]()
+    model.forward = lambda **inputs: SimpleNamespace(logits=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"is a Bert.*, which returns no hidden states: upcycle its parts one by one"):
+        run_model(model, {})
+
+
+def make_vision():
+    settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    return transformers.ViTModel(transformers.ViTConfig(**settings, image_size=16, patch_size=8)).eval()
