@@ -230,3 +230,18 @@ INVALID = [
 def test_invalid_variant_raises(fields, message):
     with pytest.raises(ValueError, match=message):
         Variant(**fields)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "relu"])
+@pytest.mark.parametrize("variant", ["mlk", "smlk"])
+def test_linear_attention_to_keys_without_prior_is_zero(variant, feature_map):
+    """Clamped priors can all fall to 0; the first position then has no key, and its gradients must not overflow."""
+    layer = mgk.Attention(8, 2, variant=variant, preset="ref-lm", feature_map=feature_map, is_causal=True)
+    with torch.no_grad():
+        layer.prior.weights[:, :, 0] = -0.01
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    output = layer(x)
+    output.square().sum().backward()
+    torch.testing.assert_close(output[:, 0], layer.out.bias.expand(2, 8) if layer.out.bias is not None else 0 * x[:, 0])
+    assert all(bool(y.grad.isfinite().all()) for y in (x, *layer.parameters()))
+    assert layer.query.weight.grad.norm() > 0

@@ -113,7 +113,7 @@ class LearnedPrior(PerPositionTable):
         self, heads: int, components: int, variant: Variant, preset: Preset, positions: int | None, **factory: Any
     ):
         super().__init__(heads, components, positions if preset.prior_sharing == "position" else None)
-        self.clamped = preset.prior_clamped
+        self.clamped, self.is_linear = preset.prior_clamped, variant.similarity == "linear"
         rows = 1 if preset.prior_sharing == "layer" else heads
         self.weights = nn.Parameter(torch.empty(rows, components, self.positions or 1, **factory))
         self.reset_parameters()
@@ -127,6 +127,9 @@ class LearnedPrior(PerPositionTable):
             weights = self.head_shards.sum_gradient(weights)
         if self.clamped:
             log_prior = weights.clamp(torch.finfo(weights.dtype).tiny, 1).log()
+            if self.is_linear:
+                # The sum of the weights of a row must be 0, not tiny: its gradient would overflow.
+                log_prior = log_prior.masked_fill(weights <= 0, -math.inf)
         else:
             log_prior = weights.log_softmax(1)
         return self.lookup(log_prior, length, positions)
