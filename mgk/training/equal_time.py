@@ -95,7 +95,7 @@ def steps_of(
     pairs = [row for row in timed if _origin(row) in common]
     if not pairs:
         return None
-    origin = _origin(max(pairs, key=lambda row: row["date"]))
+    origin = _origin(max(reversed(pairs), key=lambda row: row["date"]))  # of a day, the last
     reference_ms, model_ms = (
         results.latest_value([row for row in rows_of_model if _origin(row) == origin], STEP_TIME)
         for rows_of_model in (reference, model)

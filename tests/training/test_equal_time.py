@@ -85,6 +85,8 @@ def test_steps_follow_from_times_of_one_commit_on_one_device():
     first = measured(2, 3, gpu="H200", commit="a", date="2026-01-01")
     later = measured(4, 8, gpu="A100", commit="b", date="2026-01-02")
     assert ratio([*first, *later]) == 2
+    same_day = measured(2, 5, gpu="H200", commit="c", date="2026-01-01")
+    assert ratio([*first, *same_day]) == 2.5
     # smgk alone was timed once more.
     assert ratio([*first, later[1]]) == 1.5
     assert ratio([first[0], later[1]]) is None
