@@ -226,18 +226,17 @@ def _arms_table(plan: Plan, summaries: dict[Arm, ArmSummary], recipe: str) -> st
 def _selection_table(plan: Plan, summaries: dict[Arm, ArmSummary]) -> str:
     """Format the arms that select settings, on the split that selects; "" without any."""
     lines = [["recipe", "settings", "arm", "split", "seeds", "quality", "recipe's settings"]]
-    selecting: list[tuple[ArmSummary, bool]] = []
+    rates: dict[float, bool] = {}  # whether the recipe has this learning rate
     for arm, summary in summaries.items():
         if summary.is_selection:
             base = load_recipe(arm.recipe)
             chosen = base.with_settings([f"steps={summary.recipe.training.steps}"]) == summary.recipe
-            selecting.append((summary, chosen))
+            rates[summary.recipe.training.lr] = chosen
             quality = f"{summary.quality:.2f}" + ("" if summary.is_language_model else " %")
             cells = [arm.recipe, ", ".join(arm.overrides), f"`{arm}`", f"`{plan.selection_split(arm)}`"]
             lines.append([*cells, str(len(summary.values)), quality, "yes" if chosen else ""])
     if len(lines) == 1:
         return ""
-    rates = {summary.recipe.training.lr: chosen for summary, chosen in selecting}
-    at_edge = any(chosen and rate in (min(rates), max(rates)) for rate, chosen in rates.items()) and len(rates) > 1
+    at_edge = len(rates) > 1 and (rates[min(rates)] or rates[max(rates)])
     note = "\n\nThe selected rate is at the edge of those tried; rates beyond it were not." if at_edge else ""
     return f"{markdown_table(lines)}{note}"

@@ -129,7 +129,7 @@ def restore_heads(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         resize_heads(model.base_model.get_submodule(name), key_heads, value_heads, key_dim, value_dim)
 
 
-def check_head_counts(module: nn.Module, key: Tensor, value: Tensor) -> None:
+def check_reshaped_heads(module: nn.Module, key: Tensor, value: Tensor) -> None:
     """Raise a ValueError if a layer has reshaped its keys [B, Hk, S, D] or values to other numbers of heads.
 
     Some layers reshape with a fixed number of heads and -1 for the length, which then mixes positions.
@@ -154,7 +154,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax attention: return [B, L, H, E] and, if the model runs `eager`, the weights."""
     check_supported(module, extras)
-    check_head_counts(module, key, value)
+    check_reshaped_heads(module, key, value)
     config = shared_config(module)
     mask, causal = resolve_mask(module, config, query, attention_mask, is_causal)
     need_weights = config._attn_implementation == "eager"

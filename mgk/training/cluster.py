@@ -26,6 +26,7 @@ from rich.text import Text
 from mgk._core.io import write_atomically
 from mgk._core.validation import fail, positive_integer
 from mgk.training.job_queue import STATUS_INTERVAL, Job, JobQueue, run_jobs
+from mgk.training.signals import TERMINATED
 
 CLUSTER = "slurm"
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
@@ -33,8 +34,6 @@ COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 DEFAULT_TIME = "04:00:00"
 # Seconds between the signal that stops a run and the time limit.
 SIGNAL_SECONDS = 120
-# Exit status of `mgk train` after SIGTERM.
-TERMINATED = 128 + 15
 # Requeues of one job after its time limit.
 MAX_REQUEUES = 1000
 # Submissions of a job that ends without an exit status, because it was killed or its node failed.

@@ -19,12 +19,12 @@ from rich.text import Text
 
 from mgk.models.run_directory import RunDirectory
 from mgk.training.config import ModelSpec
-from mgk.training.signals import STOP_AT_END_OF_INPUT
+from mgk.training.signals import STOP_AT_END_OF_INPUT, TERMINATED
 
 # Seconds between two status messages if stderr is not a terminal.
 STATUS_INTERVAL = 30
-# Exit status of `mgk train` after SIGTERM, and of a process that SIGTERM ended.
-STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)
+# Exit statuses of a job that was stopped: it has saved a checkpoint, or SIGTERM ended it before.
+STOPPED = (TERMINATED, -signal.SIGTERM)
 # Seconds between a second interrupt and SIGKILL.
 KILL_TIMEOUT = 5.0
 # Options of Popen that keep a Ctrl-C in the terminal from a process.

@@ -29,6 +29,8 @@ STOPPING = "Stopping after this step and saving. Press Ctrl-C again to quit now.
 EVALUATING = "The training is finished: stopping after its evaluation. Press Ctrl-C again to quit now."
 # Set by a process that starts training runs: a run stops at the end of its standard input, a pipe from that process.
 STOP_AT_END_OF_INPUT = "MGK_STOP_AT_END_OF_INPUT"
+# Exit status of `mgk train` after SIGTERM.
+TERMINATED = 128 + signal.SIGTERM
 # SIGHUP is sent when a terminal closes. Windows does not have it.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 

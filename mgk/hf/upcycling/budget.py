@@ -69,7 +69,9 @@ def choose_head_counts(layers: Sequence[MergeableLayer], cache: float, loss: Los
         return losses[key]
 
     def possible_changes() -> Iterator[_Change]:
-        for layer in filter(lambda layer: layer.is_cached, layers):
+        for layer in layers:
+            if not layer.is_cached:
+                continue
             for part, dim in ((KEYS, layer.key_dim), (VALUES, layer.value_dim)):
                 if part == KEYS and layer.fixed_keys:
                     continue

@@ -191,7 +191,8 @@ def _fingerprint(settings: dict[str, Any], teacher: nn.Module, student: nn.Modul
 
     def content(tensor: Tensor) -> bytes:
         # As bytes, because NumPy has no bf16.
-        return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return data
 
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(str([(name, list(tensor.shape)) for name, tensor in student.state_dict().items()]).encode())
